@@ -1,5 +1,6 @@
-"""Model, optimizer and schedule of this rank, and the verbs of a training step, for every algorithm.
+"""Models, optimizer and schedule of this rank, and the verbs of a training step, for every algorithm.
 
+    score: forward, of the model that is trained or of a frozen one                    log-probs, before training
     for batch in micro_batches(…):  forward ─▶ (the algorithm's loss) ─▶ backward      gradients add up
     step: clip ─▶ AdamW                                                                once per optimizer step
 
@@ -10,30 +11,46 @@ micro-batches; over ranks FSDP2 averages, hence the factor of the number of rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.micro_batch import Layout, MicroBatch, TrainSample, collate
+from policy_worker.model.micro_batch import Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding, set_last_micro_batch
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from schema.config import Config
+from schema.config import Config, TrainingConfig
 
 
 class Trainer:
-    """See the module's docstring."""
+    """See the module's docstring. reference: the frozen model of the KL terms, in the type it computes in."""
 
-    def __init__(self, model: PolicyModel, config: Config, group: Group, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        config: Config,
+        group: Group,
+        schedule: Schedule,
+        reference: PolicyModel | None = None,
+    ) -> None:
         train = config.train
         self.group, self.schedule = group, schedule
         self.sharded = needs_sharding(group.world, train)
         self._layout = Layout(train.sequence_packing, model.vocabulary, group.device)
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
+        self.reference = None if reference is None else self._frozen(reference, train)
         self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(train))
+
+    def _frozen(self, model: PolicyModel, train: TrainingConfig) -> PolicyModel:
+        model.requires_grad_(False).eval()
+        if self.group.world == 1:
+            return model.to(self.group.device)
+        return apply_fsdp(model, self.group.mesh(), train, frozen=True)
 
     @property
     def data_rank(self) -> int:
@@ -46,15 +63,39 @@ class Trainer:
         return self.group.world
 
     def micro_batches(
-        self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
+        self,
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+        columns: Columns = MappingProxyType({}),
     ) -> Iterator[MicroBatch]:
         """Tensors of this rank's micro-batches of one optimizer step (at least one, the same number on each rank).
 
-        batches: the rows of each, out of `samples`. Gradients are reduced in the backward of the last one.
+        batches: the rows of each, out of `samples`. columns: what `score` found for them. Gradients are reduced in
+        the backward of the last one.
         """
         for number, rows in enumerate(batches, 1):
             set_last_micro_batch(self.model, number == len(batches))
-            yield collate([samples[row] for row in rows], rows, self._layout)
+            yield collate([samples[row] for row in rows], rows, self._layout, columns)
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: PolicyModel,
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> dict[int, Tensor]:
+        """Log-probs of the learned tokens of each sample under a model, float32 [n_i] on the CPU. A collective.
+
+        batches: the rows of each micro-batch, equally many on each rank.
+        """
+        found: dict[int, Tensor] = {}
+        for rows in batches:
+            batch = collate([samples[row] for row in rows], rows, self._layout)
+            logprobs = model(batch, temperature).logprobs.cpu()
+            counts = [samples[row].learned_tokens for row in rows]
+            found.update(zip(rows, logprobs.split(counts), strict=True))
+        return found
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient."""

@@ -16,7 +16,7 @@ from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import load_model
+from policy_worker.model.model import load_model, load_reference
 from policy_worker.parallel.group import Group
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Caller, Session
@@ -89,7 +89,8 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     _check_mesh(config, group)
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
-    return Trainer(model, config, group, _schedule(config, total_steps))
+    reference = load_reference(config, model) if config.has_reference else None
+    return Trainer(model, config, group, _schedule(config, total_steps), reference)
 
 
 def _algorithm(

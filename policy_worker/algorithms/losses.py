@@ -1,6 +1,6 @@
-"""The loss of reinforcement learning on some tokens of an optimizer step: policy loss, likelihood, entropy.
+"""The loss of reinforcement learning on some tokens of an optimizer step: policy loss, likelihood, entropy, KL.
 
-    L = Σ_k w_k (ℓ_k − c_H H_k) + c_nll / N⁺ · Σ_{k: reward > 0} (−log π_k)
+    L = Σ_k w_k (ℓ_k − c_H H_k + β KL_k) + c_nll / N⁺ · Σ_{k: reward > 0} (−log π_k)
 
     ρ = exp(clamp(log π − log π_old, ±20)),  ℓ = −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), …
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 
 LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+KlType = Literal["k1", "abs", "k2", "k3"]
 
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped here before they are exponentiated: e^20 is far beyond any meaningful ratio."""
@@ -43,7 +44,8 @@ class PolicyTokens:
 
     mask: true where the token counts. entropy: of the policy's distribution at the token; needs a gradient where
     `entropy_coeff` is not 0. sample: index of each token's sample, int64 in [0, n_samples). sample_tokens: |m_i| of
-    that sample, floating. positive: whether its reward is above 0.
+    that sample, floating. positive: whether its reward is above 0. ref_logprobs: of the reference model; needed where
+    `kl_beta` is not 0.
     """
 
     logprobs: Tensor
@@ -55,6 +57,7 @@ class PolicyTokens:
     n_samples: int
     sample_tokens: Tensor
     positive: Tensor
+    ref_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class LossConfig:
     unbiased_loss_max_tokens: int | None = None
     entropy_coeff: float = 0.0
     positive_nll_coef: float | None = None
+    kl_beta: float = 0.0
+    kl_type: KlType = "k3"
+    unbiased_kl_estimate: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,11 +210,20 @@ def policy_objective(
     per_token = result.loss
     if config.entropy_coeff:
         per_token = per_token - config.entropy_coeff * tokens.entropy
+    if config.kl_beta:
+        assert tokens.ref_logprobs is not None
+        kl = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_type)
+        if config.unbiased_kl_estimate:
+            kl = _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * kl
+        per_token = per_token + config.kl_beta * kl
     loss = masked_sum(weights * per_token, tokens.mask)
     if config.positive_nll_coef:
         nll = masked_sum(-tokens.logprobs, tokens.mask & tokens.positive)
         loss = loss + config.positive_nll_coef / max(norm.positive_tokens, 1) * nll
-    return loss, {
+    parts = {}
+    if tokens.ref_logprobs is not None:
+        parts["reference_kl"] = masked_sum(k3(tokens.logprobs.detach(), tokens.ref_logprobs), tokens.mask)
+    return loss, parts | {
         "loss": loss.detach(),
         "entropy": masked_sum(tokens.entropy.detach(), tokens.mask),
         "clip_fraction": masked_sum(result.clipped.to(loss.dtype), tokens.mask),
@@ -236,6 +251,17 @@ def token_weights(
     if max_tokens is not None:
         return torch.full_like(sample_tokens, 1 / (max(norm.samples, 1) * max_tokens))
     return 1 / (max(norm.samples, 1) * sample_tokens.clamp(min=1))
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
+    """Per-token estimate of KL(π ‖ π_ref) on tokens sampled from π, [K]: d, |d|, d² / 2 or k3, d = log π − log π_ref.
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    if kind == "k3":
+        return k3(logprobs, ref_logprobs)
+    d = logprobs - ref_logprobs
+    return {"k1": lambda: d, "abs": d.abs, "k2": lambda: d.square() / 2}[kind]()
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,16 @@ class TrainSample:
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def learned_logprobs(self) -> Tensor:
+        """Behaviour log-probs of the learned tokens, float32 [n]."""
+        found = [
+            segment.logprobs[1:][segment.loss_mask[1:] == 1]
+            for segment in self.segments
+            if segment.logprobs is not None
+        ]
+        return torch.from_numpy(np.concatenate(found))
+
+    @property
     def learned_tokens(self) -> int:
         """Tokens that count in the loss: all under the mask but a first one, which nothing predicts."""
         return sum(int(segment.loss_mask[1:].sum()) for segment in self.segments)
@@ -77,6 +88,7 @@ class MicroBatch:
 
     input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]. labels: int64 [K].
     old_logprobs: float32 [K]. sample: int64 [K] in [0, S). rows: the table's row of each sample.
+    columns: [K] each, what passes before this one found for its tokens, by name.
     """
 
     input_ids: Tensor
@@ -86,6 +98,7 @@ class MicroBatch:
     old_logprobs: Tensor
     sample: Tensor
     rows: list[int]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def n_samples(self) -> int:
@@ -101,8 +114,19 @@ class Layout:
     device: torch.device | str = "cpu"
 
 
-def collate(samples: Sequence[TrainSample], rows: Sequence[int], layout: Layout) -> MicroBatch:
+Columns = Mapping[str, Mapping[int, Tensor]]
+"""By name and row: a number for each learned token of a sample, [n_i]."""
+
+
+def collate(
+    samples: Sequence[TrainSample],
+    rows: Sequence[int],
+    layout: Layout,
+    columns: Columns = MappingProxyType({}),
+) -> MicroBatch:
     """Lay samples out. Without any, it is an empty micro-batch: one position that predicts nothing.
+
+    columns: of these rows and maybe others, on any device.
 
     Raises:
         SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
@@ -140,6 +164,10 @@ def collate(samples: Sequence[TrainSample], rows: Sequence[int], layout: Layout)
         old_logprobs=_tensor(_joined(old, np.float32), device),
         sample=_tensor(_joined(owner, np.int64), device),
         rows=list(rows),
+        columns={
+            name: torch.cat([torch.empty(0), *(values[row] for row in rows)]).to(device, non_blocking=True)
+            for name, values in columns.items()
+        },
     )
 
 

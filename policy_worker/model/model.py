@@ -68,20 +68,39 @@ class PolicyModel(nn.Module):
         return layers
 
 
-def load_model(config: Config, weights: str | None = None) -> PolicyModel:
+def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:
+    """The frozen model of `[reference]` on the CPU, in `train.param_dtype`.
+
+    Raises:
+        SettingsError: as `load_model`, or its vocabulary is not that of the policy.
+    """
+    model = load_model(config, reference=True)
+    if model.vocabulary != policy.vocabulary:
+        raise SettingsError(
+            f"reference.model_name_or_path = {config.reference.model_name_or_path!r} has {model.vocabulary} tokens, "
+            f"and policy.model_name_or_path = {config.policy.model_name_or_path!r} has {policy.vocabulary}: a KL "
+            f"compares probabilities of the same tokens; choose a model of the same tokenizer"
+        )
+    return model
+
+
+def load_model(config: Config, weights: str | None = None, *, reference: bool = False) -> PolicyModel:
     """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train.
 
-    weights: an export of it, whose weights are taken instead.
+    weights: an export of it, whose weights are taken instead. reference: see `load_reference`.
 
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
     """
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
     what = f"policy.model_name_or_path = {name!r}"
+    if reference and config.reference.model_name_or_path not in (None, name):
+        name, revision = str(config.reference.model_name_or_path), None
+        what = f"reference.model_name_or_path = {name!r}"
     if weights is not None:
         what = f"the export {weights} as a model of {what}"
     trust = config.policy.trust_remote_code
-    dtype = DTYPES[config.train.master_dtype]
+    dtype = DTYPES[config.train.param_dtype if reference else config.train.master_dtype]
     _import_modules(config)
     try:
         model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
@@ -102,7 +121,7 @@ def load_model(config: Config, weights: str | None = None) -> PolicyModel:
     surplus = sorted(loaded["unexpected_keys"])
     if weights is not None and surplus:
         raise SettingsError(f"{what} has weights that this model does not: {', '.join(surplus[:5])}, …")
-    recompute = config.policy.model_gradient_checkpointing
+    recompute = config.policy.model_gradient_checkpointing and not reference
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 
 

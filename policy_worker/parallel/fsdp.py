@@ -27,14 +27,19 @@ def needs_sharding(world: int, train: TrainingConfig) -> bool:
     return world > 1 or train.param_dtype != train.master_dtype
 
 
-def apply_fsdp(model: PolicyModel, mesh: DeviceMesh, train: TrainingConfig) -> PolicyModel:
-    """Shard `model` in place over the mesh's `dp_shard` dimension, and move it to the mesh's device."""
+def apply_fsdp(
+    model: PolicyModel, mesh: DeviceMesh, train: TrainingConfig, *, frozen: bool = False
+) -> PolicyModel:
+    """Shard `model` in place over the mesh's `dp_shard` dimension, and move it to the mesh's device.
+
+    frozen: nothing of it trains, so it is gathered for its forward alone.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[train.param_dtype], reduce_dtype=DTYPES[train.fsdp_reduce_dtype]
     )
     # The root is used last in forward and first in backward: only "always" frees it in between.
-    layers_reshard = train.fsdp_reshard_after_forward != "never"
-    root_reshard = train.fsdp_reshard_after_forward == "always"
+    layers_reshard = frozen or train.fsdp_reshard_after_forward != "never"
+    root_reshard = frozen or train.fsdp_reshard_after_forward == "always"
     shards = mesh[DP_SHARD]
     for layer in model.decoder_layers():
         fully_shard(layer, mesh=shards, mp_policy=precision, reshard_after_forward=layers_reshard)

@@ -42,6 +42,12 @@ class Batching:
     mini_batch: int | None = None
     passes: int = 1
 
+    def cut_to(self, samples: int | None, max_tokens: int | None) -> Batching:
+        """The same with micro-batches of another size, where one is given."""
+        if max_tokens is not None:
+            return replace(self, max_tokens=max_tokens)
+        return self if samples is None else replace(self, samples=samples, max_tokens=None)
+
     @staticmethod
     def of_config(config: Config) -> Batching:
         policy = config.train.train_policy
@@ -92,10 +98,23 @@ def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
     return sorted({row for mini_batch in plan for rows in mini_batch.ranks[data_rank] for row in rows})
 
 
+def plan_pass(plan: Sequence[MiniBatch], tokens: Sequence[int], batching: Batching) -> list[list[Rows]]:
+    """Micro-batches of a forward-only pass over the samples of a plan, for each data rank (all equally many).
+
+    Each rank's are of the samples that it trains on. Raises `SampleTooLongError`, see `plan_step`.
+    """
+    ranks = range(len(plan[0].ranks)) if plan else ()
+    return _equally_many([micro_batches(rows_of(plan, rank), tokens, batching) for rank in ranks])
+
+
 def _cut(rows: Rows, tokens: Sequence[int], data_ranks: int, batching: Batching) -> list[list[Rows]]:
     shares = _longest_first(rows, tokens, data_ranks) if batching.balance else equal_shares(rows, data_ranks)
-    ranks = [micro_batches(share, tokens, batching) for share in shares]
-    longest = max(map(len, ranks))
+    return _equally_many([micro_batches(share, tokens, batching) for share in shares])
+
+
+def _equally_many(ranks: list[list[Rows]]) -> list[list[Rows]]:
+    """With empty micro-batches where a rank has fewer than another."""
+    longest = max(map(len, ranks), default=0)
     return [micro + [[] for _ in range(longest - len(micro))] for micro in ranks]
 
 

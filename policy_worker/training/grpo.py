@@ -1,9 +1,10 @@
 """Group-relative policy optimisation: one training step, as the papers write it.
 
     the table of the step, the payloads of this rank
+    log-probs of the reference model, r_i −= β Σ_t KL_t
     advantages, such as A_i = (r_i − mean) / std in each group
     for each mini-batch of the step (mu passes):
-        L = Σ over its tokens of w · [ −min(ρA, clip(ρ)A) − c_H H ] + likelihood of positive samples
+        L = Σ over its tokens of w · [ −min(ρA, clip(ρ)A) − c_H H + β KL ] + likelihood of positive samples
         clip the gradient, AdamW
 
 ρ compares the policy with the one that made the tokens (their behaviour log-probs), so it corrects for staleness.
@@ -12,7 +13,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,17 +22,19 @@ from torch import Tensor
 from policy_worker.algorithms.advantages import AdvantageConfig, Advantages, Options, Shaping, estimator_of
 from policy_worker.algorithms.losses import (
     Clip,
+    KlType,
     LossConfig,
     Normalizers,
     PolicyTokens,
+    kl_penalty,
     policy_loss_of,
     policy_objective,
 )
 from policy_worker.model.logprobs import TokenOutputs
-from policy_worker.model.micro_batch import MicroBatch
+from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
-from policy_worker.training.batch_plan import Batching, plan_step, rows_of
+from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass, plan_step, rows_of
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
@@ -38,6 +42,9 @@ from schema.wire.batch import StepTable
 from schema.wire.messages import TrainedSample
 
 log = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+"""The column with the log-probs of the reference model."""
 
 
 class Grpo:
@@ -49,6 +56,10 @@ class Grpo:
         self._advantages = advantage_config(config.grpo)
         self._loss = loss_config(config.grpo)
         self._batching = Batching.of_config(config)
+        self._reference_batching = self._batching.cut_to(
+            config.reference.mini_batch, config.reference.max_token_len_per_mini_batch
+        )
+        self._kl_in_reward = config.grpo.kl_in_reward
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
         self._names = config.reward_names
@@ -76,18 +87,20 @@ class Grpo:
             samples = self._source.payloads(table, rows_of(plan, trainer.data_rank))
         if samples is None:
             return None
+        columns = self._passes(table, samples, plan)
         advantages = self._advantages.of_step(
             table.score,
             table.group,
             table.response_tokens,
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
+            self._token_rewards(samples, columns),
         )
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         for mini_batch in plan:
             norm = normalizers(table, mini_batch.rows)
-            for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
+            for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
                 out = trainer.forward(batch, self._temperature)
                 kept.add(batch, out.logprobs)
                 with span("loss"):
@@ -109,6 +122,30 @@ class Grpo:
                 self._wanted,
             )
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
+
+    def _passes(
+        self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
+    ) -> dict[str, dict[int, Tensor]]:
+        """What is computed of all samples before any is trained on, by name and row. A collective."""
+        trainer = self._trainer
+        if trainer.reference is None:
+            return {}
+        with span("reference"):
+            batches = plan_pass(plan, table.total_tokens, self._reference_batching)
+            mine = batches[trainer.data_rank] if batches else []
+            return {REFERENCE: trainer.score(trainer.reference, samples, mine, self._temperature)}
+
+    def _token_rewards(
+        self, samples: Mapping[int, TrainSample], columns: Columns
+    ) -> dict[int, Tensor] | None:
+        """−β KL of each token of this rank's samples, against the policy that made it."""
+        if not self._kl_in_reward.beta:
+            return None
+        beta, kind = self._kl_in_reward.beta, cast(KlType, self._kl_in_reward.type)
+        return {
+            row: -beta * kl_penalty(sample.learned_logprobs, columns[REFERENCE][row], kind)
+            for row, sample in samples.items()
+        }
 
 
 def advantage_config(config: GrpoConfig) -> AdvantageConfig:
@@ -132,6 +169,9 @@ def loss_config(config: GrpoConfig) -> LossConfig:
         unbiased_loss_max_tokens=config.unbiased_loss_max_tokens,
         entropy_coeff=config.entropy_coeff,
         positive_nll_coef=config.positive_nll_coef,
+        kl_beta=config.kl_beta,
+        kl_type=cast(KlType, config.kl_type),
+        unbiased_kl_estimate=config.unbiased_kl_estimate,
     )
 
 
@@ -163,4 +203,5 @@ def policy_tokens(
         n_samples=batch.n_samples,
         sample_tokens=spread(table.response_tokens),
         positive=spread([score or 0.0 for score in table.score]) > 0,
+        ref_logprobs=batch.columns.get(REFERENCE),
     )

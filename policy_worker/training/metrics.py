@@ -122,7 +122,8 @@ class StepMetrics:
 def _per_token(sums: Metrics, tokens: int) -> Metrics:
     """Means per token; the loss, the maximum and the norm as is."""
     n = max(tokens, 1)
-    return {
+    reference = {name: sums[name] / n for name in ("reference_kl",) if name in sums}
+    return reference | {
         "loss": sums["loss"],
         "entropy": sums["entropy"] / n,
         "clip_fraction": sums["clip_fraction"] / n,

@@ -43,9 +43,7 @@ class Config(Section):
     train: TrainingConfig = cosmos_key(TrainingConfig, "Training.")
     policy: PolicyConfig = cosmos_key(PolicyConfig, "The model that is trained.")
     rollout: RolloutConfig = cosmos_key(RolloutConfig, "Generation of answers.")
-    reference: ReferenceConfig = key(
-        ReferenceConfig, "The frozen model of the KL terms.", unbuilt="a KL term against a reference model"
-    )
+    reference: ReferenceConfig = key(ReferenceConfig, "The frozen model of the KL terms.")
     critic: CriticConfig = key(CriticConfig, "The value model.", unbuilt="a critic")
     reward_model: RewardModelConfig = key(
         RewardModelConfig, "A model that scores answers.", unbuilt="a reward model"
@@ -87,6 +85,11 @@ class Config(Section):
         if not isinstance(policy, GrpoConfig):
             raise TypeError('train.train_policy.type is "sft": this job has no GRPO section')
         return policy
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL term needs the reference model."""
+        return self.is_grpo and (self.grpo.kl_beta > 0.0 or self.grpo.kl_in_reward.beta > 0.0)
 
     @property
     def sft(self) -> SFTDataConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,16 +49,39 @@ def grpo_loss(
     how: GrpoConfig,
     group_size: int = 4,
     temperature: float = 1.0,
+    frozen: PreTrainedModel | None = None,
 ) -> Tensor:
-    """The loss of all samples as one optimizer step."""
+    """The loss of all samples as one optimizer step. frozen: the reference model of KL terms."""
+    known: dict[int, list[float]] = {}
+    if frozen is not None:
+        for number, sample in enumerate(samples):
+            known[number] = [float(fact[0].detach()) for fact in token_facts(frozen, sample, temperature)]
+    samples = list(samples)
+    if how.kl_in_reward.beta:
+        for number, sample in enumerate(samples):
+            if sample.header.score is not None:
+                made = [float(lp) for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m]
+                kl = sum(
+                    _kl(torch.tensor(a - b), how.kl_in_reward.type)
+                    for a, b in zip(made, known[number], strict=True)
+                )
+                score = sample.header.score - how.kl_in_reward.beta * float(kl)
+                header = sample.header.model_copy(update={"score": score})
+                samples[number] = replace(sample, header=header)
     values = advantages(samples, group_size, how.unbiased_advantage)
     chosen = [(s, a) for s, a in zip(samples, values, strict=True) if s.header.score is not None]
     n_tokens = sum(s.header.response_tokens for s, _ in chosen)
     n_positive = sum(s.header.response_tokens for s, _ in chosen if s.header.score > 0)
     total = torch.zeros(())
+    place = {id(sample): number for number, sample in enumerate(samples)}
     for sample, advantage in chosen:
         facts = token_facts(lm, sample, temperature)
         losses = [_token_loss(facts, i, advantage, how) for i in range(len(facts))]
+        if how.kl_beta:
+            for i, (logprob, _, old) in enumerate(facts):
+                weight = torch.exp(logprob - old) if how.unbiased_kl_estimate else 1.0
+                kl = _kl(logprob - known[place[id(sample)]][i], how.kl_type)
+                losses[i] = losses[i] + how.kl_beta * weight * kl
         losses = [
             loss - how.entropy_coeff * entropy for loss, (_, entropy, _) in zip(losses, facts, strict=True)
         ]
@@ -72,6 +96,11 @@ def grpo_loss(
             nll = -torch.stack([logprob for logprob, _, _ in facts]).sum()
             total = total + how.positive_nll_coef * nll / n_positive
     return total
+
+
+def _kl(d: Tensor, kind: str) -> Tensor:
+    """Of d = log π − log π_ref."""
+    return {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kind]
 
 
 def _token_loss(

@@ -23,11 +23,6 @@ def _clips(config: Config) -> str:
     return loss.clips if loss else ""
 
 
-def has_kl(config: Config) -> bool:
-    """Whether a KL term needs the reference model."""
-    return config.is_grpo and (config.grpo.kl_beta > 0.0 or config.grpo.kl_in_reward.beta > 0.0)
-
-
 def averages_agree(config: Config) -> Iterator[Problem]:
     """How token losses become one number, and what only one of these ways knows."""
     if not config.is_grpo:
@@ -239,7 +234,7 @@ def loss_term_is_on(config: Config) -> Iterator[Problem]:
 
 def reference_is_used(config: Config) -> Iterator[Problem]:
     """The reference model exists when a KL term does."""
-    if has_kl(config):
+    if config.has_reference:
         return
     hint = f"write {_BETA} = 0.001, or leave it out"
     related: tuple[str, ...] = (_BETA, f"{_REWARD}.beta")
@@ -265,7 +260,7 @@ def resets_agree(config: Config) -> Iterator[Problem]:
         return
     key, other = f"{_POLICY}.reset_optimizer_with_reference", f"{_POLICY}.reference_reset_interval"
     message = f"false has no effect: {other} is unset, so the reference model is never reset"
-    hint = f"leave it out, or write {other} = 100" if has_kl(config) else "leave it out"
+    hint = f"leave it out, or write {other} = 100" if config.has_reference else "leave it out"
     yield Problem(key, message, False, hint, related=(other,))
 
 

@@ -11,7 +11,6 @@ from itertools import islice
 from schema.config.layout import RoleLayout, layouts, mesh_text
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.algorithm import has_kl
 from schema.config.sections.placement import flat
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
@@ -33,7 +32,7 @@ def roles_exist(config: Config) -> Iterator[Problem]:
         other = ("train.train_policy.type", '"sft"', 'train.train_policy.type = "grpo"')
         absent += [("rollout", *other), ("reference", *other), ("critic", *other), ("reward_model", *other)]
     else:
-        if not has_kl(config):
+        if not config.has_reference:
             kl = "train.train_policy.kl_beta"
             absent.append(("reference", kl, "0.0", f"{kl} = 0.001"))
         if not config.critic.enable:

@@ -57,7 +57,7 @@ class PlacementConfig(Section):
         [],
         "Devices of the reference model. Empty: the policy's.",
         example=[2, 3],
-        unbuilt="a KL term against a reference model",
+        unbuilt="a reference model on devices of its own",
     )
     critic: Devices = key(
         [], "Devices of the critic. Empty: the policy's.", example=[2, 3], unbuilt="a critic"

@@ -11,23 +11,40 @@ class ReferenceConfig(Section):
     """`[reference]`: the frozen model that the KL terms compare with. It exists when a KL term does."""
 
     model_name_or_path: str | None = key(
-        None, "The model. Unset: the policy's initial weights.", min_length=1, example="Qwen/Qwen3-0.6B"
+        None,
+        "The model. Unset: the policy's initial weights.",
+        acts="number: Loss and gradient of a KL term.",
+        min_length=1,
+        example="Qwen/Qwen3-0.6B",
     )
     parallelism: ParallelismConfig | None = cosmos_key(
-        None, "Its mesh. Unset: it is sharded like the policy."
+        None, "Its mesh. Unset: it is sharded like the policy.", unbuilt="a mesh of the reference model's own"
     )
-    offload: bool = key(False, "Whether its weights are kept in host memory between passes.")
+    offload: bool = key(
+        False,
+        "Whether its weights are kept in host memory between passes.",
+        unbuilt="offload of the reference model",
+    )
     fsdp_wrap_layers: list[str] = key(
         [],
         "Class names of the modules that FSDP shards one by one. Empty: the model's layers.",
         example=["Qwen3DecoderLayer"],
+        unbuilt="a choice of what FSDP shards",
     )
     fsdp_wrap_min_params: Natural = key(
-        0, "FSDP shards modules of at least this many parameters; 0: by layer."
+        0,
+        "FSDP shards modules of at least this many parameters; 0: by layer.",
+        unbuilt="a choice of what FSDP shards",
     )
     mini_batch: Count | None = key(
-        None, "Samples per micro-batch of its pass. Unset: as in training.", example=4
+        None,
+        "Samples per micro-batch of its pass. Unset: as in training.",
+        acts="number: Rows of a micro-batch of the pass.",
+        example=4,
     )
     max_token_len_per_mini_batch: Count | None = key(
-        None, "Hard cap on the tokens of a micro-batch. Unset: as in training.", example=16384
+        None,
+        "Hard cap on the tokens of a micro-batch. Unset: as in training.",
+        acts="number: Rows of a micro-batch of the pass.",
+        example=16384,
     )

@@ -76,13 +76,27 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "full"]
 class KlInRewardConfig(Section):
     """`[train.train_policy.kl_in_reward]`: the KL to the reference model as a part of the reward."""
 
-    beta: NotNegative = key(0.0, "Coefficient (the first one, if adaptive); 0: no KL in the reward.")
-    type: KlEstimator = key("k1", "How the KL of a token is estimated; see kl_type.")
-    controller: Literal["fixed", "adaptive"] = key(
-        "fixed", "Whether the coefficient stays, or follows the measured KL to `target`."
+    beta: NotNegative = key(
+        0.0,
+        "Coefficient (the first one, if adaptive); 0: no KL in the reward.",
+        acts="number: Advantages, and with them the gradient.",
     )
-    target: Positive = key(0.1, "Adaptive: the KL that is aimed at.")
-    horizon: Count = key(10000, "Adaptive: samples over which the coefficient adapts.")
+    type: KlEstimator = key(
+        "k1",
+        "How the KL of a token is estimated; see kl_type.",
+        acts="number: Advantages, and with them the gradient.",
+        unbuilt="the KL over the whole vocabulary",
+        neutral=("k1", "abs", "k2", "k3"),
+    )
+    controller: Literal["fixed", "adaptive"] = key(
+        "fixed",
+        "Whether the coefficient stays, or follows the measured KL to `target`.",
+        unbuilt="a coefficient that adapts",
+    )
+    target: Positive = key(0.1, "Adaptive: the KL that is aimed at.", unbuilt="a coefficient that adapts")
+    horizon: Count = key(
+        10000, "Adaptive: samples over which the coefficient adapts.", unbuilt="a coefficient that adapts"
+    )
 
 
 class RolloutCorrectionConfig(Section):
@@ -316,25 +330,21 @@ class GrpoConfig(_DataloaderConfig):
     )
     kl_beta: NotNegative = cosmos_key(
         0.0,
-        "Coefficient of the KL term against the reference model; 0: no reference model.",
-        unbuilt="a reference model",
+        "Coefficient of the KL term against the reference model; 0: no KL in the loss.",
+        acts="number: Loss and gradient.",
     )
     kl_type: KlEstimator = key(
         "k3",
         "How the KL to the reference is estimated in the loss: k1, abs, k2 (mse), k3 (low variance), "
         "or full (over the whole vocabulary).",
-        unbuilt="a KL term against a reference model",
+        acts="number: Loss and gradient.",
+        unbuilt="the KL over the whole vocabulary",
+        neutral=("k3", "k1", "abs", "k2"),
     )
     unbiased_kl_estimate: bool = key(
-        False,
-        "Whether the KL term is weighted by the importance ratio.",
-        unbuilt="a KL term against a reference model",
+        False, "Whether the KL term is weighted by the importance ratio.", acts="number: Loss and gradient."
     )
-    kl_in_reward: KlInRewardConfig = key(
-        KlInRewardConfig,
-        "The KL to the reference model inside the reward.",
-        unbuilt="a KL term against a reference model",
-    )
+    kl_in_reward: KlInRewardConfig = key(KlInRewardConfig, "The KL to the reference model inside the reward.")
     rollout_correction: RolloutCorrectionConfig = key(
         RolloutCorrectionConfig,
         "Correction of the mismatch between inference engine and trainer.",
@@ -411,13 +421,13 @@ class GrpoConfig(_DataloaderConfig):
         None,
         "The reference model becomes a copy of the current one every so many steps. Unset or 0: never.",
         example=100,
-        unbuilt="a reference model",
+        unbuilt="resets of the reference model",
         neutral=(None, 0),
     )
     reset_optimizer_with_reference: bool = cosmos_key(
         True,
         "Whether the optimizer's state is reset together with the reference model.",
-        unbuilt="a reference model",
+        unbuilt="resets of the reference model",
     )
     balance_dp_token: bool = cosmos_key(
         False,

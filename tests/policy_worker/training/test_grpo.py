@@ -37,7 +37,8 @@ RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
 def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | None = None) -> Grpo:
     """The algorithm on a controller that always answers with the same batch."""
     model = model or tiny_model(packed=config.train.sequence_packing)
-    trainer = Trainer(model, config, group, Schedule(10))
+    reference = tiny_model(seed=1) if config.has_reference else None
+    trainer = Trainer(model, config, group, Schedule(10), reference)
     source = BatchSource(group, lambda call: answer, 1, config.staleness_bound)
     return Grpo(config, trainer, source)
 
@@ -98,6 +99,40 @@ def test_equals_an_independent_implementation(group: Group, options: dict[str, A
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=rounding(1e-5))
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 2e-5)
+
+
+KL = [
+    *({"kl_beta": 0.2, "kl_type": kind} for kind in ("k1", "abs", "k2", "k3")),
+    {"kl_beta": 0.2, "unbiased_kl_estimate": True, "loss_type": "seq-mean-token-mean"},
+    *({"kl_in_reward": {"beta": 0.1, "type": kind}, "unbiased_advantage": True} for kind in ("k1", "k3")),
+]
+
+
+@pytest.mark.parametrize("options", KL, ids=str)
+def test_kl_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
+    samples, model = random_samples(8, n_masked=1), tiny_model()
+    config = make_config(options)
+    loss = grpo_loss(model.lm, samples, config.grpo, frozen=tiny_model(seed=1).lm)
+    loss.backward()
+    metrics, gradients = trained(group, samples, {"mini_batch": 3, **options})
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=rounding(2e-5), abs=1e-7)
+    assert metrics["reference_kl"] > 0.01
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
+
+
+def test_a_reference_that_is_the_policy_adds_nothing(group: Group):
+    samples = random_samples(8)
+    _, expected = trained(group, samples, {})
+    config = make_config({"kl_beta": 0.5, "kl_type": "k3"}, {"optm_grad_norm_clip": 0.0})
+    algorithm = make_grpo(group, config, encode_step(samples))
+    algorithm._trainer.reference = tiny_model()
+    found: dict[str, torch.Tensor] = {}
+    named = algorithm._trainer.model.named_parameters
+    algorithm._trainer.optimizer.adamw.register_step_pre_hook(
+        lambda *_: found.update({n: p.grad.clone().cpu() for n, p in named()})
+    )
+    assert train_step(algorithm, 0)["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert_equal_gradients(expected, found)
 
 
 def test_temperature_divides_the_logits(group: Group):
@@ -171,6 +206,17 @@ CHANGES: list[dict[str, Any]] = [
     {"unbiased_advantage": True},
     {"variant": "gspo"},
     {"temperature": 0.7},
+    {"advantage_estimator": "rloo"},
+    {"advantage_estimator": "reinforce_plus_plus"},
+    {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9},
+    {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    {"advantage_estimator": "opo"},
+    {"advantage_estimator": "gpg"},
+    {"advantage_estimator": "pass_at_k"},
+    {"whiten_advantages": True},
+    {"advantage_clip": 0.1},
+    {"kl_beta": 0.1},
+    {"kl_in_reward": {"beta": 0.1}},
     {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 5},
 ]
 
