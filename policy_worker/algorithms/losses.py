@@ -10,6 +10,7 @@ token's own sample. So the sum over micro-batches, ranks and replicas is the los
     token-mean            w = 1 / N
     seq-mean-token-sum    w = 1 / M
     seq-mean-token-mean   w = 1 / (M |m_i|),  or 1 / (M L) with `unbiased_loss_max_tokens` = L
+    token-sum             w = 1
 
 Tokens come flat: the K response tokens of some samples in one row, whatever sequence or micro-batch they were
 computed in, with the sample each belongs to. A loss needs whole samples, never whole groups. π_old is the policy that
@@ -18,6 +19,7 @@ made the tokens (their behaviour log-probs), so that clipping corrects staleness
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from policy_worker.errors import SettingsError
 
-LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 KlType = Literal["k1", "abs", "k2", "k3"]
 
 LOG_RATIO_BOUND = 20.0
@@ -62,11 +64,19 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class Clip:
-    """1 − low ≤ ρ ≤ 1 + high; `dual` > 1 bounds the loss of negative advantages at −dual · A."""
+    """1 − low ≤ ρ ≤ 1 + high; a negative one leaves its side open. `dual` > 1 bounds the loss of negative advantages
+    at −dual · A. rho: ρ is truncated there instead of clipped (AIPO)."""
 
     low: float
     high: float
     dual: float
+    rho: float | None = None
+
+    def __call__(self, ratio: Tensor) -> Tensor:
+        """The ratio inside the bounds."""
+        return ratio.clamp(
+            1 - self.low if self.low >= 0 else None, 1 + self.high if self.high >= 0 else math.inf
+        )
 
 
 @dataclass(frozen=True)
@@ -148,11 +158,14 @@ def grpo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """PPO's clipped surrogate with dual clip for A < 0: min(loss, −c A). DAPO's is GRPO's with unequal bounds.
 
     Sources: PPO, arXiv 1707.06347, eq. 7; dual clip, arXiv 1912.09729, eq. 5; GRPO, arXiv 2402.03300, eq. 3;
-    unequal bounds (clip-higher), DAPO, arXiv 2503.14476, eq. 10.
+    unequal bounds (clip-higher), DAPO, arXiv 2503.14476, eq. 10. With `rho` −min(ρ, rho) A instead: AIPO, LlamaRL,
+    arXiv 2505.24034, eq. 5.
     """
-    ratio = _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = _ratio(tokens)
+    advantages = _advantages(tokens)
+    if clip.rho is not None:
+        return TokenLoss(-ratio.clamp(max=clip.rho) * advantages, ratio, ratio > clip.rho)
     loss, clipped = _clipped(ratio, tokens, clip)
-    advantages = torch.where(tokens.mask, tokens.advantages, torch.zeros_like(tokens.advantages))
     bound = -clip.dual * advantages
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(loss, bound), loss)
@@ -176,6 +189,71 @@ def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     return TokenLoss(loss, ratio, clipped)
 
 
+@policy_loss("cispo")
+def cispo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+    """−sg(clip(ρ)) A log π: the weight is clipped, and every token keeps its gradient.
+
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    """
+    ratio = _ratio(tokens)
+    weight = clip(ratio.detach())
+    logprobs = torch.where(tokens.mask, tokens.logprobs, torch.zeros_like(tokens.logprobs))
+    return TokenLoss(-weight * _advantages(tokens) * logprobs, ratio, weight != ratio)
+
+
+@policy_loss("reinforce")
+def reinforce(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+    """−A log π: no ratio, so no correction for staleness. Source: Williams 1992, "REINFORCE"."""
+    logprobs = torch.where(tokens.mask, tokens.logprobs, torch.zeros_like(tokens.logprobs))
+    return TokenLoss(-_advantages(tokens) * logprobs, _ratio(tokens), torch.zeros_like(tokens.mask))
+
+
+@policy_loss("geo_mean", loss_type="seq-mean-token-mean")
+def geo_mean(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+    """−A (Π ρ_t)^(1/n) of each sequence, with log ρ_t clipped to [−ε_low, ε_high] on the side that A points to.
+
+    Each token of a sequence has the sequence's loss, with its mean advantage; the mean over its tokens is that again.
+    Source: GMPO, arXiv 2507.20673, eq. 4, with the clip of verl's `geo_mean`.
+    """
+    log_ratio, advantages = _log_ratio(tokens), _advantages(tokens)
+    sign = advantages.sign()
+    bounded = log_ratio.clamp(-clip.low if clip.low >= 0 else None, clip.high if clip.high >= 0 else math.inf)
+    kept = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    segments = (tokens.mask, tokens.sample, tokens.n_samples)
+    ratio = segment_mean(kept, *segments).exp()[tokens.sample]
+    mean = segment_mean(advantages, *segments)[tokens.sample]
+    return TokenLoss(
+        -mean * ratio, log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), kept != log_ratio
+    )
+
+
+SAPO_TEMPERATURES = 1.0, 1.05
+"""τ of SAPO's gate for tokens of positive and of other advantages: those of the paper."""
+
+
+@policy_loss("sapo")
+def sapo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+    """−f(ρ) A, f(ρ) = 4 σ(τ (ρ − 1)) / τ: a soft gate in place of the clip.
+
+    Source: SAPO, arXiv 2511.20347, eq. 5 and 6.
+    """
+    ratio, advantages = _ratio(tokens), _advantages(tokens)
+    up, down = SAPO_TEMPERATURES
+    tau = torch.where(advantages > 0, torch.full_like(ratio, up), torch.full_like(ratio, down))
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return TokenLoss(-gate * advantages, ratio, torch.zeros_like(tokens.mask))
+
+
+def _ratio(tokens: PolicyTokens) -> Tensor:
+    """ρ, 1 outside of the mask."""
+    return _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _advantages(tokens: PolicyTokens) -> Tensor:
+    """A, 0 outside of the mask."""
+    return torch.where(tokens.mask, tokens.advantages, torch.zeros_like(tokens.advantages))
+
+
 def _log_ratio(tokens: PolicyTokens) -> Tensor:
     """log π − log π_old, 0 outside of the mask (so that no NaN there reaches a gradient)."""
     difference = tokens.logprobs - tokens.old_logprobs
@@ -184,9 +262,9 @@ def _log_ratio(tokens: PolicyTokens) -> Tensor:
 
 def _clipped(ratio: Tensor, tokens: PolicyTokens, clip: Clip) -> tuple[Tensor, Tensor]:
     """(−min(ρA, clip(ρ)A), where the clipped branch is the smaller one)."""
-    advantages = torch.where(tokens.mask, tokens.advantages, torch.zeros_like(tokens.advantages))
+    advantages = _advantages(tokens)
     plain = ratio * advantages
-    bounded = ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
+    bounded = clip(ratio) * advantages
     return -torch.minimum(plain, bounded), bounded < plain
 
 
@@ -214,7 +292,7 @@ def policy_objective(
         assert tokens.ref_logprobs is not None
         kl = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_type)
         if config.unbiased_kl_estimate:
-            kl = _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * kl
+            kl = _ratio(tokens) * kl
         per_token = per_token + config.kl_beta * kl
     loss = masked_sum(weights * per_token, tokens.mask)
     if config.positive_nll_coef:
@@ -244,6 +322,8 @@ def token_weights(
     Sources: token-mean, DAPO, arXiv 2503.14476, eq. 12; seq-mean-token-mean, GRPO, arXiv 2402.03300, eq. 3;
     the constant L, Dr. GRPO, arXiv 2503.20783, §3.1.
     """
+    if loss_type == "token-sum":
+        return torch.ones_like(sample_tokens)
     if loss_type == "token-mean":
         return torch.full_like(sample_tokens, 1 / max(norm.tokens, 1))
     if loss_type == "seq-mean-token-sum":

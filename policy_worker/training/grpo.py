@@ -164,7 +164,7 @@ def loss_config(config: GrpoConfig) -> LossConfig:
     policy_loss_of(config.variant)
     return LossConfig(
         variant=config.variant,
-        clip=Clip(config.epsilon_low, config.epsilon_high, config.lower_bound_ratio),
+        clip=Clip(config.epsilon_low, config.epsilon_high, config.lower_bound_ratio, config.aipo_rho),
         loss_type=config.loss_type,
         unbiased_loss_max_tokens=config.unbiased_loss_max_tokens,
         entropy_coeff=config.entropy_coeff,

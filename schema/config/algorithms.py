@@ -22,7 +22,7 @@ EstimatorName = Literal[
     "pass_at_k",
     "gae",
 ]
-LossName = Literal["grpo", "dapo", "gspo", "cispo", "reinforce"]
+LossName = Literal["grpo", "dapo", "gspo", "cispo", "reinforce", "geo_mean", "sapo"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ LOSSES: dict[str, Loss] = {
     "grpo": Loss(clips="tokens", built=True),
     "dapo": Loss(clips="tokens", built=True),
     "gspo": Loss(clips="sequences", loss_type="seq-mean-token-mean", built=True),
-    "cispo": Loss(clips="weights"),
-    "reinforce": Loss(clips="nothing"),
+    "cispo": Loss(clips="weights", built=True),
+    "reinforce": Loss(clips="nothing", built=True),
+    "geo_mean": Loss(clips="sequences", loss_type="seq-mean-token-mean", built=True),
+    "sapo": Loss(clips="nothing", built=True),
 }
 BUILT_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.built)
 BUILT_LOSSES = tuple(name for name, row in LOSSES.items() if row.built)

@@ -25,7 +25,7 @@ from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import load_model
+from policy_worker.model.model import load_model, load_reference
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
@@ -43,7 +43,7 @@ from schema.wire.batch_file import folder_of, recorded
 from schema.wire.prompts import write_prompts
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
 from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
-from tests.policy_worker.material import encode_step, random_samples, tiny_model, train_step
+from tests.policy_worker.material import encode_step, random_samples, tiny_model, train_step, write_model
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
 
@@ -55,7 +55,16 @@ POLICY = "train.train_policy"
 
 def _trainer(config: Config, place: Place) -> Trainer:
     torch.manual_seed(0)
-    return Trainer(tiny_model(packed=config.train.sequence_packing), config, place.group, Schedule(10))
+    reference = None
+    if config.has_reference:  # another model than the policy's, so that there is a KL
+        reference = (
+            tiny_model(1)
+            if config.reference.model_name_or_path is None
+            else load_reference(config, tiny_model())
+        )
+    model = tiny_model(packed=config.train.sequence_packing)
+    torch.manual_seed(0)
+    return Trainer(model, config, place.group, Schedule(10), reference)
 
 
 def _grpo(config: Config, place: Place, world: int = 1) -> tuple[Grpo, dict[str, np.ndarray]]:
@@ -115,6 +124,8 @@ watch(
         f"{POLICY}.loss_type": ("token-mean", "seq-mean-token-sum"),
         f"{POLICY}.unbiased_advantage": (False, True),
         f"{POLICY}.entropy_coeff": (0.0, 0.1),
+        f"{POLICY}.kl_beta": (0.0, 0.1),
+        f"{POLICY}.kl_in_reward.beta": (0.0, 0.1),
         "rollout.sampling_config.temperature": (1.0, 0.7),
     },
 )
@@ -122,6 +133,20 @@ watch(
     gradient,
     changed(unclipped, {f"{POLICY}.loss_type": "seq-mean-token-mean"}),
     {f"{POLICY}.unbiased_loss_max_tokens": (17, 5)},
+)
+watch(gradient, changed(grpo, {"train.optm_grad_norm_clip": 0.0}), {f"{POLICY}.aipo_rho": (1.05, 1.2)})
+with_kl = {f"{POLICY}.kl_beta": 0.5, f"{POLICY}.kl_in_reward.beta": 0.5}
+watch(
+    gradient,
+    changed(unclipped, with_kl),
+    {
+        f"{POLICY}.kl_type": ("k3", "k1"),
+        f"{POLICY}.unbiased_kl_estimate": (False, True),
+        f"{POLICY}.kl_in_reward.type": ("k1", "k2"),
+        "reference.model_name_or_path": tuple(
+            Made(lambda place, seed=seed: str(write_model(place.directory(), seed))) for seed in (3, 4)
+        ),
+    },
 )
 returns = {f"{POLICY}.advantage_estimator": "reinforce_plus_plus", f"{POLICY}.whiten_advantages": False}
 watch(
@@ -178,6 +203,24 @@ watch(
     rows_of_micro_batches,
     changed(grpo, {"policy.model_max_length": 24}),
     {f"{POLICY}.mini_batch": (2, 3), f"{POLICY}.max_token_len_per_mini_batch": (24, 48)},
+)
+
+
+def rows_of_the_reference(config: Config, place: Place) -> list[list[int]]:
+    """Shapes of the micro-batches that the reference model sees."""
+    algorithm, _ = _grpo(config, place)
+    seen: list[list[int]] = []
+    reference = algorithm._trainer.reference
+    assert reference is not None
+    reference.register_forward_pre_hook(lambda _, given: seen.append([given[0].n_samples]))
+    train_step(algorithm, 0)
+    return seen
+
+
+watch(
+    rows_of_the_reference,
+    changed(grpo, {f"{POLICY}.kl_beta": 0.5, "policy.model_max_length": 24}),
+    {"reference.mini_batch": (2, 3), "reference.max_token_len_per_mini_batch": (24, 48)},
 )
 watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 

@@ -37,10 +37,6 @@ _TYPE_ERRORS = {f"{kind}_type" for kind in ("bool", "int", "float", "string", "l
     "model_attributes_type",
     "none_required",
 }
-_NO_CLIP = {
-    "train.train_policy.epsilon_low": "cosmos-rl's negative value, no clip on this side, is 0.9999999999999999 here",
-    "train.train_policy.epsilon_high": "cosmos-rl's negative value, no clip on this side, is 1e9 here",
-}
 
 
 MOST_ITEMS = 10
@@ -206,8 +202,7 @@ def _problem(path: KeyPath, field: KeyPath, detail: ErrorDetails, data: Mapping[
     elif kind in _BOUNDS:
         words, limit = _BOUNDS[kind]
         message = f"must be {words} {detail['ctx'][limit]}, got {_short(value)}"
-        hint = _NO_CLIP.get(format_key(field), "") if value < 0 else ""
-        hint = hint or _meaning(field)
+        hint = _meaning(field)
     elif kind in _TYPE_ERRORS:
         message, hint = _wrong_type(path, field, kind, value)
     else:

@@ -184,7 +184,8 @@ class GrpoConfig(_DataloaderConfig):
     variant: LossName | CustomCode = cosmos_key(
         "grpo",
         "Policy loss: `grpo` and `dapo` clip per token, `gspo` clips the ratio of the whole "
-        "sequence, `cispo` clips the weight and keeps every gradient, `reinforce` has no ratio. Your own: "
+        "sequence, `cispo` clips the weight and keeps every gradient, `reinforce` has no ratio, `geo_mean` (GMPO) "
+        "takes the geometric mean of a sequence's ratios, `sapo` a soft gate in place of the clip. Your own: "
         '"path/to/file.py:function".',
         acts="number: Loss and gradient.",
         unbuilt="that policy loss",
@@ -281,14 +282,13 @@ class GrpoConfig(_DataloaderConfig):
     )
     epsilon_low: float = cosmos_key(
         0.2,
-        "The ratio is clipped from below at 1 - epsilon_low.",
-        ge=0.0,
+        "The ratio is clipped from below at 1 - epsilon_low; negative: it is not.",
         lt=1.0,
         acts="number: Gradient where the ratio is clipped.",
     )
-    epsilon_high: NotNegative = cosmos_key(
+    epsilon_high: float = cosmos_key(
         0.2,
-        "The ratio is clipped from above at 1 + epsilon_high; DAPO recommends 0.28.",
+        "The ratio is clipped from above at 1 + epsilon_high; DAPO recommends 0.28. Negative: it is not.",
         acts="number: Gradient where the ratio is clipped.",
     )
     positive_nll_coef: NotNegative | None = cosmos_key(
@@ -303,10 +303,10 @@ class GrpoConfig(_DataloaderConfig):
         gt=1.0,
         acts="number: Gradient where the dual clip acts.",
     )
-    loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = cosmos_key(
+    loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"] = cosmos_key(
         "token-mean",
         "How token losses become one number: mean over all tokens of the step; or summed per "
-        "sequence, or averaged per sequence, then averaged over sequences.",
+        "sequence, or averaged per sequence, then averaged over sequences; or their sum.",
         acts="number: Loss and gradient.",
     )
     unbiased_loss_max_tokens: Tokens | None = cosmos_key(
@@ -359,8 +359,8 @@ class GrpoConfig(_DataloaderConfig):
         None,
         "AIPO: importance ratios are truncated at this constant instead of clipped; 2 to 10 is "
         "usual (arXiv 2505.24034).",
+        acts="number: Loss and gradient.",
         example=4.0,
-        unbuilt="AIPO's truncated importance weights",
     )
     mu_iterations: Count = cosmos_key(
         1, "Passes over each batch (the paper's mu).", acts="metric: `optimizer_steps` of a step."

@@ -129,11 +129,10 @@ PROSE = (
     "the published schema. Every value but those below passes exactly as it is written, and `validate` judges it. "
     "Of a file that is not converted, `redis` (the port of cosmos-rl's own server) and trackers that this build "
     "lacks are warnings.",
-    "Three keys mean something else there. `train_policy.temperature` divides the trainer's logits alone, and "
+    "Two keys mean something else there. `train_policy.temperature` divides the trainer's logits alone, and "
     "`rollout.sampling_config.temperature` samples; here one temperature does both, and where they differ the one "
     "that samples is taken. `batch_size_per_optimize` counts the samples of one data-parallel rank; here those of "
-    "all ranks. A negative `epsilon_low` or `epsilon_high` means no clip there; here it becomes a bound that no "
-    "ratio reaches.",
+    "all ranks.",
     "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica` where they are whole "
     "groups (else the nearest that are), and no validation of the initial weights. `transfer_dtype` stays unset "
     "and means `train.param_dtype` here, where cosmos-rl sends the master weights.",

@@ -130,13 +130,6 @@ def _own_log_probs(context: ConversionContext, leaf: KeyPath) -> Result:
     return implicit("samples always carry the engine's log-probs, and they are π_old")
 
 
-@computed(f"{_POLICY}.loss_type", words="as it is")
-def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value == "token-sum":
-        return no_counterpart(_reason(f"{_POLICY}.loss_type=token-sum"))
-    return mapped((f"{_POLICY}.loss_type", plain(leaf.value)))
-
-
 @computed(words="distillation, if enabled")
 def _distillation(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.get("distillation.enable", None) in (None, False, "false", "False", ""):
@@ -178,19 +171,6 @@ def _trained(context: ConversionContext, leaf: KeyPath) -> Result:
     if trained_temperature(context) == sampled_temperature(context):
         return mapped((_TEMPERATURE, sampled_temperature(context)))
     return no_counterpart(_reason(_TEMPERATURE))
-
-
-def _no_clip(name: str, bound: float) -> Rule:
-    """A side of the clip; negative: that side is not clipped. bound: what no ratio can reach."""
-    key = f"{_POLICY}.{name}"
-
-    @computed(key, words=f"negative, no clip → {bound}")
-    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
-        if not isinstance(leaf.value, bool) and isinstance(leaf.value, int | float) and leaf.value < 0:
-            return mapped((key, bound), note="negative: no clip on this side, where no ratio reaches")
-        return mapped((key, plain(leaf.value)))
-
-    return Rule(key, convert)
 
 
 def data_ranks(context: ConversionContext) -> int | None:
@@ -240,8 +220,6 @@ _GONE = words(
 RENAMED_RULES: tuple[Rule, ...] = (
     Rule(f"{TABLE}.*", _unsupported),
     Rule(_TEMPERATURE, _trained),
-    _no_clip("epsilon_low", math.nextafter(1.0, 0.0)),
-    _no_clip("epsilon_high", 1e9),
     Rule(f"{_POLICY}.batch_size_per_optimize", _optimize),
     Rule("redis", _redis),
     Rule("mode", _mode),
@@ -261,7 +239,6 @@ RENAMED_RULES: tuple[Rule, ...] = (
     Rule("rollout.async_config.enable", to.always("rollouts are always asynchronous")),
     Rule("rollout.async_config.max_concurrent_requests", _concurrent),
     Rule("train.transfer_dtype", _transfer),
-    Rule(f"{_POLICY}.loss_type", _loss_type),
     Rule(f"{_POLICY}.collect_rollout_logprobs", _own_log_probs),
     Rule(f"{_POLICY}.use_rollout_logprobs_for_loss", _own_log_probs),
     Rule("train.force_use_hf", to.always("models are always those of transformers")),

@@ -83,7 +83,6 @@ _REASONS: dict[str, str] = {
     "train.signal_to_handle": "SIGTERM drains a process; POST /v1/job/checkpoint saves at any time",
     "train.train_policy.temperature": "cosmos-rl divides the trainer's logits alone by it; here trainer and rollouts "
     "have one temperature, the one that samples",
-    "train.train_policy.loss_type=token-sum": "a sum grows with the batch; token-mean with a larger rate is the same",
     "train.train_policy.dataloader_drop_last": _DATALOADER + "; the last step may be short",
     "train.train_policy.load_balanced_max_tokens_for_batch": "max_token_len_per_mini_batch caps a micro-batch",
     "train.train_policy.load_balanced_batches_per_optimizer_step": "train_batch_per_replica sets the batch",
@@ -117,7 +116,6 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     ),
     f"{_POLICY}.trainer_type": ("grpo", "sft"),
     f"{_POLICY}.algo": ("grpo",),
-    f"{_POLICY}.loss_type": (),
     f"{_POLICY}.use_remote_reward": (),
     f"{_POLICY}.bypass_reward": (),
     f"{_POLICY}.group_reward_calculation": (),

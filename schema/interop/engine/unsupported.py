@@ -24,8 +24,8 @@ METHOD_KEYS: frozenset[str] = frozenset(
     {
         f"{_POLICY}.{key}"
         for key in words(
-            "variant advantage_estimator unbiased_advantage gamma gae_lambda loss_type "
-            "unbiased_loss_max_tokens epsilon_low epsilon_high lower_bound_ratio positive_nll_coef "
+            "variant advantage_estimator whiten_advantages advantage_clip unbiased_advantage gamma gae_lambda "
+            "loss_type unbiased_loss_max_tokens epsilon_low epsilon_high lower_bound_ratio positive_nll_coef "
             "entropy_coeff kl_beta kl_type kl_in_reward.beta kl_in_reward.type kl_in_reward.controller "
             "kl_in_reward.target kl_in_reward.horizon rollout_correction.weights rollout_correction.cap "
             "rollout_correction.reject rollout_correction.reject_below rollout_correction.reject_above "

@@ -1,6 +1,7 @@
 """ROLL's algorithm: estimator, KL terms, clipping and the other parts of the loss.
 
-ROLL normalises rewards and whitens advantages by separate switches, where we have estimators that say it all:
+ROLL normalises rewards and whitens advantages by separate switches. Where one of our estimators is just what they
+come to, it is written:
 
     estimator, normalisation of rewards, whitened    ours
     grpo                            no               grpo
@@ -10,11 +11,13 @@ ROLL normalises rewards and whitens advantages by separate switches, where we ha
     reinforce, none,                yes              reinforce_plus_plus
     gae                             yes              gae (its advantages are always whitened)
 
-What the table leaves out is written as the nearest line, and the switch that differs has no counterpart.
+Anything else of grpo and reinforce, and whatever clips rewards, is reinforce_plus_plus with `reward_shaping` and
+`whiten_advantages`, step by step as ROLL does it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from schema.interop.engine import to, values
@@ -47,30 +50,42 @@ def _norm(context: ConversionContext) -> tuple[Any, Any]:
     old = context.get("reward_norm", None)
     mean, std = context.get("norm_mean_type", None), context.get("norm_std_type", None)
     if mean is None and std is None and old:
-        mean = std = old
+        shift, scale = context.flag("reward_shift", False), context.flag("reward_scale", False)
+        mean, std = (None if scale and not shift else old), (None if shift and not scale else old)
     if context.get("adv_estimator", "gae") == "grpo":
         return "group", "group"  # whatever the other keys say
     return mean, std
 
 
-def _choose(context: ConversionContext) -> tuple[str, bool, bool, bool]:
-    """Our estimator, unbiased_advantage, and whether whitening and normalisation are as the file says."""
+def _choose(context: ConversionContext) -> dict[str, Any]:
+    """Our keys of `train.train_policy` for estimator, shaping of rewards and whitening."""
     name, white = context.get("adv_estimator", "gae"), context.flag("whiten_advantages")
-    mean, std = _norm(context)
     if name == "gae":
-        return "gae", False, white, mean is None and std is None
-    if (mean, std) == ("group", "group"):
-        return "grpo", False, not white, True
-    if mean == "group":
-        if white:
-            return "reinforce_plus_plus_baseline", False, True, std is None
-        return "grpo", True, True, std is None
-    return "reinforce_plus_plus", False, white, mean is None and std is None
+        return {"advantage_estimator": "gae"} | ({} if white else {"whiten_advantages": False})
+    norm, clip, discount = _norm(context), context.number("reward_clip", None), context.number("gamma", 1.0)
+    if not clip and discount == 1.0:
+        if norm == ("group", "group") and not white:
+            return {"advantage_estimator": "grpo"}
+        if norm == ("group", None):
+            found = {"advantage_estimator": "reinforce_plus_plus_baseline"}
+            return found if white else {"advantage_estimator": "grpo", "unbiased_advantage": True}
+    found = {"advantage_estimator": "reinforce_plus_plus"}
+    shaping = {
+        key: over for key, over in zip(("center", "scale"), norm, strict=True) if over in ("group", "batch")
+    }
+    found |= {
+        f"reward_shaping.{key}": value for key, value in (shaping | ({"clip": clip} if clip else {})).items()
+    }
+    return found if white else found | {"whiten_advantages": False}
 
 
 @computed(
     f"{POLICY}.advantage_estimator",
     f"{POLICY}.unbiased_advantage",
+    f"{POLICY}.whiten_advantages",
+    f"{POLICY}.reward_shaping.center",
+    f"{POLICY}.reward_shaping.scale",
+    f"{POLICY}.reward_shaping.clip",
     "critic.enable",
     words="with whiten_advantages and the reward normalisation, see below",
 )
@@ -81,31 +96,40 @@ def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
         raise BadValue(f"expected one of {', '.join(known)}, got {shown(name)}")
     if name in _OTHER_ESTIMATORS:
         return no_counterpart(reason("adv_estimator"))
-    ours, unbiased, _, _ = _choose(context)
-    targets: list[tuple[str, Any]] = [(f"{POLICY}.advantage_estimator", ours)]
-    if unbiased:
-        targets.append((f"{POLICY}.unbiased_advantage", True))
+    chosen = _choose(context)
+    ours = chosen["advantage_estimator"]
+    targets = [(f"{POLICY}.{key}", value) for key, value in chosen.items()]
     if ours == "gae":
         targets.append(("critic.enable", True))
     note = "" if ours == name else "what it, its normalisation of rewards and its whitening come to"
     return mapped(*targets, note=note)
 
 
-def _part_of_estimator(key: str, faithful: int) -> Converter:
-    """A switch that the choice of the estimator covers; where it cannot, it has no counterpart."""
+def _part_of_estimator(key: str, judge: Callable[[Any], Any] | None = None) -> Converter:
+    """A switch that the choice of the estimator covers; where it cannot, it has no counterpart.
+
+    judge: raises BadValue for a value that it cannot have.
+    """
 
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
         name = context.get("adv_estimator", "gae")
         if not isinstance(name, str) or name not in _ESTIMATORS:
             return no_counterpart(reason(key))
-        if _choose(context)[faithful]:
-            return implicit(f"part of advantage_estimator = {_choose(context)[0]}")
-        if key != "whiten_advantages":
+        if judge is not None:
+            judge(leaf.value)
+        if "running" in _norm(context) and key != "whiten_advantages":
+            return unsupported(
+                "running means of rewards are not kept: center and scale over the group or the batch"
+            )
+        if key == "reward_clip" and has_reward_kl(context):
+            return unsupported(
+                "with a KL in the reward ROLL clips the reward of each token again, after the KL"
+            )
+        if name == "gae" and key != "whiten_advantages":
             return unsupported(reason(key))
-        does = "does not whiten" if values.flag(leaf.value) else "always whitens"
-        return unsupported(f"{_choose(context)[0]} {does} its advantages over the batch; {_OWN_ESTIMATOR}")
+        return implicit(f"part of advantage_estimator = {_choose(context)['advantage_estimator']}")
 
-    return Converter(run, (), "decides the estimator")
+    return Converter(run, (f"{POLICY}.advantage_estimator",), "decides the estimator")
 
 
 def _no_estimator(context: ConversionContext) -> str:
@@ -124,7 +148,7 @@ def _no_loss_kl(context: ConversionContext) -> str:
 def _gamma(context: ConversionContext, leaf: KeyPath) -> Result:
     discount = values.number(leaf.value)
     name = context.get("adv_estimator", "gae")
-    if name in _ESTIMATORS and _choose(context)[0] in ("gae", "reinforce_plus_plus"):
+    if name in _ESTIMATORS and _choose(context)["advantage_estimator"] in ("gae", "reinforce_plus_plus"):
         return mapped((f"{POLICY}.gamma", discount))
     return implicit("1: nothing is discounted") if discount == 1 else unsupported(reason("gamma"))
 
@@ -309,10 +333,19 @@ def _reference(context: ConversionContext, leaf: KeyPath) -> Result:
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("adv_estimator", _estimator, default="gae", when=_no_estimator),
-    Rule("whiten_advantages", _part_of_estimator("whiten_advantages", 2), default=False, when=_no_estimator),
-    Rule("reward_norm", to.unless(_OFF, "none", _part_of_estimator("reward_norm", 3))),
-    Rule("norm_mean_type", to.unless(_OFF, "none", _part_of_estimator("norm_mean_type", 3))),
-    Rule("norm_std_type", to.unless(_OFF, "none", _part_of_estimator("norm_std_type", 3))),
+    Rule(
+        "whiten_advantages",
+        _part_of_estimator("whiten_advantages", values.flag),
+        default=False,
+        when=_no_estimator,
+    ),
+    Rule("reward_norm", to.unless(_OFF, "none", _part_of_estimator("reward_norm"))),
+    Rule("norm_mean_type", to.unless(_OFF, "none", _part_of_estimator("norm_mean_type"))),
+    Rule("norm_std_type", to.unless(_OFF, "none", _part_of_estimator("norm_std_type"))),
+    Rule("reward_clip", to.unless((*_OFF, 0), "none", _part_of_estimator("reward_clip", values.number))),
+    Rule("reward_shift", to.unless(_OFF, "none", _part_of_estimator("reward_shift", values.flag))),
+    Rule("reward_scale", to.unless((*_OFF, 1), "none", _part_of_estimator("reward_scale", values.flag))),
+    Rule("advantage_clip", to.unless((*_OFF, 0), "none", to.number(f"{POLICY}.advantage_clip"))),
     Rule("gamma", _gamma),
     Rule("lambd", to.number(f"{POLICY}.gae_lambda"), default=0.95, when=no_critic),
     Rule("add_token_level_kl", _token_kl),
@@ -362,9 +395,8 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     *(
         Rule(key, lost(key))
         for key in words(
-            "reward_clip reward_shift reward_scale use_reward_scaling use_reward_norm whiten_rewards "
-            "add_len_reward advantage_clip max_len_mask difficulty_mask difficulty_loss_weight "
-            "length_loss_weight error_max_len_clip use_topr_loss use_topr_neg_loss_coef l2"
+            "use_reward_scaling use_reward_norm whiten_rewards add_len_reward max_len_mask difficulty_mask "
+            "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss use_topr_neg_loss_coef l2"
         )
     ),
     Rule("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),

@@ -114,8 +114,9 @@ PROSE = (
     "largest device and `num_gpus_per_node`.",
     "Estimator, reward normalisation and whitening are one choice here. ROLL's `grpo` is `grpo`; `reinforce` "
     "is `grpo` with rewards normalised by the group, `reinforce_plus_plus_baseline` with the group's mean and "
-    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does (a second or a missing whitening, "
-    "clipped advantages) is unsupported, also where ROLL's default asks for it.",
+    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does alone (a second or "
+    "a missing whitening, rewards normalised by the batch, clipped rewards) is written as `reinforce_plus_plus` with "
+    "`reward_shaping` and `whiten_advantages`, also where ROLL's default asks for it.",
     "A file for another pipeline of ROLL (agents, DPO, distillation) is known by its keys or its `pipeline_cls`; "
     "`pipeline` in `[unsupported]` says which.",
     "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "

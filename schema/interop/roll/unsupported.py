@@ -25,11 +25,11 @@ _TEMPLATE = (
     "rollout.multi_turn_config.custom_chat_template_path is the key for it"
 )
 _REWARD_SCALE = (
-    "rewards reach the estimator as the reward functions return them; scale, shift or clip them in a reward "
+    "rewards are scaled, centred and clipped by train.train_policy.reward_shaping alone; do more in a reward "
     "function of your own"
 )
 _ADVANTAGE = (
-    "advantages are not clipped or whitened again after the estimator; an estimator of your own can "
+    "these advantages are not whitened again after the estimator; an estimator of your own can "
     '(train.train_policy.advantage_estimator = "path/to/file.py:function")'
 )
 _ESTIMATOR = (
@@ -90,7 +90,7 @@ _TOP = {
                 "reward_clip reward_norm reward_shift reward_scale use_reward_scaling use_reward_norm "
                 "whiten_rewards norm_mean_type norm_std_type reward_normalization.*"
             ),
-            _ADVANTAGE: "advantage_clip whiten_advantages",
+            _ADVANTAGE: "whiten_advantages",
             _MASK: (
                 "max_len_mask difficulty_mask difficulty_low_threshold difficulty_high_threshold "
                 "error_max_len_clip error_max_len_threshold mask_type"
@@ -237,7 +237,7 @@ _REASONS: dict[str, str] = {
 _METHOD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         words(
-            "pipeline_cls adv_estimator whiten_advantages advantage_clip reward_clip reward_norm reward_shift "
+            "pipeline_cls adv_estimator whiten_advantages reward_clip reward_norm reward_shift "
             "use_reward_scaling use_reward_norm whiten_rewards norm_mean_type norm_std_type add_len_reward "
             "reward_normalization.norm_mean_type reward_normalization.norm_std_type max_len_mask "
             "difficulty_mask error_max_len_clip difficulty_loss_weight length_loss_weight use_topr_loss "

@@ -33,7 +33,8 @@ KL_TYPES = {
     "k3": "k3",
     "full": "full",
 }
-_LOSSES = {"vanilla": "grpo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+_OF_SEQUENCES = ("gspo", "geo_mean")
+_LOSSES = {"vanilla": "grpo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce", "geo_mean": "geo_mean"}
 _STRATEGY = "how a model is sharded follows from policy.parallelism"
 _CHUNKED = "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"
 _PADDING = "padding never changes a number here"
@@ -181,10 +182,10 @@ def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(*targets) if targets else implicit("clip_ratio_low and clip_ratio_high are both set")
 
 
-@computed(f"{POLICY}.lower_bound_ratio", words="as it is; gspo has no dual clip")
+@computed(f"{POLICY}.lower_bound_ratio", words="as it is; gspo and geo_mean have no dual clip")
 def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
-    if context.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
-        return implicit("gspo has no dual clip")
+    if (loss := context.text(f"{ACTOR}.policy_loss.loss_mode")) in _OF_SEQUENCES:
+        return implicit(f"{loss} has no dual clip")
     return mapped((f"{POLICY}.lower_bound_ratio", values.number(leaf.value)))
 
 
@@ -195,11 +196,9 @@ def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
 )
 def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
     key, mode = f"{POLICY}.loss_type", values.text(leaf.value)
-    if context.text(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and mode in (
-        "token-mean",
-        "seq-mean-token-mean",
-    ):
-        return mapped((key, "seq-mean-token-mean"), note="gspo averages over each sequence")
+    loss = context.text(f"{ACTOR}.policy_loss.loss_mode")
+    if loss in _OF_SEQUENCES and mode in ("token-mean", "seq-mean-token-mean"):
+        return mapped((key, "seq-mean-token-mean"), note=f"{loss} averages over each sequence")
     if mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         return mapped((key, mode))
     if mode == "seq-mean-token-sum-norm":

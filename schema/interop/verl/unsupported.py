@@ -81,7 +81,7 @@ _ACTOR = {
     "freeze_vision_tower": "policy.trainable_map chooses what is trained, by the names of parameters",
     **{
         f"policy_loss.loss_mode={name}": _OWN_LOSS
-        for name in ("clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", "dro", "bypass_mode")
+        for name in ("clip_cov", "kl_cov", "sapo", "dppo_tv", "dppo_kl", "dro", "bypass_mode")
     },
 }
 _ROLLOUT = {

@@ -9,11 +9,13 @@ import torch
 from policy_worker.algorithms.losses import (
     POLICY_LOSSES,
     Clip,
+    KlType,
     LossConfig,
     Normalizers,
     PolicyTokens,
     TokenLoss,
     k3,
+    kl_penalty,
     masked_max,
     masked_sum,
     policy_loss,
@@ -70,6 +72,65 @@ def test_grpo_gradient_is_the_policy_gradient_where_nothing_clips_and_zero_where
     policy_loss_of("dapo").loss_fn(batch, CLIP).loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-2.2, 0.0, 0.0, 0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("variant", "clip", "ratio", "advantage", "loss", "gradient"),
+    [
+        ("cispo", CLIP, 1.5, 2.0, -1.28 * 2 * (math.log(1.5) - 2), -1.28 * 2),
+        ("cispo", CLIP, 0.5, -1.0, 0.8 * (math.log(0.5) - 2), 0.8),
+        ("cispo", Clip(-1.0, -1.0, 3.0), 5.0, 1.0, -5 * (math.log(5) - 2), -5.0),
+        ("reinforce", CLIP, 1.5, 2.0, -2 * (math.log(1.5) - 2), -2.0),
+        ("grpo", Clip(0.2, 0.2, 3.0, rho=2.0), 1.5, 2.0, -3.0, -3.0),
+        ("grpo", Clip(0.2, 0.2, 3.0, rho=2.0), 2.5, 2.0, -4.0, 0.0),
+        ("grpo", Clip(0.2, 0.2, 3.0, rho=2.0), 2.5, -2.0, 4.0, 0.0),
+        ("grpo", Clip(0.2, -1.0, 3.0), 9.0, 1.0, -9.0, -9.0),  # open above
+        ("grpo", Clip(-1.0, 0.2, 30.0), 0.1, -1.0, 0.1, 0.1),  # open below
+        ("sapo", CLIP, 1.0, 2.0, -4.0, -2.0),  # f(1) = 2 / tau, f'(1) = 1
+        ("sapo", CLIP, 1.0, -1.0, 2 / 1.05, 1.0),
+    ],
+)
+def test_other_losses_by_hand(
+    variant: str, clip: Clip, ratio: float, advantage: float, loss: float, gradient: float
+):
+    facts = tokens([ratio], [advantage])
+    facts.logprobs.requires_grad_()
+    found = policy_loss_of(variant).loss_fn(facts, clip).loss
+    found.sum().backward()
+    assert found.item() == pytest.approx(loss, rel=1e-9)
+    assert facts.logprobs.grad is not None
+    assert facts.logprobs.grad.item() == pytest.approx(gradient, rel=1e-9)
+
+
+def test_geo_mean_by_hand():
+    # log-ratios log 2 (clipped to 0.28) and log 0.5 (kept: a good token that became unlikely)
+    facts = tokens([2.0, 0.5], [1.0, 1.0])
+    facts.logprobs.requires_grad_()
+    found = policy_loss_of("geo_mean").loss_fn(facts, CLIP)
+    expected = -math.exp((0.28 + math.log(0.5)) / 2)
+    assert found.loss.tolist() == pytest.approx([expected, expected], rel=1e-9)
+    (found.loss.sum() / 2).backward()
+    assert facts.logprobs.grad is not None
+    assert facts.logprobs.grad.tolist() == pytest.approx([0.0, expected / 2], rel=1e-9)
+    assert found.clipped.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [
+        ("k1", 0.5, 1.0),
+        ("abs", 0.5, 1.0),
+        ("k2", 0.125, 0.5),
+        ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
+    ],
+)
+def test_kl_by_hand(kind: KlType, value: float, slope: float):
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    found = kl_penalty(logprobs, torch.tensor([-1.5], dtype=torch.float64), kind)
+    found.sum().backward()
+    assert found.item() == pytest.approx(value, rel=1e-12)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-12)
 
 
 def test_the_log_ratio_is_bounded():
@@ -154,6 +215,10 @@ NORM = Normalizers(tokens=5, samples=2)
 
 def test_token_mean():
     assert token_weights("token-mean", LENGTHS, NORM).tolist() == pytest.approx([0.2] * 5)
+
+
+def test_token_sum():
+    assert token_weights("token-sum", torch.tensor([2.0, 2.0, 3.0]), Normalizers(5, 2)).tolist() == [1.0] * 3
 
 
 def test_sum_over_each_sequence():

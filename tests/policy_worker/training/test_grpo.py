@@ -157,12 +157,21 @@ CUTS = [
 
 
 @pytest.mark.parametrize(
-    ("cut", "loss_type"), combinations(CUTS, ["token-mean", "seq-mean-token-mean"]), ids=str
+    ("cut", "kind"),
+    combinations(
+        CUTS,
+        [
+            {"loss_type": "token-mean", "variant": "cispo", "advantage_estimator": "rloo"},
+            {"loss_type": "seq-mean-token-mean", "advantage_estimator": "reinforce_plus_plus", "gamma": 0.9},
+            {"variant": "geo_mean", "kl_beta": 0.1, "kl_in_reward": {"beta": 0.1}, "whiten_advantages": True},
+        ],
+    ),
+    ids=str,
 )
 def test_no_cut_of_the_batch_changes_loss_or_gradient(
-    group: Group, cut: tuple[dict[str, Any], dict[str, Any]], loss_type: str
+    group: Group, cut: tuple[dict[str, Any], dict[str, Any]], kind: dict[str, Any]
 ):
-    samples, options, (grpo, train) = random_samples(12, n_masked=1), {**RICH, "loss_type": loss_type}, cut
+    samples, options, (grpo, train) = random_samples(12, n_masked=1), {**RICH, **kind}, cut
     whole, expected = trained(group, samples, {"mini_batch": 12, **options})
     metrics, gradients = trained(group, samples, {**options, **grpo}, train)
     assert metrics["loss"] == pytest.approx(whole["loss"], rel=rounding(2e-6))
@@ -205,6 +214,14 @@ CHANGES: list[dict[str, Any]] = [
     {"loss_type": "seq-mean-token-mean"},
     {"unbiased_advantage": True},
     {"variant": "gspo"},
+    {"variant": "cispo"},
+    {"variant": "reinforce"},
+    {"variant": "geo_mean"},
+    {"variant": "sapo"},
+    {"aipo_rho": 1.1},
+    {"epsilon_low": -1.0},
+    {"epsilon_high": -1.0},
+    {"loss_type": "token-sum"},
     {"temperature": 0.7},
     {"advantage_estimator": "rloo"},
     {"advantage_estimator": "reinforce_plus_plus"},

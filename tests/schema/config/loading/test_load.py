@@ -219,7 +219,7 @@ def test_unknown_algorithm(tmp_path: Path) -> None:
 def test_all_problems_at_once_in_file_order(tmp_path: Path) -> None:
     content = text(
         train="epoch = 'x'\noptm_lrr = 1\noptm_betas = ['a', 'b']",
-        policy="kl_beta = 0.1\non_policy = true\nallowed_outdated_steps = 2",
+        policy="advantage_estimator = 'gae'\non_policy = true\nallowed_outdated_steps = 2",
         rest="n_generation = 7\n[custom]\nx = inf",
     )
     found = faults(tmp_path, content)
@@ -229,7 +229,7 @@ def test_all_problems_at_once_in_file_order(tmp_path: Path) -> None:
         "train.optm_lrr",
         "train.optm_betas[0]",
         "train.optm_betas[1]",
-        "train.train_policy.kl_beta",
+        "train.train_policy.advantage_estimator",
         "train.train_policy.on_policy",
         "custom",
     ]

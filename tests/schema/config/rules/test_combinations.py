@@ -295,7 +295,6 @@ def test_warnings() -> None:
         ("controller__port", 65536, "at most 65535"),
         ("controller__oversample", 0.9, "at least 1.0"),
         ("train__train_policy__epsilon_low", 1.0, "less than 1.0"),
-        ("train__train_policy__epsilon_high", -0.1, "at least 0.0"),
         ("train__train_policy__lower_bound_ratio", 1.0, "more than 1.0"),
         ("train__train_policy__allowed_outdated_steps", -1, "at least 0"),
         ("rollout__parallelism__n_init_replicas", 0, "at least 1"),

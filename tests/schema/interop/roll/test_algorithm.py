@@ -48,16 +48,10 @@ def test_estimators(changes: dict[str, Any], estimator: str, unbiased: bool | No
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"adv_estimator": "grpo", "whiten_advantages": True}, "whiten_advantages"),
-        ({"adv_estimator": "reinforce", "whiten_advantages": False}, "whiten_advantages"),
-        (
-            {"adv_estimator": "reinforce", "norm_mean_type": "batch", "whiten_advantages": True},
-            "norm_mean_type",
-        ),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "running"}, "norm_mean_type"),
+        ({"adv_estimator": "gae", "reward_norm": "batch"}, "reward_norm"),
         ({"adv_estimator": "gigpo"}, "adv_estimator"),
-        ({"adv_estimator": "grpo", "gamma": 0.9}, "gamma"),
-        ({"adv_estimator": "grpo", "reward_clip": 5}, "reward_clip"),
-        ({"adv_estimator": "grpo", "advantage_clip": 2.0}, "advantage_clip"),
+        ({"adv_estimator": "grpo", "reward_clip": 5, "add_token_level_kl": True}, "reward_clip"),
         ({"adv_estimator": "grpo", "max_len_mask": True}, "max_len_mask"),
     ],
 )
@@ -67,9 +61,38 @@ def test_what_no_estimator_does_is_said(changes: dict[str, Any], key: str) -> No
     assert found.unsupported[key] == changes[key]
 
 
-def test_a_silent_file_that_whitening_changes_is_unsupported() -> None:
-    assert roll_with({"adv_estimator": "reinforce"}).unsupported == {"whiten_advantages": False}
-    assert not roll_with({"adv_estimator": "grpo"}).unsupported
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"whiten_advantages": False}),
+        ({"norm_mean_type": "batch", "whiten_advantages": True}, {"reward_shaping": {"center": "batch"}}),
+        (
+            {"reward_norm": "batch", "reward_clip": 5},
+            {"reward_shaping": {"center": "batch", "scale": "batch", "clip": 5}, "whiten_advantages": False},
+        ),
+        (
+            {"reward_norm": "group", "reward_shift": True, "reward_clip": 2, "whiten_advantages": True},
+            {"reward_shaping": {"center": "group", "clip": 2}},
+        ),
+        (
+            {"reward_norm": "batch", "reward_scale": True, "advantage_clip": 2.0},
+            {"reward_shaping": {"scale": "batch"}, "whiten_advantages": False, "advantage_clip": 2.0},
+        ),
+        (
+            {"adv_estimator": "grpo", "whiten_advantages": True, "gamma": 0.9},
+            {"reward_shaping": {"center": "group", "scale": "group"}, "gamma": 0.9},
+        ),
+    ],
+)
+def test_what_no_estimator_alone_does_is_shaping_and_whitening(
+    changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = roll_with({"adv_estimator": "reinforce", **changes})
+    policy = found.config["train"]["train_policy"]
+    assert not found.unsupported
+    keys = ("reward_shaping", "whiten_advantages", "advantage_clip", "gamma")
+    assert policy["advantage_estimator"] == "reinforce_plus_plus"
+    assert {key: policy[key] for key in keys if key in policy} == expected
 
 
 def test_an_unknown_estimator_is_unsupported() -> None:
