@@ -47,7 +47,8 @@ class PolicyTokens:
     mask: true where the token counts. entropy: of the policy's distribution at the token; needs a gradient where
     `entropy_coeff` is not 0. sample: index of each token's sample, int64 in [0, n_samples). sample_tokens: |m_i| of
     that sample, floating. positive: whether its reward is above 0. ref_logprobs: of the reference model; needed where
-    `kl_beta` is not 0.
+    `kl_beta` is not 0. behaviour_logprobs: of the policy that made the tokens; None: that is π_old. weights:
+    factors of the policy loss; None: 1.
     """
 
     logprobs: Tensor
@@ -60,6 +61,8 @@ class PolicyTokens:
     sample_tokens: Tensor
     positive: Tensor
     ref_logprobs: Tensor | None = None
+    behaviour_logprobs: Tensor | None = None
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ def policy_objective(
     weights = token_weights(
         policy.loss_type or config.loss_type, tokens.sample_tokens, norm, config.unbiased_loss_max_tokens
     )
-    per_token = result.loss
+    per_token = result.loss if tokens.weights is None else tokens.weights * result.loss
     if config.entropy_coeff:
         per_token = per_token - config.entropy_coeff * tokens.entropy
     if config.kl_beta:
@@ -298,16 +301,47 @@ def policy_objective(
     if config.positive_nll_coef:
         nll = masked_sum(-tokens.logprobs, tokens.mask & tokens.positive)
         loss = loss + config.positive_nll_coef / max(norm.positive_tokens, 1) * nll
+    made_by = tokens.old_logprobs if tokens.behaviour_logprobs is None else tokens.behaviour_logprobs
     parts = {}
+    if tokens.weights is not None:
+        parts["correction_weight"] = masked_sum(tokens.weights, tokens.mask)
     if tokens.ref_logprobs is not None:
         parts["reference_kl"] = masked_sum(k3(tokens.logprobs.detach(), tokens.ref_logprobs), tokens.mask)
     return loss, parts | {
         "loss": loss.detach(),
         "entropy": masked_sum(tokens.entropy.detach(), tokens.mask),
         "clip_fraction": masked_sum(result.clipped.to(loss.dtype), tokens.mask),
-        "behaviour_kl": masked_sum(k3(tokens.old_logprobs, tokens.logprobs.detach()), tokens.mask),
+        "behaviour_kl": masked_sum(k3(made_by, tokens.logprobs.detach()), tokens.mask),
         "max_ratio": masked_max(result.ratio.detach(), tokens.mask),
     }
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Weights of the policy loss between π_old, recomputed by the trainer, and the policy that made the tokens.
+
+    kind: a ratio for each token, or the product over its sequence. cap: where weights are cut. drops: a weight above
+    the cap is 0 instead, so the token has no loss (it still counts in N).
+    Sources: decoupled PPO, arXiv 2505.24298 (AReaL), eq. 5; truncated importance sampling, as verl has it.
+    """
+
+    kind: Literal["token", "sequence"]
+    cap: float | None
+    drops: bool = False
+
+    def weights(self, tokens: PolicyTokens) -> Tensor:
+        """exp(clamp(log π_old − log π_behaviour, ±20)) of each token or summed over its sequence, capped; [K]."""
+        assert tokens.behaviour_logprobs is not None
+        difference = tokens.old_logprobs - tokens.behaviour_logprobs
+        log_ratio = torch.where(tokens.mask, difference, torch.zeros_like(difference))
+        if self.kind == "sequence":
+            log_ratio = log_ratio.new_zeros(tokens.n_samples).index_add(0, tokens.sample, log_ratio)[
+                tokens.sample
+            ]
+        weights = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        if self.cap is None:
+            return weights
+        return torch.where(weights > self.cap, torch.zeros_like(weights) if self.drops else self.cap, weights)
 
 
 def token_weights(

@@ -7,13 +7,15 @@
         L = Σ over its tokens of w · [ −min(ρA, clip(ρ)A) − c_H H + β KL ] + likelihood of positive samples
         clip the gradient, AdamW
 
-ρ compares the policy with the one that made the tokens (their behaviour log-probs), so it corrects for staleness.
+ρ compares the policy with the one that made the tokens (their behaviour log-probs), so it corrects for staleness; or
+with π_old, which the trainer recomputes before its first step, and the loss is weighted by π_old over the former.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from policy_worker.algorithms.advantages import AdvantageConfig, Advantages, Options, Shaping, estimator_of
 from policy_worker.algorithms.losses import (
     Clip,
+    Correction,
     KlType,
     LossConfig,
     Normalizers,
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 """The column with the log-probs of the reference model."""
+OLD = "old"
+"""That with the log-probs of π_old, where it is not the policy that made the tokens."""
 
 
 class Grpo:
@@ -59,6 +64,9 @@ class Grpo:
         self._reference_batching = self._batching.cut_to(
             config.reference.mini_batch, config.reference.max_token_len_per_mini_batch
         )
+        old = config.grpo.old_log_prob
+        self._old_batching = self._batching.cut_to(old.mini_batch, old.max_token_len_per_mini_batch)
+        self._correction = correction_of(config.grpo)
         self._kl_in_reward = config.grpo.kl_in_reward
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
@@ -104,7 +112,7 @@ class Grpo:
                 out = trainer.forward(batch, self._temperature)
                 kept.add(batch, out.logprobs)
                 with span("loss"):
-                    tokens = policy_tokens(out, batch, table, advantages)
+                    tokens = policy_tokens(out, batch, table, advantages, self._correction)
                     loss, parts = policy_objective(tokens, norm, self._loss)
                 trainer.backward(loss)
                 metrics.add(parts)
@@ -128,22 +136,27 @@ class Grpo:
     ) -> dict[str, dict[int, Tensor]]:
         """What is computed of all samples before any is trained on, by name and row. A collective."""
         trainer = self._trainer
-        if trainer.reference is None:
-            return {}
-        with span("reference"):
-            batches = plan_pass(plan, table.total_tokens, self._reference_batching)
-            mine = batches[trainer.data_rank] if batches else []
-            return {REFERENCE: trainer.score(trainer.reference, samples, mine, self._temperature)}
+        passes = [(REFERENCE, trainer.reference, self._reference_batching)] if trainer.reference else []
+        if self._correction is not None:
+            passes.append((OLD, trainer.model, self._old_batching))
+        columns = {}
+        for name, model, batching in passes:
+            with span(name):
+                batches = plan_pass(plan, table.total_tokens, batching)
+                mine = batches[trainer.data_rank] if batches else []
+                columns[name] = trainer.score(model, samples, mine, self._temperature)
+        return columns
 
     def _token_rewards(
         self, samples: Mapping[int, TrainSample], columns: Columns
     ) -> dict[int, Tensor] | None:
-        """−β KL of each token of this rank's samples, against the policy that made it."""
+        """−β KL of each token of this rank's samples, between π_old and the reference."""
         if not self._kl_in_reward.beta:
             return None
         beta, kind = self._kl_in_reward.beta, cast(KlType, self._kl_in_reward.type)
+        old = columns.get(OLD, {})
         return {
-            row: -beta * kl_penalty(sample.learned_logprobs, columns[REFERENCE][row], kind)
+            row: -beta * kl_penalty(old.get(row, sample.learned_logprobs), columns[REFERENCE][row], kind)
             for row, sample in samples.items()
         }
 
@@ -157,6 +170,14 @@ def advantage_config(config: GrpoConfig) -> AdvantageConfig:
         whiten=config.whiten_advantages,
         clip=config.advantage_clip,
     )
+
+
+def correction_of(config: GrpoConfig) -> Correction | None:
+    """The weights between π_old and the policy that made the tokens; None: they are one."""
+    if config.use_decoupled_loss:
+        return Correction("token", config.behav_imp_weight_cap, drops=True)
+    correction = config.rollout_correction
+    return None if correction.weights == "none" else Correction(correction.weights, correction.cap)
 
 
 def loss_config(config: GrpoConfig) -> LossConfig:
@@ -185,7 +206,11 @@ def normalizers(table: StepTable, rows: Sequence[int]) -> Normalizers:
 
 
 def policy_tokens(
-    out: TokenOutputs, batch: MicroBatch, table: StepTable, advantages: Advantages
+    out: TokenOutputs,
+    batch: MicroBatch,
+    table: StepTable,
+    advantages: Advantages,
+    correction: Correction | None = None,
 ) -> PolicyTokens:
     """What the loss needs to know of a micro-batch's tokens: from the model, the payloads and the table."""
 
@@ -193,9 +218,10 @@ def policy_tokens(
         """One value per sample to one per token, [K]."""
         return out.logprobs.new_tensor([values[row] for row in batch.rows])[batch.sample]
 
-    return PolicyTokens(
+    made_by = batch.old_logprobs.to(out.logprobs.dtype)
+    tokens = PolicyTokens(
         logprobs=out.logprobs,
-        old_logprobs=batch.old_logprobs.to(out.logprobs.dtype),
+        old_logprobs=batch.columns.get(OLD, made_by),
         entropy=out.entropy,
         advantages=advantages.of_tokens(batch.rows, batch.sample, out.logprobs),
         mask=torch.ones_like(batch.labels, dtype=torch.bool),
@@ -204,4 +230,6 @@ def policy_tokens(
         sample_tokens=spread(table.response_tokens),
         positive=spread([score or 0.0 for score in table.score]) > 0,
         ref_logprobs=batch.columns.get(REFERENCE),
+        behaviour_logprobs=made_by,
     )
+    return tokens if correction is None else replace(tokens, weights=correction.weights(tokens))

@@ -122,7 +122,7 @@ class StepMetrics:
 def _per_token(sums: Metrics, tokens: int) -> Metrics:
     """Means per token; the loss, the maximum and the norm as is."""
     n = max(tokens, 1)
-    reference = {name: sums[name] / n for name in ("reference_kl",) if name in sums}
+    reference = {name: sums[name] / n for name in ("reference_kl", "correction_weight") if name in sums}
     return reference | {
         "loss": sums["loss"],
         "entropy": sums["entropy"] / n,

@@ -135,6 +135,17 @@ watch(
     {f"{POLICY}.unbiased_loss_max_tokens": (17, 5)},
 )
 watch(gradient, changed(grpo, {"train.optm_grad_norm_clip": 0.0}), {f"{POLICY}.aipo_rho": (1.05, 1.2)})
+watch(
+    gradient,
+    changed(unclipped, {f"{POLICY}.use_decoupled_loss": True}),
+    {f"{POLICY}.use_decoupled_loss": (True, False), f"{POLICY}.behav_imp_weight_cap": (1.1, 1.5)},
+)
+correction = f"{POLICY}.rollout_correction"
+watch(
+    gradient,
+    changed(unclipped, {f"{correction}.weights": "token"}),
+    {f"{correction}.weights": ("token", "sequence"), f"{correction}.cap": (1.1, 1.5)},
+)
 with_kl = {f"{POLICY}.kl_beta": 0.5, f"{POLICY}.kl_in_reward.beta": 0.5}
 watch(
     gradient,
@@ -206,19 +217,28 @@ watch(
 )
 
 
-def rows_of_the_reference(config: Config, place: Place) -> list[list[int]]:
-    """Shapes of the micro-batches that the reference model sees."""
-    algorithm, _ = _grpo(config, place)
-    seen: list[list[int]] = []
-    reference = algorithm._trainer.reference
-    assert reference is not None
-    reference.register_forward_pre_hook(lambda _, given: seen.append([given[0].n_samples]))
+def samples_of_passes(config: Config, place: Place) -> list[int]:
+    """How many samples the micro-batches have that models see without training on them."""
+    trainer, seen = (algorithm := _grpo(config, place)[0])._trainer, []
+    for model in (trainer.model, trainer.reference):
+        if model is not None:
+            model.register_forward_pre_hook(
+                lambda _, given: None if torch.is_grad_enabled() else seen.append(given[0].n_samples)
+            )
     train_step(algorithm, 0)
     return seen
 
 
 watch(
-    rows_of_the_reference,
+    samples_of_passes,
+    changed(grpo, {f"{POLICY}.use_decoupled_loss": True, "policy.model_max_length": 24}),
+    {
+        f"{POLICY}.old_log_prob.mini_batch": (2, 3),
+        f"{POLICY}.old_log_prob.max_token_len_per_mini_batch": (24, 48),
+    },
+)
+watch(
+    samples_of_passes,
     changed(grpo, {f"{POLICY}.kl_beta": 0.5, "policy.model_max_length": 24}),
     {"reference.mini_batch": (2, 3), "reference.max_token_len_per_mini_batch": (24, 48)},
 )

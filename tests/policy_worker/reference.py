@@ -107,6 +107,8 @@ def _token_loss(
     facts: list[tuple[Tensor, Tensor, float]], i: int, advantage: float, how: GrpoConfig
 ) -> Tensor:
     logprob, _, old = facts[i]
+    if how.recomputes_old:  # before the first optimizer step: the policy itself
+        old = float(logprob.detach())
     low, high = 1 - how.epsilon_low, 1 + how.epsilon_high
     if how.variant == "gspo":
         mean = sum(float(lp.detach()) - o for lp, _, o in facts) / len(facts)
@@ -116,4 +118,16 @@ def _token_loss(
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if how.variant != "gspo" and advantage < 0:
         loss = torch.minimum(loss, torch.tensor(-how.lower_bound_ratio * advantage))
-    return loss
+    return loss * _weight(facts, i, how)
+
+
+def _weight(facts: list[tuple[Tensor, Tensor, float]], i: int, how: GrpoConfig) -> float:
+    """Of the policy before the first optimizer step over the one that made the tokens."""
+    differences = [float(logprob.detach()) - made for logprob, _, made in facts]
+    if how.use_decoupled_loss:
+        weight, cap = math.exp(differences[i]), how.behav_imp_weight_cap
+        return 0.0 if cap is not None and weight > cap else weight
+    if how.rollout_correction.weights == "none":
+        return 1.0
+    chosen = differences[i] if how.rollout_correction.weights == "token" else sum(differences)
+    return min(math.exp(max(min(chosen, 20), -20)), how.rollout_correction.cap)

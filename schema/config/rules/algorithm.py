@@ -11,6 +11,7 @@ from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
 from schema.config.sections.reference import ReferenceConfig
+from schema.config.sections.train_policy import LogProbPassConfig
 
 _POLICY = "train.train_policy"
 _VARIANT = f"{_POLICY}.variant"
@@ -129,6 +130,19 @@ def correction_is_complete(config: Config) -> Iterator[Problem]:
         message = f'{correction.cap} has no effect: {other} = "none"'
         hint = f'write {other} = "token" or "sequence", or leave it out'
         yield Problem(name, message, correction.cap, hint, related=(other,))
+
+
+def old_pass_is_used(config: Config) -> Iterator[Problem]:
+    """The budget of a pass that this job does not have."""
+    if not config.is_grpo or config.grpo.recomputes_old:
+        return
+    other, weights = f"{_POLICY}.use_decoupled_loss", f"{_CORRECTION}.weights"
+    for name, value in written(config.grpo.old_log_prob, *LogProbPassConfig.model_fields):
+        message = (
+            f'{value} has no effect: {other} = false and {weights} = "none" have no pass for the old policy'
+        )
+        hint = f"leave it out, or write {other} = true"
+        yield Problem(f"{_POLICY}.old_log_prob.{name}", message, value, hint, related=(other, weights))
 
 
 _ESTIMATOR = f"{_POLICY}.advantage_estimator"
@@ -296,3 +310,5 @@ ALGORITHM_RULES = (
     resets_agree,
     reward_term_is_complete,
 )
+
+ALGORITHM_WARNINGS = (old_pass_is_used,)

@@ -104,26 +104,45 @@ class RolloutCorrectionConfig(Section):
 
     weights: Literal["none", "token", "sequence"] = key(
         "none",
-        "Importance weights between the trainer's old policy and the engine's, per token or per sequence.",
+        "Importance weights between the trainer's old policy and the engine's, per token or per sequence. The "
+        "trainer computes the old policy's log-probs once per step, and the ratio is clipped against them.",
+        acts="number: Loss and gradient.",
     )
-    cap: Positive = key(2.0, "Weights are truncated at this value.")
+    cap: Positive = key(2.0, "Weights are truncated at this value.", acts="number: Loss and gradient.")
     reject: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
         "What is left out of the loss when its ratio is out of bounds: single tokens, or sequences by "
         "their product or geometric mean.",
+        unbuilt="rejection by the ratio between trainer and engine",
     )
-    reject_below: Positive | None = key(None, "Lower bound of the ratio. Unset: none.", example=0.5)
-    reject_above: Positive | None = key(None, "Upper bound of the ratio. Unset: none.", example=2.0)
+    reject_below: Positive | None = key(
+        None,
+        "Lower bound of the ratio. Unset: none.",
+        example=0.5,
+        unbuilt="rejection by the ratio between trainer and engine",
+    )
+    reject_above: Positive | None = key(
+        None,
+        "Upper bound of the ratio. Unset: none.",
+        example=2.0,
+        unbuilt="rejection by the ratio between trainer and engine",
+    )
 
 
 class LogProbPassConfig(Section):
     """`[train.train_policy.old_log_prob]`: the trainer's own pass for the log-probs of the old policy."""
 
     mini_batch: Samples | None = key(
-        None, "Samples per micro-batch of the pass. Unset: as in training.", example=4
+        None,
+        "Samples per micro-batch of the pass. Unset: as in training.",
+        acts="number: Rows of a micro-batch of the pass.",
+        example=4,
     )
     max_token_len_per_mini_batch: Tokens | None = key(
-        None, "Hard cap on the tokens of a micro-batch. Unset: as in training.", example=16384
+        None,
+        "Hard cap on the tokens of a micro-batch. Unset: as in training.",
+        acts="number: Rows of a micro-batch of the pass.",
+        example=16384,
     )
 
 
@@ -346,14 +365,10 @@ class GrpoConfig(_DataloaderConfig):
     )
     kl_in_reward: KlInRewardConfig = key(KlInRewardConfig, "The KL to the reference model inside the reward.")
     rollout_correction: RolloutCorrectionConfig = key(
-        RolloutCorrectionConfig,
-        "Correction of the mismatch between inference engine and trainer.",
-        unbuilt="correction of the mismatch between engine and trainer",
+        RolloutCorrectionConfig, "Correction of the mismatch between inference engine and trainer."
     )
     old_log_prob: LogProbPassConfig = key(
-        LogProbPassConfig,
-        "Budget of the pass for the old policy's log-probs.",
-        unbuilt="a pass for the old policy's log-probs",
+        LogProbPassConfig, "Budget of the pass for the old policy's log-probs."
     )
     aipo_rho: Positive | None = cosmos_key(
         None,
@@ -439,19 +454,24 @@ class GrpoConfig(_DataloaderConfig):
         False,
         "Clip against a proximal policy recomputed by the trainer, and weight by its ratio to "
         "the behaviour policy. False: clip against the behaviour policy itself.",
-        unbuilt="the decoupled loss",
+        acts="number: Loss and gradient.",
     )
     behav_imp_weight_cap: Positive | None = cosmos_key(
         None,
         "Tokens whose behaviour importance weight exceeds this cap get no loss.",
+        acts="number: Loss and gradient.",
         example=5.0,
-        unbuilt="the decoupled loss",
     )
     rollout_as_token_ids: bool = cosmos_key(
         False,
         "Samples always travel as token ids; false sends the decoded text along with them.",
         acts="request or reply: Whether a pushed sample carries its text.",
     )
+
+    @property
+    def recomputes_old(self) -> bool:
+        """Whether the trainer computes the log-probs of the old policy before its first optimizer step."""
+        return self.use_decoupled_loss or self.rollout_correction.weights != "none"
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -67,9 +67,9 @@ def test_what_validate_says_has_its_place_in_the_result(tmp_path: Path) -> None:
     target = tmp_path / "run.toml"
     run = convert(ROLL, "-o", target)
     assert run.returncode == 0
-    line = next(line for line in run.stderr.splitlines() if "advantage_estimator: this build cannot" in line)
+    line = next(line for line in run.stderr.splitlines() if "domain_column_name: this build cannot" in line)
     number = int(line.split(":")[2])
-    assert target.read_text().splitlines()[number - 1].startswith("advantage_estimator")
+    assert target.read_text().splitlines()[number - 1].startswith("domain_column_name")
     assert "needs" in run.stderr.splitlines()[-1]
 
 
@@ -87,26 +87,26 @@ def test_strict_is_for_what_falls_short_and_says_what_does(tmp_path: Path) -> No
 
 def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
     source, target = tmp_path / "agents.yaml", tmp_path / "run.toml"
-    source.write_text((ROOT / "examples/roll_grpo.yaml").read_text() + "advantage_clip: 0.2\n")
+    source.write_text((ROOT / "examples/roll_grpo.yaml").read_text() + "max_len_mask: true\n")
     run = convert(source, "-o", target, "--strict")
     assert run.returncode == 2
     report = run.stderr.splitlines()
     first = report.index(next(line for line in report if line.startswith("unsupported:")))
-    assert "advantage_clip = 0.2" in report[first + 1]
+    assert "max_len_mask = true" in report[first + 1]
     assert first < report.index("none:")
-    assert run.stderr.count("advantage_clip = 0.2") == 1  # not once more among the problems of the result
+    assert run.stderr.count("max_len_mask = true") == 1  # not once more among the problems of the result
     assert "\n\n\n" not in run.stderr
     for arguments in (
         ["validate", target],
         ["validate", target, "--set", "unsupported={}"],
-        ["validate", target, "--set", "unsupported.advantage_clip=false"],
+        ["validate", target, "--set", "unsupported.max_len_mask=false"],
         ["--config", target, "--dry-run"],
         ["--config", target],
     ):
         cosmos(*arguments).complains(2, "unsupported")
-    line = target.read_text().splitlines().index("advantage_clip = 0.2") + 1
-    assert f"{target}:{line}:1: unsupported.advantage_clip" in cosmos("validate", target).stderr
-    target.write_text(target.read_text().replace("[unsupported]\n", "").replace("advantage_clip = 0.2\n", ""))
+    line = target.read_text().splitlines().index("max_len_mask = true") + 1
+    assert f"{target}:{line}:1: unsupported.max_len_mask" in cosmos("validate", target).stderr
+    target.write_text(target.read_text().replace("[unsupported]\n", "").replace("max_len_mask = true\n", ""))
     assert cosmos("validate", target).returncode == 0
 
 

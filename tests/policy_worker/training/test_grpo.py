@@ -120,6 +120,40 @@ def test_kl_equals_an_independent_implementation(group: Group, options: dict[str
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
 
 
+CORRECTIONS: list[dict[str, Any]] = [
+    {"use_decoupled_loss": True},
+    {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.5},
+    {"rollout_correction": {"weights": "token", "cap": 1.2}},
+    {"rollout_correction": {"weights": "sequence", "cap": 3.0}, "loss_type": "seq-mean-token-sum"},
+]
+
+
+@pytest.mark.parametrize("options", CORRECTIONS, ids=str)
+def test_weights_of_the_old_policy_equal_an_independent_implementation(group: Group, options: dict[str, Any]):
+    samples, model = random_samples(8, n_masked=1), tiny_model()
+    loss = grpo_loss(model.lm, samples, make_config(options).grpo)
+    loss.backward()
+    metrics, gradients = trained(group, samples, {"mini_batch": 3, **options})
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=rounding(2e-5), abs=1e-7)
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["behaviour_kl"] > 0.01
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
+
+
+def test_the_old_policy_is_that_of_before_the_first_optimizer_step(group: Group):
+    samples = on_policy_samples(tiny_model())
+    steps = {"batch_size_per_optimize": 4, "mu_iterations": 3}
+    found = []
+    for options in ({}, {"use_decoupled_loss": True}):
+        config = make_config({**steps, **options}, {"optm_lr": 5e-3})
+        algorithm = make_grpo(group, config, encode_step(samples))
+        metrics = train_step(algorithm, 0)
+        found.append([p.detach().clone() for p in algorithm._trainer.model.parameters()])
+    assert metrics["correction_weight"] == pytest.approx(1.0, abs=rounding(1e-5))
+    for plain, decoupled in zip(*found, strict=True):  # the samples are the old policy's own
+        torch.testing.assert_close(plain, decoupled, atol=1e-5, rtol=1e-3)
+
+
 def test_a_reference_that_is_the_policy_adds_nothing(group: Group):
     samples = random_samples(8)
     _, expected = trained(group, samples, {})
@@ -163,6 +197,7 @@ CUTS = [
         [
             {"loss_type": "token-mean", "variant": "cispo", "advantage_estimator": "rloo"},
             {"loss_type": "seq-mean-token-mean", "advantage_estimator": "reinforce_plus_plus", "gamma": 0.9},
+            {"rollout_correction": {"weights": "sequence"}},
             {"variant": "geo_mean", "kl_beta": 0.1, "kl_in_reward": {"beta": 0.1}, "whiten_advantages": True},
         ],
     ),
@@ -234,6 +269,7 @@ CHANGES: list[dict[str, Any]] = [
     {"advantage_clip": 0.1},
     {"kl_beta": 0.1},
     {"kl_in_reward": {"beta": 0.1}},
+    *CORRECTIONS,
     {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 5},
 ]
 

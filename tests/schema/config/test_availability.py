@@ -26,7 +26,6 @@ EXAMPLES: dict[str, Any] = {
     "train.master_dtype": "float16",
     "train.optm_name": "Muon",
     "train.param_dtype": "float16",
-    "train.train_policy.behav_imp_weight_cap": 5.0,
     "train.train_policy.dataloader_prefetch_factor": 2,
     "train.train_policy.min_filter_prefix_tokens": 8,
     "train.train_policy.reference_reset_interval": 10,

@@ -143,6 +143,9 @@ FAULTS = {
             *('"token"', f"{P}.use_decoupled_loss = true"),
         ),
     ],
+    algorithm.old_pass_is_used: [
+        ({f"{P}.old_log_prob.mini_batch": 4}, "4", f"{P}.use_decoupled_loss = false")
+    ],
     algorithm.correction_is_complete: [
         ({f"{FIX}.reject": "token"}, '"token"', f"{FIX}.reject_below", f"{FIX}.reject_above"),
         ({f"{FIX}.reject_above": 2.0}, "2.0", f'{FIX}.reject = "none"'),
