@@ -29,6 +29,10 @@ class NonFiniteGradientError(PolicyError):
     """A gradient is NaN or infinite: applying it would destroy the weights."""
 
 
+class OwnCodeFailedError(PolicyError):
+    """A user's estimator or loss raised, or returned what cannot be used: nothing of the step counts."""
+
+
 class BadBatchError(PolicyError):
     """A batch whose payloads contradict its table or the staleness bound."""
 

@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policy_worker.errors import SettingsError
+from policy_worker.errors import OwnCodeFailedError, SettingsError
+from schema.util.own_code import OwnCodeError, is_own, load_function
 
 STD_EPSILON = 1e-6
 """Keeps quotients finite for groups whose rewards are all equal (their advantages are 0)."""
@@ -104,13 +105,40 @@ def token_estimator(name: str, *, whitens: bool = False) -> Callable[[TokenEstim
 
 
 def estimator_of(name: str) -> Estimator:
-    """Raises `SettingsError` for a name without a registered estimator."""
+    """Raises `SettingsError` for a name that is not registered, or a user's function that cannot be loaded."""
+    if is_own(name):
+        try:
+            return Estimator(over_outcomes=_checked(load_function(name), name))
+        except OwnCodeError as error:
+            raise SettingsError(f"train.train_policy.advantage_estimator = {name!r}: {error}") from error
     if name not in ESTIMATORS:
         raise SettingsError(
             f"train.train_policy.advantage_estimator = {name!r} is not an advantage estimator; known are "
             f"{', '.join(ESTIMATORS)}"
         )
     return ESTIMATORS[name]
+
+
+def _checked(estimate: OutcomeEstimator, name: str) -> OutcomeEstimator:
+    """A user's estimator, whose every answer is n finite numbers. Raises `OwnCodeFailedError`."""
+
+    def run(outcomes: Outcomes, options: Options) -> list[float]:
+        what = f"train.train_policy.advantage_estimator = {name!r}"
+        n = len(outcomes.scores)
+        try:
+            found = [float(value) for value in estimate(outcomes, options)]
+        except Exception as error:
+            raise OwnCodeFailedError(
+                f"{what} failed on {n} samples: {type(error).__name__}: {error}"
+            ) from error
+        if len(found) != n:
+            raise OwnCodeFailedError(f"{what} returned {len(found)} advantages for {n} samples")
+        for row, value in enumerate(found):
+            if not math.isfinite(value):
+                raise OwnCodeFailedError(f"{what} returned {value} for sample {row} of {n}")
+        return found
+
+    return run
 
 
 # ---- over outcomes ----------------------------------------------------------------------------------------------

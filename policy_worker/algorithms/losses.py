@@ -27,7 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policy_worker.errors import SettingsError
+from policy_worker.errors import OwnCodeFailedError, SettingsError
+from schema.util.own_code import OwnCodeError, is_own, load_function
 
 LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 KlType = Literal["k1", "abs", "k2", "k3"]
@@ -147,13 +148,45 @@ def policy_loss(*variants: str, loss_type: LossType | None = None) -> Callable[[
 
 
 def policy_loss_of(variant: str) -> PolicyLoss:
-    """Raises `SettingsError` for a variant without a registered loss."""
+    """Raises `SettingsError` for a variant that is not registered, or a user's function that cannot be loaded."""
+    if is_own(variant):
+        try:
+            return PolicyLoss(_checked(load_function(variant), variant), None)
+        except OwnCodeError as error:
+            raise SettingsError(f"train.train_policy.variant = {variant!r}: {error}") from error
     if variant not in POLICY_LOSSES:
         known = ", ".join(POLICY_LOSSES)
         raise SettingsError(
             f"train.train_policy.variant = {variant!r} is not a policy loss; known are {known}"
         )
     return POLICY_LOSSES[variant]
+
+
+def _checked(loss_fn: LossFn, name: str) -> LossFn:
+    """A user's loss, whose every answer is a `TokenLoss`, or its loss alone, [K]. Raises `OwnCodeFailedError`."""
+
+    def run(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
+        what, k = f"train.train_policy.variant = {name!r}", tokens.logprobs.shape
+        try:
+            found = loss_fn(tokens, clip)
+        except Exception as error:
+            raise OwnCodeFailedError(
+                f"{what} failed on {k[0]} tokens: {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(found, Tensor):
+            found = TokenLoss(found, _ratio(tokens), torch.zeros_like(tokens.mask))
+        if not isinstance(found, TokenLoss):
+            raise OwnCodeFailedError(f"{what} returned {type(found).__name__}, not a tensor or a TokenLoss")
+        for part in (found.loss, found.ratio, found.clipped):
+            if part.shape != k:
+                raise OwnCodeFailedError(f"{what} returned shape {list(part.shape)} for {k[0]} tokens")
+        if not bool(torch.where(tokens.mask, found.loss, torch.zeros_like(found.loss)).isfinite().all()):
+            raise OwnCodeFailedError(f"{what} returned a loss that is NaN or infinite")
+        if k[0] and not found.loss.requires_grad:
+            raise OwnCodeFailedError(f"{what} returned a loss without a gradient: nothing would be learned")
+        return found
+
+    return run
 
 
 @policy_loss("grpo", "dapo")

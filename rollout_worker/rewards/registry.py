@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rollout_worker.rewards.functions import BUILTIN
 from schema.config.reward_signature import of_function
+from schema.util.own_code import OwnCodeError, is_own, load_function
 
 MAX_MESSAGE = 1000
 """Characters of an error's own message."""
@@ -32,15 +29,17 @@ def resolve(name: str, custom: Mapping[str, Any]) -> RewardFunction:
     """
     if name in BUILTIN:
         return BUILTIN[name]
-    path, _, attribute = name.rpartition(":")
-    if not path or not attribute:
+    if not is_own(name):
         raise RewardConfigError(
             f"reward function {name!r} is unknown: built in are {', '.join(sorted(BUILTIN))}; "
             'your own is written "path/to/file.py:function"'
         )
-    function = getattr(_load(Path(path), name), attribute, None)
-    if not callable(function):
-        raise RewardConfigError(f"reward function {name!r}: {path} has no function {attribute!r}")
+    try:
+        function = load_function(name)
+    except OwnCodeError as error:
+        cause = error.__cause__
+        what = f"cannot be loaded: {described(cause)}" if isinstance(cause, Exception) else error
+        raise RewardConfigError(f"reward function {name!r}: {what}") from error
     if (fault := of_function(function, custom)) is not None:
         raise RewardConfigError(f"reward function {name!r} {fault.message}; {fault.hint}")
     keywords = _keywords(function, custom)
@@ -58,31 +57,6 @@ def described(error: Exception) -> str:
         name = error.args[0]
         text += f' (if this is a variable of the environment: write reward.environment = ["{name}"])'
     return text
-
-
-def _load(path: Path, name: str) -> ModuleType:
-    """The module of a user's file, loaded once; its folder is importable, as if it were run as a script."""
-    module_name = f"cosmos_reward_{path.stem}_{abs(hash(str(path.resolve()))):x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    if not path.is_file():
-        raise RewardConfigError(f"reward function {name!r}: no file {path} exists")
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise RewardConfigError(f"reward function {name!r}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise RewardConfigError(
-            f"reward function {name!r}: {path} cannot be loaded: {described(error)}"
-        ) from error
-    return module
 
 
 def _keywords(function: Callable[..., Any], custom: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,12 +43,11 @@ class Loss:
     """One policy loss.
 
     clips: whose ratio it bounds; that of tokens has a dual clip. loss_type: the aggregation that is part of its
-    definition, else empty. built: whether this build has it.
+    definition, else empty.
     """
 
     clips: Literal["tokens", "sequences", "weights", "nothing"]
     loss_type: str = ""
-    built: bool = False
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -65,13 +64,14 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(options=("gamma", "gae_lambda")),
 }
 LOSSES: dict[str, Loss] = {
-    "grpo": Loss(clips="tokens", built=True),
-    "dapo": Loss(clips="tokens", built=True),
-    "gspo": Loss(clips="sequences", loss_type="seq-mean-token-mean", built=True),
-    "cispo": Loss(clips="weights", built=True),
-    "reinforce": Loss(clips="nothing", built=True),
-    "geo_mean": Loss(clips="sequences", loss_type="seq-mean-token-mean", built=True),
-    "sapo": Loss(clips="nothing", built=True),
+    "grpo": Loss(clips="tokens"),
+    "dapo": Loss(clips="tokens"),
+    "gspo": Loss(clips="sequences", loss_type="seq-mean-token-mean"),
+    "cispo": Loss(clips="weights"),
+    "reinforce": Loss(clips="nothing"),
+    "geo_mean": Loss(clips="sequences", loss_type="seq-mean-token-mean"),
+    "sapo": Loss(clips="nothing"),
 }
-BUILT_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.built)
-BUILT_LOSSES = tuple(name for name, row in LOSSES.items() if row.built)
+OWN_CODE = "path/to/file.py:function"
+"""Among the values that a key takes: any name of this form."""
+BUILT_ESTIMATORS = (*(name for name, row in ESTIMATORS.items() if row.built), OWN_CODE)

@@ -10,11 +10,14 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
+from schema.config.rules.reward import own_function
 from schema.config.sections.reference import ReferenceConfig
 from schema.config.sections.train_policy import LogProbPassConfig
+from schema.util.own_code import is_own
 
 _POLICY = "train.train_policy"
 _VARIANT = f"{_POLICY}.variant"
+_ESTIMATOR = f"{_POLICY}.advantage_estimator"
 _CORRECTION = f"{_POLICY}.rollout_correction"
 
 
@@ -22,6 +25,16 @@ def _clips(config: Config) -> str:
     """Whose ratio the policy loss clips; "" for a user's own."""
     loss = LOSSES.get(config.grpo.variant)
     return loss.clips if loss else ""
+
+
+def own_code_is_there(config: Config) -> Iterator[Problem]:
+    """A loss or an estimator of the user's own is a function in a file that exists."""
+    if not config.is_grpo:
+        return
+    for key, name in ((_VARIANT, config.grpo.variant), (_ESTIMATOR, config.grpo.advantage_estimator)):
+        found = own_function(key, name, "file") if is_own(name) else None
+        if isinstance(found, Problem):
+            yield found
 
 
 def averages_agree(config: Config) -> Iterator[Problem]:
@@ -145,7 +158,6 @@ def old_pass_is_used(config: Config) -> Iterator[Problem]:
         yield Problem(f"{_POLICY}.old_log_prob.{name}", message, value, hint, related=(other, weights))
 
 
-_ESTIMATOR = f"{_POLICY}.advantage_estimator"
 _GROUP = "rollout.n_generation"
 
 
@@ -296,6 +308,7 @@ def reward_term_is_complete(config: Config) -> Iterator[Problem]:
 
 
 ALGORITHM_RULES = (
+    own_code_is_there,
     averages_agree,
     clips_belong_to_their_loss,
     truncation_fits_the_loss,

@@ -24,6 +24,8 @@ _POLICY = "train.train_policy"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_CODE_BYTES = 4 * 1024 * 1024  # of a file of reward functions, which is parsed whole
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
 
 def rewards_are_known(config: Config) -> Iterator[Problem]:
     """Every reward function is built in, or a function in a file that exists."""
@@ -65,23 +67,34 @@ def _reward_problem(key: str, name: str, custom: Collection[str]) -> Problem | N
         return Problem(
             key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known
         )
+    found = own_function(key, name, "reward file")
+    if isinstance(found, ast.AST):
+        fault = of_source(found, custom)
+        return fault and Problem(key, f"`{function}` of {file} {fault.message}", name, fault.hint)
+    return found
+
+
+def own_function(key: str, name: str, what: str) -> Definition | Problem | None:
+    """The definition of a user's function, `path/to/file.py:function`, or what is wrong with it.
+
+    None: the name is bound in another way, as by an import. what: the file's purpose, for the message.
+    """
+    file, _, function = name.rpartition(":")
     try:
         tree = ast.parse(read_regular(Path(file), MAX_CODE_BYTES), filename=file)
     except OSError as error:
         hint = home_hint(file) or "paths are relative to the current directory"
-        return Problem(key, f"reward file {file} cannot be read: {error.strerror}", name, hint)
+        return Problem(key, f"{what} {file} cannot be read: {error.strerror}", name, hint)
     except NotAFileError as error:
-        return Problem(key, f"reward file {file} cannot be read: {error}", name, "write it to a file first")
+        return Problem(key, f"{what} {file} cannot be read: {error}", name, "write it to a file first")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(key, f"reward file {file} is not valid Python{line}: {error}", name)
+        return Problem(key, f"{what} {file} is not valid Python{line}: {error}", name)
     if function in _bound_names(tree):
         return None
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    found = {node.name: node for node in tree.body if isinstance(node, Definition)}
     if function in found:
-        fault = of_source(found[function], custom)
-        return fault and Problem(key, f"`{function}` of {file} {fault.message}", name, fault.hint)
+        return found[function]
     functions = [node.name for node in found.values() if not isinstance(node, ast.ClassDef)]
     close = closest(function, functions)
     hint = f"did you mean `{file}:{close}`?" if close else f"its functions: {', '.join(functions) or 'none'}"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from schema.config.algorithms import BUILT_ESTIMATORS, BUILT_LOSSES, EstimatorName, LossName
+from schema.config.algorithms import BUILT_ESTIMATORS, EstimatorName, LossName
 from schema.config.base import (
     MAX_TEMPERATURE,
     MOST_PROCESSES,
@@ -207,8 +207,6 @@ class GrpoConfig(_DataloaderConfig):
         "takes the geometric mean of a sequence's ratios, `sapo` a soft gate in place of the clip. Your own: "
         '"path/to/file.py:function".',
         acts="number: Loss and gradient.",
-        unbuilt="that policy loss",
-        neutral=BUILT_LOSSES,
     )
     advantage_estimator: EstimatorName | CustomCode = key(
         "grpo",

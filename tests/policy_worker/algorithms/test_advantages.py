@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from policy_worker.algorithms.advantages import (
     estimator_of,
     outcome_estimator,
 )
-from policy_worker.errors import SettingsError
+from policy_worker.errors import OwnCodeFailedError, SettingsError
 from tests.support.effort import examples
 
 PLAIN = Options()
@@ -212,3 +213,40 @@ def test_an_estimator_of_ones_own_is_found_by_its_name(monkeypatch: pytest.Monke
         return outcomes.per_group(lambda scores: [score - max(scores) for score in scores])
 
     assert of_group("below_best", [1.0, 3.0]) == [-2.0, 0.0]
+
+
+OWN = """
+def good(outcomes, options):
+    return [score * options.gamma for score in outcomes.scores]
+
+def short(outcomes, options):
+    return [1.0]
+
+def broken(outcomes, options):
+    return [float("nan")] * len(outcomes.scores)
+
+def raises(outcomes, options):
+    raise KeyError("x")
+"""
+
+
+def test_an_estimator_of_ones_own_from_a_file(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(OWN)
+    outcomes = Outcomes([1.0, 2.0], [0, 0], [1, 1])
+
+    def run(name: str) -> list[float]:
+        estimate = estimator_of(f"{tmp_path}/mine.py:{name}").over_outcomes
+        assert estimate is not None
+        return list(estimate(outcomes, Options(gamma=0.5)))
+
+    assert run("good") == [0.5, 1.0]
+    faults = {
+        "short": "returned 1 advantages for 2",
+        "broken": "returned nan for sample 0",
+        "raises": "KeyError: 'x'",
+    }
+    for name, fault in faults.items():
+        with pytest.raises(OwnCodeFailedError, match=fault):
+            run(name)
+    with pytest.raises(SettingsError, match="has no function 'gone'"):
+        run("gone")

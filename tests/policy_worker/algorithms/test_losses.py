@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from policy_worker.algorithms.losses import (
     segment_mean,
     token_weights,
 )
-from policy_worker.errors import SettingsError
+from policy_worker.errors import OwnCodeFailedError, SettingsError
 
 CLIP = Clip(low=0.2, high=0.28, dual=3.0)
 
@@ -274,3 +275,50 @@ def test_segment_means():
     means = segment_mean(x, mask, segment, 4)
     assert means.tolist() == [2.0, 0.0, 10.0, 0.0]
     assert means.dtype == torch.float64
+
+
+OWN = """
+import torch
+
+def good(tokens, clip):
+    return -tokens.advantages * tokens.logprobs
+
+def short(tokens, clip):
+    return tokens.logprobs[:1]
+
+def broken(tokens, clip):
+    return tokens.logprobs * float("nan")
+
+def detached(tokens, clip):
+    return tokens.logprobs.detach()
+
+def other(tokens, clip):
+    return 1.0
+
+def raises(tokens, clip):
+    raise KeyError("x")
+"""
+
+
+def test_a_loss_of_ones_own_from_a_file(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(OWN)
+    facts = tokens([1.5, 1.0], [2.0, 1.0])
+    facts.logprobs.requires_grad_()
+
+    def run(name: str) -> TokenLoss:
+        return policy_loss_of(f"{tmp_path}/mine.py:{name}").loss_fn(facts, CLIP)
+
+    assert run("good").loss.tolist() == (-facts.advantages * facts.logprobs).tolist()
+    assert run("good").ratio.tolist() == pytest.approx([1.5, 1.0])
+    faults = {
+        "short": r"returned shape \[1\] for 2 tokens",
+        "broken": "a loss that is NaN",
+        "detached": "without a gradient",
+        "other": "returned float, not a tensor",
+        "raises": "failed on 2 tokens: KeyError",
+    }
+    for name, fault in faults.items():
+        with pytest.raises(OwnCodeFailedError, match=fault):
+            run(name)
+    with pytest.raises(SettingsError, match="no file"):
+        policy_loss_of(f"{tmp_path}/none.py:loss")

@@ -143,6 +143,10 @@ FAULTS = {
             *('"token"', f"{P}.use_decoupled_loss = true"),
         ),
     ],
+    algorithm.own_code_is_there: [
+        ({f"{P}.variant": "none.py:loss"}, "file none.py cannot be read"),
+        ({f"{P}.advantage_estimator": "none.py:mine"}, "file none.py cannot be read"),
+    ],
     algorithm.old_pass_is_used: [
         ({f"{P}.old_log_prob.mini_batch": 4}, "4", f"{P}.use_decoupled_loss = false")
     ],
@@ -494,7 +498,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, CRITIC | {"critic.warmup_steps": 19, "train.max_num_steps": 20}),
     (GRPO, ALONE | {ESTIMATOR: "reinforce_plus_plus", f"{P}.gamma": 0.99}),
     (GRPO, ALONE | {ESTIMATOR: "remax"}),
-    (GRPO, {ESTIMATOR: "mine.py:advantages", f"{P}.gamma": 0.9, "critic.enable": True}),
+    (GRPO, {ESTIMATOR: f"{__file__}:found", f"{P}.gamma": 0.9, "critic.enable": True}),
     (GRPO, CRITIC | {f"{P}.gae_lambda": 0.95, f"{P}.gamma": 0.99}),
     (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.kl_type": "full", "reference.offload": True}),
     (
