@@ -58,6 +58,13 @@ class TrainSample:
         return torch.from_numpy(np.concatenate(found))
 
     @property
+    def learned_ids(self) -> Ints:
+        """The learned tokens, int32 [n]."""
+        return np.concatenate(
+            [segment.token_ids[1:][segment.loss_mask[1:] == 1] for segment in self.segments]
+        )
+
+    @property
     def learned_tokens(self) -> int:
         """Tokens that count in the loss: all under the mask but a first one, which nothing predicts."""
         return sum(int(segment.loss_mask[1:].sum()) for segment in self.segments)

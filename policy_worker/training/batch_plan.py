@@ -19,6 +19,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from policy_worker.errors import SampleTooLongError
 from schema.config import Config
 
@@ -32,7 +34,8 @@ class Batching:
     samples: most samples of a micro-batch, used where no cap on tokens is set. max_tokens: hard cap on the tokens of
     a micro-batch, padding included. packed: samples lie next to each other in one row; else each has a row, padded
     to the longest. balance: equal tokens for each rank, not equal rows. mini_batch: rows per optimizer step; None:
-    all. passes: over the batch.
+    all. passes: over the batch. shuffle_seed: rows are dealt to mini-batches in a random order, another one in each
+    pass of each step; None: in the order of the table.
     """
 
     samples: int
@@ -41,6 +44,7 @@ class Batching:
     balance: bool = False
     mini_batch: int | None = None
     passes: int = 1
+    shuffle_seed: int | None = None
 
     def cut_to(self, samples: int | None, max_tokens: int | None) -> Batching:
         """The same with micro-batches of another size, where one is given."""
@@ -59,9 +63,21 @@ class Batching:
         )
         if not config.is_grpo:
             return batching
+        seed = config.grpo.mini_batch_shuffle_seed
         return replace(
-            batching, mini_batch=config.grpo.batch_size_per_optimize, passes=config.grpo.mu_iterations
+            batching,
+            mini_batch=config.grpo.batch_size_per_optimize,
+            passes=config.grpo.mu_iterations,
+            shuffle_seed=(config.effective_seed if seed is None else seed)
+            if config.grpo.mini_batch_shuffle
+            else None,
         )
+
+    def order(self, n: int, step: int, number: int) -> list[int]:
+        """In which order n rows are dealt to the mini-batches of a pass: the same on all ranks, and when resumed."""
+        if self.shuffle_seed is None:
+            return list(range(n))
+        return [int(row) for row in np.random.default_rng([self.shuffle_seed, step, number]).permutation(n)]
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,13 @@ class MiniBatch:
 
 
 def plan_step(
-    tokens: Sequence[int], counts: Sequence[bool], batching: Batching, *, data_ranks: int
+    tokens: Sequence[int], counts: Sequence[bool], batching: Batching, *, data_ranks: int, step: int = 0
 ) -> list[MiniBatch]:
     """Cut a step.
 
     Args:
         tokens: length of each row in tokens, [n].
+        step: of training, which a shuffle depends on.
         counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
 
     Raises:
@@ -86,11 +103,13 @@ def plan_step(
     """
     size = batching.mini_batch or max(len(tokens), 1)
     plan = []
-    for start in range(0, len(tokens), size):
-        rows = [row for row in range(start, min(start + size, len(tokens))) if counts[row]]
-        if rows:
-            plan.append(MiniBatch(rows, _cut(rows, tokens, data_ranks, batching)))
-    return plan * batching.passes
+    for number in range(batching.passes):
+        order = batching.order(len(tokens), step, number)
+        for start in range(0, len(tokens), size):
+            rows = sorted(row for row in order[start : start + size] if counts[row])
+            if rows:
+                plan.append(MiniBatch(rows, _cut(rows, tokens, data_ranks, batching)))
+    return plan
 
 
 def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:

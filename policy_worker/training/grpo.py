@@ -33,6 +33,7 @@ from policy_worker.algorithms.losses import (
     policy_loss_of,
     policy_objective,
 )
+from policy_worker.algorithms.masks import prefixes_of_groups
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.ranges import span
@@ -51,6 +52,9 @@ REFERENCE = "reference"
 OLD = "old"
 """That with the log-probs of π_old, where it is not the policy that made the tokens."""
 
+LEFT_OUT = "left_out"
+"""That with 1 for tokens that the loss leaves out."""
+
 
 class Grpo:
     """One training step at a time; the loop around it waits for batches, commits and publishes."""
@@ -67,6 +71,7 @@ class Grpo:
         old = config.grpo.old_log_prob
         self._old_batching = self._batching.cut_to(old.mini_batch, old.max_token_len_per_mini_batch)
         self._correction = correction_of(config.grpo)
+        self._min_prefix = config.grpo.min_filter_prefix_tokens
         self._kl_in_reward = config.grpo.kl_in_reward
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
@@ -90,12 +95,23 @@ class Grpo:
         """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone."""
         trainer = self._trainer
         learned = [counts(table, row) for row in range(table.n_samples)]
-        plan = plan_step(table.total_tokens, learned, self._batching, data_ranks=trainer.data_ranks)
+        plan = plan_step(
+            table.total_tokens, learned, self._batching, data_ranks=trainer.data_ranks, step=table.step
+        )
+        mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
-            samples = self._source.payloads(table, rows_of(plan, trainer.data_rank))
+            samples = self._source.payloads(table, self._with_peers(table, learned, mine))
         if samples is None:
             return None
+        prefixes = self._prefixes(table, samples, mine)
+        tokens = [n - left_out for n, left_out in zip(table.response_tokens, prefixes, strict=True)]
+        samples = {row: samples[row] for row in mine}
         columns = self._passes(table, samples, plan)
+        if any(prefixes):
+            columns[LEFT_OUT] = {
+                row: (torch.arange(sample.learned_tokens) < prefixes[row]).float()
+                for row, sample in samples.items()
+            }
         advantages = self._advantages.of_step(
             table.score,
             table.group,
@@ -107,13 +123,15 @@ class Grpo:
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         for mini_batch in plan:
-            norm = normalizers(table, mini_batch.rows)
+            norm = normalizers(table, tokens, mini_batch.rows)
+            if not norm.tokens:  # all are left out
+                continue
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
                 out = trainer.forward(batch, self._temperature)
                 kept.add(batch, out.logprobs)
                 with span("loss"):
-                    tokens = policy_tokens(out, batch, table, advantages, self._correction)
-                    loss, parts = policy_objective(tokens, norm, self._loss)
+                    facts = policy_tokens(out, batch, table, tokens, advantages, self._correction)
+                    loss, parts = policy_objective(facts, norm, self._loss)
                 trainer.backward(loss)
                 metrics.add(parts)
             metrics.end_step(trainer.step(table.step), norm)
@@ -130,6 +148,24 @@ class Grpo:
                 self._wanted,
             )
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
+
+    def _with_peers(self, table: StepTable, learned: Sequence[bool], rows: Sequence[int]) -> Sequence[int]:
+        """These rows and, where prefixes are compared, all others of their groups that count."""
+        if self._min_prefix is None:
+            return rows
+        groups = {table.group[row] for row in rows}
+        return [row for row in range(table.n_samples) if learned[row] and table.group[row] in groups]
+
+    def _prefixes(
+        self, table: StepTable, samples: Mapping[int, TrainSample], rows: Sequence[int]
+    ) -> list[int]:
+        """How many first tokens of each row are left out of the loss, [n]. A collective if prefixes are compared."""
+        if self._min_prefix is None:
+            return [0] * table.n_samples
+        responses = {row: sample.learned_ids for row, sample in samples.items()}
+        found = prefixes_of_groups(responses, table.group, table.score, self._min_prefix)
+        mine = [float(found[row]) if row in rows else 0.0 for row in range(table.n_samples)]
+        return [int(value) for value in self._trainer.group.reduce(mine, "sum")]
 
     def _passes(
         self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
@@ -196,12 +232,12 @@ def loss_config(config: GrpoConfig) -> LossConfig:
     )
 
 
-def normalizers(table: StepTable, rows: Sequence[int]) -> Normalizers:
-    """The counts that an optimizer step of these rows is normalised by."""
+def normalizers(table: StepTable, tokens: Sequence[int], rows: Sequence[int]) -> Normalizers:
+    """The counts that an optimizer step of these rows is normalised by. tokens: of each row, those that count."""
     return Normalizers(
-        tokens=sum(table.response_tokens[row] for row in rows),
-        samples=len(rows),
-        positive_tokens=sum(table.response_tokens[row] for row in rows if (table.score[row] or 0.0) > 0),
+        tokens=sum(tokens[row] for row in rows),
+        samples=sum(tokens[row] > 0 for row in rows),
+        positive_tokens=sum(tokens[row] for row in rows if (table.score[row] or 0.0) > 0),
     )
 
 
@@ -209,27 +245,32 @@ def policy_tokens(
     out: TokenOutputs,
     batch: MicroBatch,
     table: StepTable,
+    tokens: Sequence[int],
     advantages: Advantages,
     correction: Correction | None = None,
 ) -> PolicyTokens:
-    """What the loss needs to know of a micro-batch's tokens: from the model, the payloads and the table."""
+    """What the loss needs to know of a micro-batch's tokens: from the model, the payloads and the table.
+
+    tokens: of each row of the table, those that count.
+    """
 
     def spread(values: Sequence[float]) -> Tensor:
         """One value per sample to one per token, [K]."""
         return out.logprobs.new_tensor([values[row] for row in batch.rows])[batch.sample]
 
     made_by = batch.old_logprobs.to(out.logprobs.dtype)
-    tokens = PolicyTokens(
+    left_out = batch.columns.get(LEFT_OUT)
+    facts = PolicyTokens(
         logprobs=out.logprobs,
         old_logprobs=batch.columns.get(OLD, made_by),
         entropy=out.entropy,
         advantages=advantages.of_tokens(batch.rows, batch.sample, out.logprobs),
-        mask=torch.ones_like(batch.labels, dtype=torch.bool),
+        mask=torch.ones_like(batch.labels, dtype=torch.bool) if left_out is None else left_out == 0,
         sample=batch.sample,
         n_samples=batch.n_samples,
-        sample_tokens=spread(table.response_tokens),
+        sample_tokens=spread(tokens),
         positive=spread([score or 0.0 for score in table.score]) > 0,
         ref_logprobs=batch.columns.get(REFERENCE),
         behaviour_logprobs=made_by,
     )
-    return tokens if correction is None else replace(tokens, weights=correction.weights(tokens))
+    return facts if correction is None else replace(facts, weights=correction.weights(facts))

@@ -38,7 +38,8 @@ def resolve(name: str, custom: Mapping[str, Any]) -> RewardFunction:
         function = load_function(name)
     except OwnCodeError as error:
         cause = error.__cause__
-        what = f"cannot be loaded: {described(cause)}" if isinstance(cause, Exception) else error
+        file = name.rpartition(":")[0]
+        what = f"{file} cannot be loaded: {described(cause)}" if isinstance(cause, Exception) else error
         raise RewardConfigError(f"reward function {name!r}: {what}") from error
     if (fault := of_function(function, custom)) is not None:
         raise RewardConfigError(f"reward function {name!r} {fault.message}; {fault.hint}")

@@ -30,7 +30,7 @@ from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Trainer
-from policy_worker.training.batch_plan import Batching, micro_batches
+from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
@@ -41,9 +41,17 @@ from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.batch_file import folder_of, recorded
 from schema.wire.prompts import write_prompts
+from schema.wire.sample import Sample
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
 from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
-from tests.policy_worker.material import encode_step, random_samples, tiny_model, train_step, write_model
+from tests.policy_worker.material import (
+    encode_step,
+    random_samples,
+    tiny_model,
+    train_step,
+    with_shared_prefixes,
+    write_model,
+)
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
 
@@ -67,10 +75,19 @@ def _trainer(config: Config, place: Place) -> Trainer:
     return Trainer(model, config, place.group, Schedule(10), reference)
 
 
-def _grpo(config: Config, place: Place, world: int = 1) -> tuple[Grpo, dict[str, np.ndarray]]:
+def gradient_of_alike_beginnings(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The gradient where good and bad answers begin with the same two tokens."""
+    algorithm, found = _grpo(config, place, samples=with_shared_prefixes(random_samples(12)))
+    train_step(algorithm, 0)
+    return found
+
+
+def _grpo(
+    config: Config, place: Place, world: int = 1, samples: list[Sample] | None = None
+) -> tuple[Grpo, dict[str, np.ndarray]]:
     """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
     trainer = _trainer(config, place)
-    answer = encode_step(random_samples(12))
+    answer = encode_step(samples or random_samples(12))
     if world > 1:
         trainer.group = copy(place.group)
         trainer.group.world = world  # this rank's share of the batch of two
@@ -170,6 +187,7 @@ watch(
         f"{POLICY}.reward_shaping.clip": (0.1, 0.5),
     },
 )
+watch(gradient_of_alike_beginnings, unclipped, {f"{POLICY}.min_filter_prefix_tokens": (UNSET, 2)})
 watch(
     gradient_of_half,
     changed(unclipped, {f"{POLICY}.mini_batch": 12}),
@@ -203,6 +221,12 @@ def rows_of_micro_batches(config: Config, place: Place) -> list[list[int]]:
     return micro_batches(list(range(12)), lengths, Batching.of_config(config))
 
 
+def rows_of_optimizer_steps(config: Config, place: Place) -> list[list[int]]:
+    """Which of twelve samples each optimizer step trains on."""
+    plan = plan_step([10] * 12, [True] * 12, Batching.of_config(config), data_ranks=1, step=3)
+    return [mini_batch.rows for mini_batch in plan]
+
+
 def shape_of_a_micro_batch(config: Config, place: Place) -> list[int]:
     """Rows and columns of two samples side by side."""
     samples = {row: TrainSample.of_wire(sample) for row, sample in enumerate(random_samples(2))}
@@ -229,6 +253,11 @@ def samples_of_passes(config: Config, place: Place) -> list[int]:
     return seen
 
 
+watch(
+    rows_of_optimizer_steps,
+    changed(grpo, {f"{POLICY}.batch_size_per_optimize": 4, f"{POLICY}.mini_batch_shuffle": True}),
+    {f"{POLICY}.mini_batch_shuffle": (True, False), f"{POLICY}.mini_batch_shuffle_seed": (UNSET, 8)},
+)
 watch(
     samples_of_passes,
     changed(grpo, {f"{POLICY}.use_decoupled_loss": True, "policy.model_max_length": 24}),

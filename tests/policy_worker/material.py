@@ -134,6 +134,15 @@ def random_samples(
     return samples
 
 
+def with_shared_prefixes(samples: list[Sample], length: int = 2) -> list[Sample]:
+    """The same, and all responses of more than `length` tokens begin alike."""
+    for sample in samples:
+        if sample.header.response_tokens > length:
+            start = sample.header.prompt_tokens
+            sample.token_ids[start : start + length] = range(7, 7 + length)
+    return samples
+
+
 def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, timeline: int = 0) -> StepTable:
     """The table that a controller would send along with these samples, in this order."""
     headers = [sample.header for sample in samples]

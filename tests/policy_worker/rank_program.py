@@ -25,14 +25,24 @@ from policy_worker.training.grpo import Grpo
 from schema.wire.batch import encode_batch
 from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state
-from tests.policy_worker.material import make_config, make_table, random_samples, tiny_model, train_step
+from tests.policy_worker.material import (
+    make_config,
+    make_table,
+    random_samples,
+    tiny_model,
+    train_step,
+    with_shared_prefixes,
+)
 from weight_sync import hub_tensors
 
 
 def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """(gradients of the last step and weights, on the CPU; metrics of each step)."""
     config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
-    trainer = Trainer(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10))
+    reference = tiny_model(seed=1) if config.has_reference else None
+    trainer = Trainer(
+        tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10), reference
+    )
     assert trainer.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -42,6 +52,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
     samples = random_samples(**options["samples"])
+    if config.grpo.min_filter_prefix_tokens:
+        samples = with_shared_prefixes(samples)
     answers = options.get("answers", {}).get(str(group.rank), [])
 
     def answer(call: Any) -> bytes | None:

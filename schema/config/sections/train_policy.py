@@ -388,13 +388,13 @@ class GrpoConfig(_DataloaderConfig):
     mini_batch_shuffle: bool = key(
         False,
         "Whether samples are shuffled (seeded) before each pass of mu_iterations.",
-        unbuilt="shuffling before each pass over a batch",
+        acts="number: Rows of each optimizer step.",
     )
     mini_batch_shuffle_seed: Seed | None = key(
         None,
         "Seed of that shuffle. Unset: the seed of the job.",
+        acts="number: Rows of each optimizer step.",
         example=42,
-        unbuilt="shuffling before each pass over a batch",
     )
     entropy_coeff: float = cosmos_key(
         0.0, "Coefficient of the entropy bonus (with gradient).", acts="number: Loss and gradient."
@@ -420,8 +420,8 @@ class GrpoConfig(_DataloaderConfig):
         None,
         "Token prefixes at least this long that samples of one group share although their "
         "rewards differ get no loss. Unset: off.",
+        acts="number: Loss and gradient.",
         example=32,
-        unbuilt="the filter of shared prefixes",
     )
     max_retry_for_on_policy: int = cosmos_key(
         10,

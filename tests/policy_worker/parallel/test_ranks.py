@@ -23,7 +23,15 @@ from tests.support.devices import rounding
 
 SAMPLES = {"n": 9, "n_masked": 1}
 GRPO = {"mini_batch": 2, "entropy_coeff": 0.02, "positive_nll_coef": 0.1}
-
+EVERYTHING = {
+    "advantage_estimator": "reinforce_plus_plus",
+    "gamma": 0.9,
+    "kl_beta": 0.1,
+    "kl_in_reward": {"beta": 0.1},
+    "use_decoupled_loss": True,
+    "min_filter_prefix_tokens": 2,
+}
+"""Passes over all samples before training, sums over all ranks for advantages, and masks by groups."""
 
 Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 
@@ -80,8 +88,8 @@ def test_two_ranks_equal_one(tmp_path: Path, group: Group):
 
 @pytest.mark.slow
 def test_three_ranks_with_empty_micro_batches_and_packing_equal_one(tmp_path: Path, group: Group):
-    alone, expected = run_here(group, grpo=GRPO)
-    grpo = {**GRPO, "max_token_len_per_mini_batch": 25}
+    alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
+    grpo = {**GRPO, **EVERYTHING, "max_token_len_per_mini_batch": 25}
     tensors, metrics = run(tmp_path / "3", 3, grpo=grpo, train={"sequence_packing": True})
     # packed attention is another kernel than padded attention: rounding differs a little more
     assert_equal(gradients(tensors), gradients(alone), 6e-6)

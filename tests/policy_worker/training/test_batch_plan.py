@@ -18,6 +18,7 @@ RULES = st.builds(
     packed=st.booleans(),
     mini_batch=st.none() | st.integers(1, 12),
     passes=st.integers(1, 3),
+    shuffle_seed=st.none() | st.integers(0, 3),
     balance=st.booleans(),
 )
 
@@ -113,3 +114,14 @@ def test_a_sample_beyond_the_cap_is_an_error_that_says_what_to_do():
     ):
         plan_step([51], [True], rule, data_ranks=1)
     assert plan_step([51], [False], rule, data_ranks=1) == []
+
+
+def test_a_shuffle_deals_other_rows_in_each_pass_of_each_step():
+    rule = Batching(samples=8, max_tokens=None, packed=False, mini_batch=4, passes=2, shuffle_seed=1)
+
+    def rows(step: int, ranks: int = 1) -> list[list[int]]:
+        return [piece.rows for piece in plan_step([3] * 12, [True] * 12, rule, data_ranks=ranks, step=step)]
+
+    assert rows(0)[:3] != rows(0)[3:]
+    assert rows(0) != rows(1)
+    assert rows(1) == rows(1, ranks=3)

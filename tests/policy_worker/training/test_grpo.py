@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.policy_worker.material import (
     random_samples,
     tiny_model,
     train_step,
+    with_shared_prefixes,
 )
 from tests.policy_worker.reference import grpo_loss
 from tests.support.devices import rounding
@@ -118,6 +120,44 @@ def test_kl_equals_an_independent_implementation(group: Group, options: dict[str
     assert metrics["loss"] == pytest.approx(loss.item(), rel=rounding(2e-5), abs=1e-7)
     assert metrics["reference_kl"] > 0.01
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
+
+
+def test_prefixes_shared_by_good_and_bad_answers_are_left_out(group: Group):
+    samples = with_shared_prefixes(random_samples(12, n_masked=1))
+    options = {**RICH, "loss_type": "seq-mean-token-mean", "mini_batch": 3}
+    metrics, gradients = trained(group, samples, {**options, "min_filter_prefix_tokens": 2})
+    assert differ(gradients, trained(group, samples, options)[1])
+    left_out = 0
+    for first in range(0, 12, 4):
+        members = samples[first : first + 4]
+        for sample in members:
+            others = {other.header.score for other in members if other.header.response_tokens > 2}
+            if sample.header.score is None or sample.header.response_tokens <= 2:
+                continue
+            if others - {sample.header.score, None}:
+                start = sample.header.prompt_tokens
+                sample.loss_mask[start : start + 2] = 0
+                left_out += 2
+    assert left_out > 6
+    changed = [
+        replace(s, header=s.header.model_copy(update={"response_tokens": int(s.loss_mask.sum())}))
+        for s in samples
+    ]
+    model = tiny_model()
+    loss = grpo_loss(model.lm, changed, make_config(options).grpo)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=rounding(2e-5), abs=1e-7)
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
+
+
+def test_a_step_all_of_whose_tokens_are_left_out_updates_nothing(group: Group):
+    samples = [make_sample(i, [5, 6], [7, 8, 9], [-1.0] * 3, float(i)) for i in range(4)]
+    algorithm = make_grpo(group, make_config({"min_filter_prefix_tokens": 3}), encode_step(samples))
+    before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
+    metrics = train_step(algorithm, 0)
+    assert metrics["optimizer_steps"] == 0.0
+    for old, new in zip(before, algorithm._trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
 
 
 CORRECTIONS: list[dict[str, Any]] = [

@@ -27,7 +27,6 @@ EXAMPLES: dict[str, Any] = {
     "train.optm_name": "Muon",
     "train.param_dtype": "float16",
     "train.train_policy.dataloader_prefetch_factor": 2,
-    "train.train_policy.min_filter_prefix_tokens": 8,
     "train.train_policy.reference_reset_interval": 10,
     "weight_sync.lora": "adapter",
 }
