@@ -78,6 +78,12 @@ def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> 
         if _micro_batches(config, data_ranks) > 1:
             reduce = BYTES[train.fsdp_reduce_dtype]
             parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
+    if config.has_reference:
+        own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
+        words = (
+            f"{n:,} x {param} B" + (f" / {shards}" if shards > 1 else "") + (", if as large" if own else "")
+        )
+        parts.append(Part("reference model", n * param // shards, words))
     return (*parts, *_activations(config, model, param, data_ranks))
 
 

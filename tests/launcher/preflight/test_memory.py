@@ -50,6 +50,11 @@ def test_sharded_in_bfloat16() -> None:
     assert found["activations"] == 40 * 2 * (2 * 8 + PER_LAYER)
 
 
+def test_a_reference_model_is_kept_as_well() -> None:
+    with_kl = {"param_dtype": "bfloat16", "train_policy": {"mini_batch": 4, "kl_beta": 0.1}}
+    assert parts(job(**with_kl), MODEL, 2, 2)["reference model"] == 1000
+
+
 def test_several_micro_batches_keep_whole_gradients() -> None:
     found = parts(job(param_dtype="bfloat16"), MODEL, 2, 1)
     assert found["gradients before reduction"] == 4000
