@@ -51,7 +51,6 @@ REFERENCE = "reference"
 """The column with the log-probs of the reference model."""
 OLD = "old"
 """That with the log-probs of π_old, where it is not the policy that made the tokens."""
-
 LEFT_OUT = "left_out"
 """That with 1 for tokens that the loss leaves out."""
 
@@ -164,7 +163,9 @@ class Grpo:
             return [0] * table.n_samples
         responses = {row: sample.learned_ids for row, sample in samples.items()}
         found = prefixes_of_groups(responses, table.group, table.score, self._min_prefix)
-        mine = [float(found[row]) if row in rows else 0.0 for row in range(table.n_samples)]
+        mine = [0.0] * table.n_samples
+        for row in rows:
+            mine[row] = float(found[row])
         return [int(value) for value in self._trainer.group.reduce(mine, "sum")]
 
     def _passes(
