@@ -97,6 +97,11 @@ class LossConfig:
     kl_type: KlType = "k3"
     unbiased_kl_estimate: bool = False
 
+    @property
+    def vanishes_with_advantage(self) -> bool:
+        """Whether a token of advantage 0 adds nothing to loss and gradient, but for the likelihood of positives."""
+        return not (is_own(self.variant) or self.entropy_coeff or self.kl_beta)
+
 
 @dataclass(frozen=True)
 class Normalizers:

@@ -119,7 +119,9 @@ def gradient_of_half(config: Config, place: Place) -> dict[str, np.ndarray]:
 def step_metrics(config: Config, place: Place) -> dict[str, float]:
     """What a step reports."""
     metrics = train_step(_grpo(config, place)[0], 0)
-    return {name: value for name, value in metrics.items() if name == "optimizer_steps"}
+    return {
+        name: value for name, value in metrics.items() if name in ("optimizer_steps", "computed_fraction")
+    }
 
 
 unclipped = changed(
@@ -163,6 +165,16 @@ watch(
     changed(unclipped, {f"{correction}.weights": "token"}),
     {f"{correction}.weights": ("token", "sequence"), f"{correction}.cap": (1.1, 1.5)},
 )
+watch(
+    gradient,
+    changed(unclipped, {f"{correction}.reject": "token", f"{correction}.reject_above": 1.2}),
+    {
+        f"{correction}.reject": ("token", "sequence"),
+        f"{correction}.reject_below": (UNSET, 0.8),
+        f"{correction}.reject_above": (1.1, 1.4),
+        f"{correction}.off_policy_mask": (UNSET, 0.01),
+    },
+)
 with_kl = {f"{POLICY}.kl_beta": 0.5, f"{POLICY}.kl_in_reward.beta": 0.5}
 watch(
     gradient,
@@ -193,6 +205,7 @@ watch(
     changed(unclipped, {f"{POLICY}.mini_batch": 12}),
     {f"{POLICY}.balance_dp_token": (False, True)},
 )
+watch(step_metrics, grpo, {"train.metrics_of_all_samples": (False, True)})
 watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)})
 
 # ---- recorded batches -----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ EVERYTHING = {
     "kl_beta": 0.1,
     "kl_in_reward": {"beta": 0.1},
     "use_decoupled_loss": True,
+    "rollout_correction": {"reject": "sequence", "reject_above": 1.2, "off_policy_mask": 0.05},
     "min_filter_prefix_tokens": 2,
 }
 """Passes over all samples before training, sums over all ranks for advantages, and masks by groups."""
