@@ -1,9 +1,9 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers}. `answers` says for a rank
-what becomes of its first fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is
-another batch by now). Rank 0 writes gradients of the
-last step, weights and metrics to OUT as safetensors and JSON.
+OPTIONS is JSON: {grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers}.
+`answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not assembled
+any more), "anew" (it is another batch by now). Rank 0 writes gradients of the last step, weights and metrics to OUT
+as safetensors and JSON.
 """
 
 from __future__ import annotations

@@ -435,10 +435,9 @@ class GrpoConfig(_DataloaderConfig):
     )
     max_retry_for_on_policy: int = cosmos_key(
         10,
-        "How many refills dynamic sampling may ask for one step before the run ends with an "
-        "error; 0 or less: no limit.",
-        unbuilt="a limit on the refills of dynamic sampling",
-        neutral=(10, 0, -1),
+        "How many refills dynamic sampling may ask for one step: the run ends with an error where it has dropped "
+        "more than this many times the groups of a step and the next step is still not full. 0 or less: no limit.",
+        acts="request or reply: Phase of a job whose steps the filter of dynamic sampling leaves empty.",
     )
     reference_reset_interval: Natural | None = cosmos_key(
         None,
