@@ -97,6 +97,11 @@ class LossConfig:
     kl_type: KlType = "k3"
     unbiased_kl_estimate: bool = False
 
+    @property
+    def vanishes_with_advantage(self) -> bool:
+        """Whether a token of advantage 0 adds nothing to loss and gradient, but for the likelihood of positives."""
+        return not (is_own(self.variant) or self.entropy_coeff or self.kl_beta)
+
 
 @dataclass(frozen=True)
 class Normalizers:
@@ -409,6 +414,14 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
         return k3(logprobs, ref_logprobs)
     d = logprobs - ref_logprobs
     return {"k1": lambda: d, "abs": d.abs, "k2": lambda: d.square() / 2}[kind]()
+
+
+def adapted(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """The next coefficient of an adaptive KL: β (1 + clip(kl / target − 1, ±0.2) · samples / horizon).
+
+    Source: Ziegler et al., arXiv 1909.08593, §2.2.
+    """
+    return beta * (1 + max(-0.2, min(kl / target - 1, 0.2)) * samples / horizon)
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from policy_worker.algorithms.losses import LOG_RATIO_BOUND
 
 
 def shared_prefixes(
@@ -51,3 +57,35 @@ def prefixes_of_groups(
             zip(members, shared_prefixes([responses[row] for row in members], values, minimum), strict=True)
         )
     return found
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """What is rejected of a sample when ρ = π_old / π_behaviour is out of bounds; both known before training.
+
+    kind: single tokens, or whole samples by the product or the geometric mean of ρ over their tokens. below, above:
+    bounds of ρ. off_policy: samples of a negative advantage with a mean log π_behaviour − log π_old above it.
+    Sources: rejection sampling of sequences, as verl has it; off-policy sequence mask, DeepSeek-V3.2,
+    arXiv 2512.02556, eq. 9.
+    """
+
+    kind: Literal["none", "token", "sequence", "geometric"] = "none"
+    below: float | None = None
+    above: float | None = None
+    off_policy: float | None = None
+
+    def of_sample(self, log_ratio: Tensor, advantage: float) -> Tensor:
+        """True where a token is rejected, [n]. log_ratio: log ρ of each token, [n]. advantage: of the sample."""
+        rejected = torch.zeros_like(log_ratio, dtype=torch.bool)
+        if self.kind != "none":
+            value = {"token": lambda: log_ratio, "sequence": log_ratio.sum, "geometric": log_ratio.mean}[
+                self.kind
+            ]()
+            ratio = value.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+            if self.below is not None:
+                rejected |= ratio < self.below
+            if self.above is not None:
+                rejected |= ratio > self.above
+        if self.off_policy is not None and advantage < 0:
+            rejected |= -log_ratio.mean() > self.off_policy
+        return rejected

@@ -41,11 +41,17 @@ class Segment:
 class TrainSample:
     """One sample as the trainer uses it.
 
-    tokens_by_version: how many of its learned tokens each weight version made; empty in SFT, where none did.
+    versions: which weight version made each of its learned tokens, [n]; empty in SFT, where none did.
     """
 
     segments: list[Segment]
-    tokens_by_version: Mapping[int, int] = field(default_factory=dict)
+    versions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def tokens_by_version(self) -> Mapping[int, int]:
+        """How many of its learned tokens each weight version made."""
+        versions, tokens = np.unique(self.versions, return_counts=True)
+        return dict(zip(versions.tolist(), tokens.tolist(), strict=True))
 
     @property
     def learned_logprobs(self) -> Tensor:
@@ -85,8 +91,7 @@ class TrainSample:
             raise BadBatchError(
                 "a segment begins with a generated token: it needs at least one token of prompt"
             )
-        versions, tokens = np.unique(sample.token_versions()[sample.loss_mask == 1], return_counts=True)
-        return TrainSample(segments, dict(zip(versions.tolist(), tokens.tolist(), strict=True)))
+        return TrainSample(segments, sample.token_versions()[sample.loss_mask == 1])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,9 +87,20 @@ class MiniBatch:
     rows: Rows
     ranks: list[list[Rows]]
 
+    @property
+    def computed(self) -> Rows:
+        """Those of its rows that some rank computes."""
+        return sorted(row for rank in self.ranks for rows in rank for row in rows)
+
 
 def plan_step(
-    tokens: Sequence[int], counts: Sequence[bool], batching: Batching, *, data_ranks: int, step: int = 0
+    tokens: Sequence[int],
+    counts: Sequence[bool],
+    batching: Batching,
+    *,
+    data_ranks: int,
+    step: int = 0,
+    idle: Collection[int] = (),
 ) -> list[MiniBatch]:
     """Cut a step.
 
@@ -97,6 +108,7 @@ def plan_step(
         tokens: length of each row in tokens, [n].
         step: of training, which a shuffle depends on.
         counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
+        idle: rows that take part with a contribution of zero: not computed, unless a mini-batch has no others.
 
     Raises:
         SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
@@ -108,7 +120,8 @@ def plan_step(
         for start in range(0, len(tokens), size):
             rows = sorted(row for row in order[start : start + size] if counts[row])
             if rows:
-                plan.append(MiniBatch(rows, _cut(rows, tokens, data_ranks, batching)))
+                computed = [row for row in rows if row not in idle] or rows[:1]
+                plan.append(MiniBatch(rows, _cut(computed, tokens, data_ranks, batching)))
     return plan
 
 

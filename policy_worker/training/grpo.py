@@ -14,6 +14,7 @@ with π_old, which the trainer recomputes before its first step, and the loss is
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -29,11 +30,13 @@ from policy_worker.algorithms.losses import (
     LossConfig,
     Normalizers,
     PolicyTokens,
+    adapted,
     kl_penalty,
     policy_loss_of,
     policy_objective,
 )
-from policy_worker.algorithms.masks import prefixes_of_groups
+from policy_worker.algorithms.masks import Rejection, prefixes_of_groups
+from policy_worker.algorithms.mismatch import mismatch_sums
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.ranges import span
@@ -42,6 +45,7 @@ from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass, pl
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
+from schema.util.own_code import is_own
 from schema.wire.batch import StepTable
 from schema.wire.messages import TrainedSample
 
@@ -53,6 +57,8 @@ OLD = "old"
 """That with the log-probs of π_old, where it is not the policy that made the tokens."""
 LEFT_OUT = "left_out"
 """That with 1 for tokens that the loss leaves out."""
+FRESH = "fresh"
+"""That with 1 for tokens of the weights that the step begins with."""
 
 
 class Grpo:
@@ -70,7 +76,15 @@ class Grpo:
         old = config.grpo.old_log_prob
         self._old_batching = self._batching.cut_to(old.mini_batch, old.max_token_len_per_mini_batch)
         self._correction = correction_of(config.grpo)
+        self._rejection = rejection_of(config.grpo)
+        self._cap = config.grpo.rollout_correction.cap
         self._min_prefix = config.grpo.min_filter_prefix_tokens
+        self._skips_idle = (
+            not config.train.metrics_of_all_samples
+            and self._loss.vanishes_with_advantage
+            and not is_own(config.grpo.advantage_estimator)
+        )
+        self._resets_optimizer = config.grpo.reset_optimizer_with_reference
         self._kl_in_reward = config.grpo.kl_in_reward
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
@@ -94,34 +108,42 @@ class Grpo:
         """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone."""
         trainer = self._trainer
         learned = [counts(table, row) for row in range(table.n_samples)]
+        idle = self._idle(table)
         plan = plan_step(
-            table.total_tokens, learned, self._batching, data_ranks=trainer.data_ranks, step=table.step
+            table.total_tokens,
+            learned,
+            self._batching,
+            data_ranks=trainer.data_ranks,
+            step=table.step,
+            idle=idle,
         )
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
             samples = self._source.payloads(table, self._with_peers(table, learned, mine))
         if samples is None:
             return None
-        prefixes = self._prefixes(table, samples, mine)
-        tokens = [n - left_out for n, left_out in zip(table.response_tokens, prefixes, strict=True)]
+        if trainer.reset_interval and table.step and table.step % trainer.reset_interval == 0:
+            trainer.reset_reference(self._resets_optimizer)
+            log.info("the reference model is now the policy of step %d", table.step)
+        prefixes = self._prefixes(table, samples)
         samples = {row: samples[row] for row in mine}
         columns = self._passes(table, samples, plan)
-        if any(prefixes):
-            columns[LEFT_OUT] = {
-                row: (torch.arange(sample.learned_tokens) < prefixes[row]).float()
-                for row, sample in samples.items()
-            }
+        columns[FRESH] = {
+            row: torch.from_numpy(sample.versions == table.step).float() for row, sample in samples.items()
+        }
         advantages = self._advantages.of_step(
             table.score,
             table.group,
             table.response_tokens,
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
-            self._token_rewards(samples, columns),
+            rewards := self._token_rewards(samples, columns),
         )
+        tokens = self._leave_out(table, samples, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
+        metrics.facts = self._facts(plan, learned, table, tokens)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
-        for mini_batch in plan:
+        for number, mini_batch in enumerate(plan):
             norm = normalizers(table, tokens, mini_batch.rows)
             if not norm.tokens:  # all are left out
                 continue
@@ -133,10 +155,13 @@ class Grpo:
                     loss, parts = policy_objective(facts, norm, self._loss)
                 trainer.backward(loss)
                 metrics.add(parts)
-            metrics.end_step(trainer.step(table.step), norm)
+                if number == 0:
+                    metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
+            metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
         if not plan:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
-        self.kept = kept.gather(trainer.group, advantages.by_sample)
+        metrics.facts |= self._reward_kl(rewards)
+        self.kept = kept.gather(trainer.group, advantages.by_sample, idle)
         if kept.cut and trainer.group.leads and not self._said_cut:
             self._said_cut = True
             log.warning(
@@ -155,18 +180,68 @@ class Grpo:
         groups = {table.group[row] for row in rows}
         return [row for row in range(table.n_samples) if learned[row] and table.group[row] in groups]
 
-    def _prefixes(
-        self, table: StepTable, samples: Mapping[int, TrainSample], rows: Sequence[int]
-    ) -> list[int]:
-        """How many first tokens of each row are left out of the loss, [n]. A collective if prefixes are compared."""
+    def _idle(self, table: StepTable) -> set[int]:
+        """Rows whose loss is zero whatever the model says of them, and that change no count: from the table alone."""
+        knows = self._advantages.estimator.over_outcomes is not None and not self._kl_in_reward.beta
+        if not (self._skips_idle and knows) or self._leaves_out:
+            return set()
+        found = self._advantages.of_step(table.score, table.group, table.response_tokens, (), list).by_sample
+        nll = self._loss.positive_nll_coef
+        return {
+            row
+            for row, advantage in enumerate(found)
+            if advantage == 0.0 and not (nll and (table.score[row] or 0.0) > 0)
+        }
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether the loss may leave out tokens that the table does not know of."""
+        return self._min_prefix is not None or self._rejection is not None
+
+    def _prefixes(self, table: StepTable, samples: Mapping[int, TrainSample]) -> dict[int, int]:
+        """How many first tokens of each row are alike in good and bad answers."""
         if self._min_prefix is None:
-            return [0] * table.n_samples
+            return {}
         responses = {row: sample.learned_ids for row, sample in samples.items()}
-        found = prefixes_of_groups(responses, table.group, table.score, self._min_prefix)
-        mine = [0.0] * table.n_samples
-        for row in rows:
-            mine[row] = float(found[row])
-        return [int(value) for value in self._trainer.group.reduce(mine, "sum")]
+        return prefixes_of_groups(responses, table.group, table.score, self._min_prefix)
+
+    def _leave_out(
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        prefixes: Mapping[int, int],
+        advantages: Advantages,
+        columns: dict[str, dict[int, Tensor]],
+    ) -> list[int]:
+        """How many tokens of each row count, [n]; the others get a column. A collective if there may be any."""
+        if not self._leaves_out:
+            return table.response_tokens
+        marks, counted = {}, [0.0] * table.n_samples
+        for row, sample in samples.items():
+            mark = torch.arange(sample.learned_tokens) < prefixes.get(row, 0)
+            if self._rejection is not None:
+                log_ratio = columns[OLD][row] - sample.learned_logprobs
+                mark |= self._rejection.of_sample(log_ratio, advantages.by_sample[row])
+            marks[row], counted[row] = mark.float(), float((~mark).sum())
+        columns[LEFT_OUT] = marks
+        return [int(value) for value in self._trainer.group.reduce(counted, "sum")]
+
+    def _facts(
+        self, plan: Sequence[MiniBatch], learned: Sequence[bool], table: StepTable, tokens: Sequence[int]
+    ) -> Metrics:
+        """Shares of samples that are computed, and of tokens that the loss leaves out."""
+        rows = [row for row in range(table.n_samples) if learned[row]]
+        computed = {row for mini_batch in plan for row in mini_batch.computed}
+        facts = {"computed_fraction": len(computed) / max(len(rows), 1)}
+        if self._leaves_out:
+            whole = sum(table.response_tokens[row] for row in rows)
+            facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / max(whole, 1)
+        return facts
+
+    def _mismatch(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
+        """Of the tokens of the first optimizer step, for which the policy is what it was before the step."""
+        made_by = batch.old_logprobs.to(logprobs.dtype)
+        return mismatch_sums(logprobs, made_by, batch.columns[FRESH] > 0, self._cap)
 
     def _passes(
         self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
@@ -174,7 +249,7 @@ class Grpo:
         """What is computed of all samples before any is trained on, by name and row. A collective."""
         trainer = self._trainer
         passes = [(REFERENCE, trainer.reference, self._reference_batching)] if trainer.reference else []
-        if self._correction is not None:
+        if self._correction is not None or self._rejection is not None:
             passes.append((OLD, trainer.model, self._old_batching))
         columns = {}
         for name, model, batching in passes:
@@ -190,12 +265,25 @@ class Grpo:
         """−β KL of each token of this rank's samples, between π_old and the reference."""
         if not self._kl_in_reward.beta:
             return None
-        beta, kind = self._kl_in_reward.beta, cast(KlType, self._kl_in_reward.type)
+        beta, kind = self._trainer.kl_coefficient, cast(KlType, self._kl_in_reward.type)
         old = columns.get(OLD, {})
         return {
             row: -beta * kl_penalty(old.get(row, sample.learned_logprobs), columns[REFERENCE][row], kind)
             for row, sample in samples.items()
         }
+
+    def _reward_kl(self, rewards: Mapping[int, Tensor] | None) -> Metrics:
+        """β of this step and the KL that it was for; β adapts to it. A collective if there is a KL in the reward."""
+        trainer, term = self._trainer, self._kl_in_reward
+        if rewards is None:
+            return {}
+        beta = trainer.kl_coefficient
+        means = [float(values.mean()) / -beta for values in rewards.values()]
+        total, samples = trainer.group.reduce([math.fsum(means), float(len(means))], "sum")
+        kl = total / max(samples, 1)
+        if trainer.adapts_kl:
+            trainer.kl_coefficient = adapted(beta, kl, term.target, int(samples), term.horizon)
+        return {"kl_coefficient": beta, "reward_kl": kl}
 
 
 def advantage_config(config: GrpoConfig) -> AdvantageConfig:
@@ -215,6 +303,13 @@ def correction_of(config: GrpoConfig) -> Correction | None:
         return Correction("token", config.behav_imp_weight_cap, drops=True)
     correction = config.rollout_correction
     return None if correction.weights == "none" else Correction(correction.weights, correction.cap)
+
+
+def rejection_of(config: GrpoConfig) -> Rejection | None:
+    """What leaves the loss by the ratio of π_old to the policy that made the tokens; None: nothing does."""
+    wanted = config.rollout_correction
+    found = Rejection(wanted.reject, wanted.reject_below, wanted.reject_above, wanted.off_policy_mask)
+    return None if found == Rejection() else found
 
 
 def loss_config(config: GrpoConfig) -> LossConfig:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from policy_worker.algorithms.losses import Normalizers
+from policy_worker.algorithms.mismatch import mismatch_metrics
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.training.batch_source import counts
@@ -95,23 +95,34 @@ class StepMetrics:
     ) -> None:
         self._table, self._advantages, self._bound, self._names = table, advantages, bound, names
         self._ages = age_sums(table.step, samples.values(), bound)
-        self._sums = PartSums()
+        self._sums, self._mismatch = PartSums(), PartSums()
         self._tokens: list[int] = []
+        self.facts: Metrics = {}
+        """What the step knows of itself without a collective."""
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """See `PartSums.add`."""
         self._sums.add(parts)
 
-    def end_step(self, grad_norm: float, norm: Normalizers) -> None:
-        """See `PartSums.end_step`; means are over the tokens of the whole mini-batch."""
+    def add_mismatch(self, sums: Mapping[str, Tensor]) -> None:
+        """`mismatch_sums` of some tokens. Each rank adds some, if any does."""
+        self._mismatch.add(sums)
+
+    def end_step(self, grad_norm: float, tokens: int) -> None:
+        """See `PartSums.end_step`; means are over the `tokens` that all ranks computed and that count."""
         self._sums.end_step(grad_norm)
-        self._tokens.append(norm.tokens)
+        self._tokens.append(tokens)
 
     def reduce(self, group: Group) -> Metrics:
         """All metrics of the step, the same on every rank. A collective."""
         ages = group.reduce(self._ages, "sum")
         steps = zip(self._sums.reduce(group), self._tokens, strict=True)
+        if self._tokens:
+            self._mismatch.end_step(0.0)
+        mismatch = self._mismatch.reduce(group)
         return {
+            **self.facts,
+            **(mismatch_metrics(mismatch[0]) if mismatch else {}),
             **_mean([_per_token(sums, tokens) for sums, tokens in steps]),
             **table_metrics(self._table, self._advantages, self._names),
             **age_metrics(ages, self._bound),
@@ -236,8 +247,13 @@ class KeptSamples:
             if row in self._rows and row not in self._logprobs:
                 self._logprobs[row] = logprobs.detach()[batch.sample == number][: self._rows[row]]
 
-    def gather(self, group: Group, advantages: Sequence[float]) -> list[TrainedSample]:
-        """Those of all ranks, on the first one; empty on the others. A collective if there are any."""
+    def gather(
+        self, group: Group, advantages: Sequence[float], idle: Collection[int] = ()
+    ) -> list[TrainedSample]:
+        """Those of all ranks, on the first one; empty on the others. A collective if there are any.
+
+        idle: rows that no rank computed (or few of them): they have no log-probs.
+        """
         if not self._rows:
             return []
         mine = [
@@ -245,7 +261,8 @@ class KeptSamples:
             for row, values in self._logprobs.items()
             if math.isfinite(advantages[row]) and bool(values.isfinite().all())
         ]
-        found = dict(pair for part in group.gather(mine) for pair in part)
+        found = {row: [] for row in self._rows if row in idle}
+        found.update(pair for part in group.gather(mine) for pair in part)
         if not group.leads:
             return []
         table = self._table

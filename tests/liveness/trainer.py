@@ -87,11 +87,16 @@ def _grpo(
 ) -> tuple[Grpo, dict[str, np.ndarray]]:
     """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
     trainer = _trainer(config, place)
-    answer = encode_step(samples or random_samples(12))
+    chosen = samples or random_samples(12)
     if world > 1:
         trainer.group = copy(place.group)
         trainer.group.world = world  # this rank's share of the batch of two
-    source = BatchSource(place.group, lambda call: answer, 1, config.staleness_bound)
+    source = BatchSource(
+        place.group,
+        lambda call: encode_step(chosen, step=int(call.path.split("/")[3])),
+        1,
+        config.staleness_bound,
+    )
     found: dict[str, np.ndarray] = {}
 
     def keep(*_: Any) -> None:
@@ -119,7 +124,9 @@ def gradient_of_half(config: Config, place: Place) -> dict[str, np.ndarray]:
 def step_metrics(config: Config, place: Place) -> dict[str, float]:
     """What a step reports."""
     metrics = train_step(_grpo(config, place)[0], 0)
-    return {name: value for name, value in metrics.items() if name == "optimizer_steps"}
+    return {
+        name: value for name, value in metrics.items() if name in ("optimizer_steps", "computed_fraction")
+    }
 
 
 unclipped = changed(
@@ -163,6 +170,16 @@ watch(
     changed(unclipped, {f"{correction}.weights": "token"}),
     {f"{correction}.weights": ("token", "sequence"), f"{correction}.cap": (1.1, 1.5)},
 )
+watch(
+    gradient,
+    changed(unclipped, {f"{correction}.reject": "token", f"{correction}.reject_above": 1.2}),
+    {
+        f"{correction}.reject": ("token", "sequence"),
+        f"{correction}.reject_below": (UNSET, 0.8),
+        f"{correction}.reject_above": (1.1, 1.4),
+        f"{correction}.off_policy_mask": (UNSET, 0.01),
+    },
+)
 with_kl = {f"{POLICY}.kl_beta": 0.5, f"{POLICY}.kl_in_reward.beta": 0.5}
 watch(
     gradient,
@@ -176,6 +193,47 @@ watch(
         ),
     },
 )
+
+
+def after_two_steps(config: Config, place: Place) -> tuple[float, int, float]:
+    """A sum of the reference model's weights, steps in the optimizer's state, the coefficient of the KL."""
+    algorithm, _ = _grpo(config, place)
+    for step in range(2):
+        train_step(algorithm, step)
+    trainer = algorithm._trainer
+    weights = sum(float(p.double().abs().sum()) for p in trainer.reference.parameters())
+    (counted, *_) = (int(slots["step"]) for slots in trainer.optimizer.adamw.state.values())
+    return weights, counted, trainer.kl_coefficient
+
+
+resets = changed(unclipped, {**with_kl, "train.optm_lr": 1e-3, "train.optm_warmup_steps": 0})
+watch(after_two_steps, resets, {f"{POLICY}.reference_reset_interval": (UNSET, 1)})
+watch(
+    after_two_steps,
+    changed(resets, {f"{POLICY}.reference_reset_interval": 1}),
+    {f"{POLICY}.reset_optimizer_with_reference": (True, False)},
+)
+adaptive = {
+    f"{POLICY}.kl_in_reward.controller": "adaptive",
+    f"{POLICY}.kl_in_reward.target": 1e-4,
+    f"{POLICY}.kl_in_reward.horizon": 100,
+}
+watch(
+    after_two_steps,
+    changed(resets, adaptive),
+    {f"{POLICY}.kl_in_reward.target": (1e-4, 10.0), f"{POLICY}.kl_in_reward.horizon": (100, 1000)},
+)
+watch(after_two_steps, resets, {f"{POLICY}.kl_in_reward.controller": ("fixed", "adaptive")})
+
+
+def place_of_the_reference(config: Config, place: Place) -> list[str]:
+    """Where FSDP keeps the weights of the reference model between its passes; nothing where it does not shard it."""
+    model = _trainer(config, place).reference
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return [type(state._fsdp_param_group.offload_policy).__name__ for state in states]
+
+
+watch(place_of_the_reference, changed(unclipped, with_kl), {"reference.offload": (False, True)})
 returns = {f"{POLICY}.advantage_estimator": "reinforce_plus_plus", f"{POLICY}.whiten_advantages": False}
 watch(
     gradient,
@@ -193,6 +251,7 @@ watch(
     changed(unclipped, {f"{POLICY}.mini_batch": 12}),
     {f"{POLICY}.balance_dp_token": (False, True)},
 )
+watch(step_metrics, grpo, {"train.metrics_of_all_samples": (False, True)})
 watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)})
 
 # ---- recorded batches -----------------------------------------------------------------------------------------

@@ -70,12 +70,15 @@ def grpo_loss(
                 samples[number] = replace(sample, header=header)
     values = advantages(samples, group_size, how.unbiased_advantage)
     chosen = [(s, a) for s, a in zip(samples, values, strict=True) if s.header.score is not None]
-    n_tokens = sum(s.header.response_tokens for s, _ in chosen)
-    n_positive = sum(s.header.response_tokens for s, _ in chosen if s.header.score > 0)
-    total = torch.zeros(())
     place = {id(sample): number for number, sample in enumerate(samples)}
+    told = {id(sample): token_facts(lm, sample, temperature) for sample, _ in chosen}
+    kept = {id(sample): _kept(told[id(sample)], advantage, how) for sample, advantage in chosen}
+    chosen = [(sample, advantage) for sample, advantage in chosen if any(kept[id(sample)])]
+    n_tokens = sum(sum(kept[id(s)]) for s, _ in chosen)
+    n_positive = sum(sum(kept[id(s)]) for s, _ in chosen if s.header.score > 0)
+    total = torch.zeros(())
     for sample, advantage in chosen:
-        facts = token_facts(lm, sample, temperature)
+        facts, counts = told[id(sample)], kept[id(sample)]
         losses = [_token_loss(facts, i, advantage, how) for i in range(len(facts))]
         if how.kl_beta:
             for i, (logprob, _, old) in enumerate(facts):
@@ -85,15 +88,17 @@ def grpo_loss(
         losses = [
             loss - how.entropy_coeff * entropy for loss, (_, entropy, _) in zip(losses, facts, strict=True)
         ]
+        losses = [loss for loss, counted in zip(losses, counts, strict=True) if counted]
         summed = torch.stack(losses).sum()
         if how.variant == "gspo" or how.loss_type == "seq-mean-token-mean":
-            total = total + summed / (how.unbiased_loss_max_tokens or len(facts)) / len(chosen)
+            total = total + summed / (how.unbiased_loss_max_tokens or len(losses)) / len(chosen)
         elif how.loss_type == "seq-mean-token-sum":
             total = total + summed / len(chosen)
         else:
             total = total + summed / n_tokens
         if how.positive_nll_coef and sample.header.score > 0:
-            nll = -torch.stack([logprob for logprob, _, _ in facts]).sum()
+            pairs = zip(facts, counts, strict=True)
+            nll = -torch.stack([logprob for (logprob, _, _), counted in pairs if counted]).sum()
             total = total + how.positive_nll_coef * nll / n_positive
     return total
 
@@ -119,6 +124,20 @@ def _token_loss(
     if how.variant != "gspo" and advantage < 0:
         loss = torch.minimum(loss, torch.tensor(-how.lower_bound_ratio * advantage))
     return loss * _weight(facts, i, how)
+
+
+def _kept(facts: list[tuple[Tensor, Tensor, float]], advantage: float, how: GrpoConfig) -> list[bool]:
+    """Which tokens the loss reads."""
+    wanted = how.rollout_correction
+    moved = [float(logprob.detach()) - made for logprob, _, made in facts]
+    mean = sum(moved) / len(moved)
+    if wanted.off_policy_mask is not None and advantage < 0 and -mean > wanted.off_policy_mask:
+        return [False] * len(facts)
+    values = {"none": [0.0], "token": moved, "sequence": [sum(moved)], "geometric": [mean]}[wanted.reject]
+    if len(values) == 1:
+        values = values * len(facts)
+    low, high = wanted.reject_below, wanted.reject_above
+    return [(low is None or math.exp(v) >= low) and (high is None or math.exp(v) <= high) for v in values]
 
 
 def _weight(facts: list[tuple[Tensor, Tensor, float]], i: int, how: GrpoConfig) -> float:

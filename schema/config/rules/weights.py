@@ -75,6 +75,7 @@ def a_kept_cache_has_engine_probabilities(config: Config) -> Iterator[Problem]:
         "use_decoupled_loss": (policy.use_decoupled_loss, False),
         "rollout_correction.weights": (policy.rollout_correction.weights, "none"),
         "rollout_correction.reject": (policy.rollout_correction.reject, "none"),
+        "rollout_correction.off_policy_mask": (policy.rollout_correction.off_policy_mask, None),
     }
     for name, (value, off) in asked.items():
         if value != off:
@@ -84,7 +85,7 @@ def a_kept_cache_has_engine_probabilities(config: Config) -> Iterator[Problem]:
                 f"log-probs, and {other} = {toml_value(value)} computes those of the old policy again"
             )
             hint = f'write {key} = "recompute"' + (
-                "" if name.endswith("reject") else f", or {other} = {toml_value(off)}"
+                "" if name.endswith(("reject", "mask")) else f", or {other} = {toml_value(off)}"
             )
             yield Problem(key, message, "keep_kv", hint, related=(other,))
 

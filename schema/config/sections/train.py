@@ -227,6 +227,13 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
         "Whether the sequences of a micro-batch are packed into one row instead of padded. Same numbers.",
         acts="number: Shape of a micro-batch.",
     )
+    metrics_of_all_samples: bool = key(
+        False,
+        "Whether samples that cannot change the gradient (their advantage is zero, and no other term of the loss "
+        "reads them) are computed all the same. False: they are left out, and entropy, clip_fraction, behaviour_kl "
+        "and mismatch are of the others; computed_fraction says how many those are.",
+        acts="metric: `computed_fraction` of a step.",
+    )
 
     @property
     def effective_transfer_dtype(self) -> Dtype:

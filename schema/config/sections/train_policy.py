@@ -91,11 +91,15 @@ class KlInRewardConfig(Section):
     controller: Literal["fixed", "adaptive"] = key(
         "fixed",
         "Whether the coefficient stays, or follows the measured KL to `target`.",
-        unbuilt="a coefficient that adapts",
+        acts="number: `kl_coefficient` of the next step.",
     )
-    target: Positive = key(0.1, "Adaptive: the KL that is aimed at.", unbuilt="a coefficient that adapts")
+    target: Positive = key(
+        0.1, "Adaptive: the KL that is aimed at.", acts="number: `kl_coefficient` of the next step."
+    )
     horizon: Count = key(
-        10000, "Adaptive: samples over which the coefficient adapts.", unbuilt="a coefficient that adapts"
+        10000,
+        "Adaptive: samples over which the coefficient adapts.",
+        acts="number: `kl_coefficient` of the next step.",
     )
 
 
@@ -113,20 +117,26 @@ class RolloutCorrectionConfig(Section):
         "none",
         "What is left out of the loss when its ratio is out of bounds: single tokens, or sequences by "
         "their product or geometric mean.",
-        unbuilt="rejection by the ratio between trainer and engine",
+        acts="number: Loss and gradient.",
     )
     reject_below: Positive | None = key(
-        None,
-        "Lower bound of the ratio. Unset: none.",
-        example=0.5,
-        unbuilt="rejection by the ratio between trainer and engine",
+        None, "Lower bound of the ratio. Unset: none.", example=0.5, acts="number: Loss and gradient."
     )
     reject_above: Positive | None = key(
-        None,
-        "Upper bound of the ratio. Unset: none.",
-        example=2.0,
-        unbuilt="rejection by the ratio between trainer and engine",
+        None, "Upper bound of the ratio. Unset: none.", example=2.0, acts="number: Loss and gradient."
     )
+    off_policy_mask: Positive | None = key(
+        None,
+        "Samples with a negative advantage leave the loss when the mean log ratio of the policy that made their "
+        "tokens to the old policy is above this (DeepSeek-V3.2). Unset: none do.",
+        acts="number: Loss and gradient.",
+        example=0.05,
+    )
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether any of it compares with the log-probs of the old policy."""
+        return not (self.weights == self.reject == "none" and self.off_policy_mask is None)
 
 
 class LogProbPassConfig(Section):
@@ -432,14 +442,13 @@ class GrpoConfig(_DataloaderConfig):
     reference_reset_interval: Natural | None = cosmos_key(
         None,
         "The reference model becomes a copy of the current one every so many steps. Unset or 0: never.",
+        acts="number: Weights of the reference model.",
         example=100,
-        unbuilt="resets of the reference model",
-        neutral=(None, 0),
     )
     reset_optimizer_with_reference: bool = cosmos_key(
         True,
         "Whether the optimizer's state is reset together with the reference model.",
-        unbuilt="resets of the reference model",
+        acts="number: State of the optimizer after a reset.",
     )
     balance_dp_token: bool = cosmos_key(
         False,
@@ -468,7 +477,7 @@ class GrpoConfig(_DataloaderConfig):
     @property
     def recomputes_old(self) -> bool:
         """Whether the trainer computes the log-probs of the old policy before its first optimizer step."""
-        return self.use_decoupled_loss or self.rollout_correction.weights != "none"
+        return self.use_decoupled_loss or self.rollout_correction.needs_old
 
     @property
     def reward_weights(self) -> dict[str, float]:

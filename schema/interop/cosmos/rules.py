@@ -209,7 +209,7 @@ _GONE = words(
     "train.p2r_sync_groups_per_round train.coalesce_weight_sync train.train_policy.trainer_type "
     "train.train_policy.algo train.train_policy.use_remote_reward train.train_policy.bypass_reward "
     "train.train_policy.group_reward_calculation train.train_policy.dpo_reference_policy "
-    "train.train_policy.off_policy_masking_delta train.train_policy.uncentralized_training "
+    "train.train_policy.uncentralized_training "
     "train.train_policy.max_inflight_steps train.train_policy.data_dispatch_as_rank_in_mesh "
     "train.train_policy.enable_dp_load_balancing policy.is_diffusers policy.aux_loss_coeff "
     "policy.enable_liger_cross_entropy policy.enable_liger_fused_cross_entropy rollout.completion_admission "
@@ -224,6 +224,7 @@ RENAMED_RULES: tuple[Rule, ...] = (
     Rule("redis", _redis),
     Rule("mode", _mode),
     _renamed("train.enable_validation", "validation.enable"),
+    _renamed(f"{_POLICY}.off_policy_masking_delta", f"{_POLICY}.rollout_correction.off_policy_mask"),
     _renamed("train.validation_freq", "validation.freq", "train.validation_step"),
     _renamed("train.validation_batch_per_replica", "validation.batch_size"),
     _renamed("validation.val_before_train", "validation.before"),

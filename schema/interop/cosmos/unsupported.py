@@ -88,7 +88,6 @@ _REASONS: dict[str, str] = {
     "train.train_policy.load_balanced_batches_per_optimizer_step": "train_batch_per_replica sets the batch",
     "train.train_policy.bypass_reward": "without rewards there is nothing to learn from",
     "train.train_policy.group_reward_calculation": "reward functions score one sample at a time",
-    "train.train_policy.off_policy_masking_delta": "rollout_correction rejects sequences by their ratio",
     "train.train_policy.uncentralized_training": "every sample is in the controller's ledger: none is lost",
     "train.train_policy.max_inflight_steps": "at most (allowed_outdated_steps + 1) steps of groups are outstanding",
     "policy.model_safetensor_path": "policy.model_name_or_path names the directory that holds the safetensors",
@@ -122,7 +121,6 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     f"{_POLICY}.advantage_low": (-5.0,),
     f"{_POLICY}.advantage_high": (5.0,),
     f"{_POLICY}.dpo_reference_policy": (),
-    f"{_POLICY}.off_policy_masking_delta": (),
 }
 """What of the list decides what is trained -> cosmos-rl's own defaults. Details of a part stand with its switch."""
 

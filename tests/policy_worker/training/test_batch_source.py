@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from policy_worker.errors import BadBatchError
@@ -44,7 +45,7 @@ def test_a_batch_is_told_in_one_line(group_ids: list[str], said: str) -> None:
 
 @pytest.mark.parametrize("version", [4, 8, -1])
 def test_a_token_too_old_or_of_the_future_is_refused(version: int) -> None:
-    sample = TrainSample([], {6: 5, version: 1})
+    sample = TrainSample([], np.array([6] * 5 + [version], np.int32))
     with pytest.raises(BadBatchError, match=rf"sample 3 of step 7 .* version {version}, .* versions 5 to 7"):
         check_versions(7, 3, sample, 2)
-    check_versions(7, 3, TrainSample([], {5: 7, 7: 2}), 2)
+    check_versions(7, 3, TrainSample([], np.array([5] * 7 + [7] * 2, np.int32)), 2)

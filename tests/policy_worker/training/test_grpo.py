@@ -29,7 +29,7 @@ from tests.policy_worker.material import (
     train_step,
     with_shared_prefixes,
 )
-from tests.policy_worker.reference import grpo_loss
+from tests.policy_worker.reference import grpo_loss, token_facts
 from tests.support.devices import rounding
 from tests.support.effort import combinations
 
@@ -165,6 +165,13 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.5},
     {"rollout_correction": {"weights": "token", "cap": 1.2}},
     {"rollout_correction": {"weights": "sequence", "cap": 3.0}, "loss_type": "seq-mean-token-sum"},
+    {"rollout_correction": {"reject": "token", "reject_below": 0.7, "reject_above": 1.3}, **RICH},
+    {"rollout_correction": {"reject": "sequence", "reject_below": 0.5}, "loss_type": "seq-mean-token-mean"},
+    {
+        "rollout_correction": {"weights": "token", "reject": "geometric", "reject_above": 1.02},
+        "loss_type": "seq-mean-token-sum",
+    },
+    {"rollout_correction": {"off_policy_mask": 0.01}},
 ]
 
 
@@ -178,6 +185,74 @@ def test_weights_of_the_old_policy_equal_an_independent_implementation(group: Gr
     assert metrics["clip_fraction"] == 0.0
     assert metrics["behaviour_kl"] > 0.01
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
+
+
+def test_a_rejection_that_empties_a_step_updates_nothing(group: Group):
+    reject = {"rollout_correction": {"reject": "token", "reject_above": 1e-9}}
+    config = make_config({**reject, "mini_batch": 3})
+    algorithm = make_grpo(group, config, encode_step(random_samples(8)))
+    before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
+    metrics = train_step(algorithm, 0)
+    assert (metrics["optimizer_steps"], metrics["left_out_fraction"]) == (0.0, 1.0)
+    for old, new in zip(before, algorithm._trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_mismatch_is_measured_apart_for_engine_and_staleness(group: Group):
+    samples = random_samples(8, version=[0, 0, 1, 1] * 2)
+    config = make_config({"allowed_outdated_steps": 1, "mini_batch": 3}, {"metrics_of_all_samples": True})
+    algorithm = make_grpo(group, config, encode_step(samples, step=1))
+    metrics = train_step(algorithm, 1)
+    model = tiny_model()
+    for cause, version in (("engine", 1), ("stale", 0)):
+        chosen = [sample for sample in samples if sample.header.newest_version == version]
+        facts = [fact for sample in chosen for fact in token_facts(model.lm, sample, 1.0)]
+        d = np.array([float(logprob.detach()) - made for logprob, _, made in facts])
+        w = np.exp(d)
+        expected = {
+            "k1": -d.mean(),
+            "k3": (w - 1 - d).mean(),
+            "ess": 1 / ((w / w.mean()) ** 2).mean(),
+            "ratio_max": w.max(),
+            "cut": (w > 2.0).mean(),
+        }
+        for name, value in expected.items():
+            found = metrics[f"mismatch/{cause}_{name}"]
+            assert found == pytest.approx(value, rel=rounding(1e-4), abs=1e-7), (cause, name)
+
+
+EVEN = [0.0, 0.5, 1.0, 0.5]
+"""Scores of a group whose second and fourth sample have no advantage."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_size_per_optimize": 4}, {"loss_type": "seq-mean-token-mean", "variant": "gspo"}, RICH],
+    ids=str,
+)
+def test_samples_without_advantage_are_left_out_exactly(group: Group, options: dict[str, Any]):
+    samples = [
+        replace(s, header=s.header.model_copy(update={"score": 1.0 if i >= 8 else EVEN[i % 4]}))
+        for i, s in enumerate(random_samples(12))
+    ]
+    found, computed = [], []
+    for everything in (True, False):
+        config = make_config(options, {"metrics_of_all_samples": everything, "optm_weight_decay": 0.1})
+        algorithm = make_grpo(group, config, encode_step(samples))
+        seen: list[int] = []
+        forward = algorithm._trainer.forward
+        algorithm._trainer.forward = lambda batch, t, f=forward, s=seen: (s.extend(batch.rows), f(batch, t))[
+            1
+        ]
+        metrics = train_step(algorithm, 0)
+        found.append([p.detach().clone() for p in algorithm._trainer.model.parameters()])
+        computed.append((len(seen), metrics["computed_fraction"]))
+        assert metrics["optimizer_steps"] == (3.0 if "batch_size_per_optimize" in options else 1.0)
+    skips = "entropy_coeff" not in options
+    few = 5 if "batch_size_per_optimize" in options else 4
+    assert computed == [(12, 1.0), (few, few / 12) if skips else (12, 1.0)]
+    for whole, lean in zip(*found, strict=True):
+        torch.testing.assert_close(whole, lean, atol=rounding(1e-7), rtol=rounding(1e-6))
 
 
 def test_the_old_policy_is_that_of_before_the_first_optimizer_step(group: Group):

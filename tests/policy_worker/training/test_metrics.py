@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ from tests.policy_worker.material import make_sample, make_table
 
 
 def of_ages(ages: dict[int, int], bound: int) -> Metrics:
-    samples = [TrainSample([], {1000 - age: tokens for age, tokens in ages.items()}), TrainSample([])]
+    versions = np.repeat([1000 - age for age in ages], list(ages.values())).astype(np.int32)
+    samples = [TrainSample([], versions), TrainSample([])]
     return age_metrics(age_sums(1000, samples, bound), bound)
 
 

@@ -105,7 +105,6 @@ LOST = [
     ("cosmos-rl", {"distillation.enable": True}),
     ("cosmos-rl", {f"{_POLICY}.trainer_type": "dpo"}),
     ("cosmos-rl", {f"{_POLICY}.advantage_high": 2.0}),
-    ("cosmos-rl", {f"{_POLICY}.off_policy_masking_delta": 0.1}),
     ("cosmos-rl", {f"{_POLICY}.use_remote_reward": True}),
     ("cosmos-rl", {f"{_POLICY}.bypass_reward": True}),
     ("cosmos-rl", {"train.ema_enable": True}),

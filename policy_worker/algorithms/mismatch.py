@@ -1,0 +1,52 @@
+"""How far the policy is from the one that made the tokens, measured always and apart for two causes:
+
+engine   tokens of the weights that are trained now: trainer and inference engine compute differently
+stale    tokens of older weights: the policy has moved since, which comes on top
+
+w = exp(clamp(log π − log π_behaviour, ±20)) of each token, before any truncation
+k1 = mean(−log w),  k3 = mean(w − 1 − log w),  ess = 1 / mean((w / mean w)²),  ratio_max = max w,
+cut = share of w above the cap
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from policy_worker.algorithms.losses import LOG_RATIO_BOUND, k3, masked_max, masked_sum
+
+CAUSES = ("engine", "stale")
+
+
+def mismatch_sums(logprobs: Tensor, made_by: Tensor, fresh: Tensor, cap: float) -> dict[str, Tensor]:
+    """Sums over tokens by cause, for `mismatch_metrics`; all [K], fresh: whether the present weights made a token."""
+    log_ratio = (logprobs - made_by).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weights, found = log_ratio.exp(), {}
+    for cause, mask in zip(CAUSES, (fresh, ~fresh), strict=True):
+        found |= {
+            f"{cause}_tokens": mask.sum(),
+            f"{cause}_k1": masked_sum(-log_ratio, mask),
+            f"{cause}_k3": masked_sum(k3(made_by, logprobs), mask),
+            f"{cause}_w": masked_sum(weights, mask),
+            f"{cause}_w2": masked_sum(weights.square(), mask),
+            f"{cause}_cut": (mask & (weights > cap)).sum(),
+            f"max_{cause}": masked_max(weights, mask),
+        }
+    return found
+
+
+def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """`mismatch/engine_k1` and the others, of the sums over all ranks; nothing for a cause without tokens."""
+    found = {}
+    for cause in CAUSES:
+        n = sums[f"{cause}_tokens"]
+        if n:
+            found |= {
+                f"mismatch/{cause}_k1": sums[f"{cause}_k1"] / n,
+                f"mismatch/{cause}_k3": sums[f"{cause}_k3"] / n,
+                f"mismatch/{cause}_ess": sums[f"{cause}_w"] ** 2 / (n * sums[f"{cause}_w2"]),
+                f"mismatch/{cause}_ratio_max": sums[f"max_{cause}"],
+                f"mismatch/{cause}_cut": sums[f"{cause}_cut"] / n,
+            }
+    return found
