@@ -33,14 +33,20 @@ def nearest_divisor(number: int, value: int) -> int:
     return below if value - below <= above - value or above < value else above
 
 
+def whole_batches(batch: int, generation: int, replicas: int) -> list[int]:
+    """The samples per replica next to `batch`, itself included, that make a step of whole groups."""
+    unit = generation // math.gcd(generation, replicas)
+    below = batch // unit * unit
+    return [value for value in dict.fromkeys((below, -(-batch // unit) * unit)) if value > 0]
+
+
 def batch_is_whole_groups(config: Config) -> Iterator[Problem]:
     """B = train_batch_per_replica * n_init_replicas / n_generation is a whole number (NUMERICS, Batches)."""
     if not config.is_grpo or config.samples_per_step % config.rollout.n_generation == 0:
         return
     batch, replicas = config.train.train_batch_per_replica, config.policy.parallelism.n_init_replicas
     generation = config.rollout.n_generation
-    unit = generation // math.gcd(generation, replicas)
-    batches = [value for value in (batch // unit * unit, (batch // unit + 1) * unit) if value > 0]
+    batches = whole_batches(batch, generation, replicas)
     near = nearest_divisor(config.samples_per_step, generation)
     message = (
         f"{batch} samples per replica * {replicas} policy replicas = {config.samples_per_step} samples per "
