@@ -56,6 +56,8 @@ def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
         message = " ".join(part for part in (error.context, error.problem) if part)
+        if "nesting depth" in message:  # of newer libyaml, before an event tells the depth
+            raise _error(f"nested more than {MAX_DEPTH} deep", name, line) from None
         raise _error(f"not YAML: {message}", name, line, _hint(text, line)) from None
     except (yaml.YAMLError, ValueError) as error:
         raise _error(f"not YAML: {' '.join(str(error).split())}", name) from None
