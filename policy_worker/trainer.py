@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logprobs import Beside, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import PolicyModel
@@ -26,6 +26,14 @@ from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, se
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from schema.config import Config
+
+HIDDEN = "hidden"
+"""The column with the reference model's hidden states, [n_i, D] of each sample."""
+
+
+def beside(batch: MicroBatch, head: Tensor | None) -> Beside | None:
+    """The reference model's distributions at the tokens of a batch, if its output matrix is given."""
+    return None if head is None else Beside(batch.columns[HIDDEN], head)
 
 
 class Trainer:
@@ -73,6 +81,12 @@ class Trainer:
             )
 
     @torch.no_grad()
+    def reference_head(self) -> Tensor:
+        """The reference model's output matrix, whole. A collective if it is sharded."""
+        assert self.reference is not None
+        return self.reference.whole_head().to(self.group.device)
+
+    @torch.no_grad()
     def reset_reference(self, optimizer: bool) -> None:
         """The reference model becomes a copy of the present one; optimizer: whose state is forgotten too."""
         assert self.reference is not None
@@ -113,23 +127,32 @@ class Trainer:
         samples: Mapping[int, TrainSample],
         batches: Sequence[Sequence[int]],
         temperature: float = 1.0,
-    ) -> dict[int, Tensor]:
-        """Log-probs of the learned tokens of each sample under a model, float32 [n_i] on the CPU. A collective.
+        fields: Sequence[str] = ("logprobs",),
+        columns: Columns = MappingProxyType({}),
+        head: Tensor | None = None,
+    ) -> list[dict[int, Tensor]]:
+        """For each of these `TokenOutputs`: by row, of the learned tokens of each sample, on the CPU. A collective.
 
-        batches: the rows of each micro-batch, equally many on each rank.
+        batches: the rows of each micro-batch, equally many on each rank. columns, head: see `forward`.
         """
-        found: dict[int, Tensor] = {}
+        found: list[dict[int, Tensor]] = [{} for _ in fields]
         for rows in batches:
-            batch = collate([samples[row] for row in rows], rows, self._layout)
-            logprobs = model(batch, temperature).logprobs.cpu()
-            counts = [samples[row].learned_tokens for row in rows]
-            found.update(zip(rows, logprobs.split(counts), strict=True))
+            batch = collate([samples[row] for row in rows], rows, self._layout, columns)
+            outputs = model(batch, temperature, beside(batch, head), "hidden" in fields)
+            sizes = [samples[row].learned_tokens for row in rows]
+            for field, of_rows in zip(fields, found, strict=True):
+                of_rows.update(zip(rows, getattr(outputs, field).cpu().split(sizes), strict=True))
         return found
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenOutputs:
-        """Log-probs and entropy of the batch's K labels, with gradient."""
+    def forward(
+        self, batch: MicroBatch, temperature: float = 1.0, head: Tensor | None = None
+    ) -> TokenOutputs:
+        """Log-probs and entropy of the batch's K labels, with gradient.
+
+        head: the output matrix of the reference model; then also the KL to it, of the states in column `HIDDEN`.
+        """
         with span("forward"):
-            outputs: TokenOutputs = self.model(batch, temperature)
+            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head))
         return outputs
 
     def backward(self, loss: Tensor) -> None:

@@ -31,7 +31,7 @@ from policy_worker.errors import OwnCodeFailedError, SettingsError
 from schema.util.own_code import OwnCodeError, is_own, load_function
 
 LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
-KlType = Literal["k1", "abs", "k2", "k3"]
+KlType = Literal["k1", "abs", "k2", "k3", "full"]
 
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped here before they are exponentiated: e^20 is far beyond any meaningful ratio."""
@@ -49,7 +49,7 @@ class PolicyTokens:
     `entropy_coeff` is not 0. sample: index of each token's sample, int64 in [0, n_samples). sample_tokens: |m_i| of
     that sample, floating. positive: whether its reward is above 0. ref_logprobs: of the reference model; needed where
     `kl_beta` is not 0. behaviour_logprobs: of the policy that made the tokens; None: that is π_old. weights:
-    factors of the policy loss; None: 1.
+    factors of the policy loss; None: 1. full_kl: to the reference over the vocabulary, if `kl_type` is "full".
     """
 
     logprobs: Tensor
@@ -64,6 +64,7 @@ class PolicyTokens:
     ref_logprobs: Tensor | None = None
     behaviour_logprobs: Tensor | None = None
     weights: Tensor | None = None
+    full_kl: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,9 @@ def policy_objective(
         per_token = per_token - config.entropy_coeff * tokens.entropy
     if config.kl_beta:
         assert tokens.ref_logprobs is not None
-        kl = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_type)
+        kl = tokens.full_kl
+        if kl is None:
+            kl = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_type)
         if config.unbiased_kl_estimate:
             kl = _ratio(tokens) * kl
         per_token = per_token + config.kl_beta * kl
@@ -408,6 +411,7 @@ def token_weights(
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
     """Per-token estimate of KL(π ‖ π_ref) on tokens sampled from π, [K]: d, |d|, d² / 2 or k3, d = log π − log π_ref.
 
+    "full" is no estimate of one token's: see `policy_worker.model.logprobs.token_kl`.
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
     if kind == "k3":

@@ -6,6 +6,10 @@ The logits [K, V] are the largest tensor of training (a vocabulary of 150,000 ma
 a layer's activations for 500). They are computed for a chunk of tokens at a time and computed again in backward:
 
     ∂ log π(y) / ∂z = 1[y] − p            ∂H / ∂z = −p (log p + H)
+
+The same for the KL to another model over the whole vocabulary:
+
+    KL = Σ p (log p − log q),   ∂KL / ∂z = p (log p − log q − KL)
 """
 
 from __future__ import annotations
@@ -20,11 +24,23 @@ CHUNK_ELEMENTS = 2**25
 
 
 class TokenOutputs(NamedTuple):
-    """Per token, [K]: log-prob of the label, entropy of the distribution, whether the label was the likeliest."""
+    """Per token, [K]: log-prob of the label, entropy of the distribution, whether the label was the likeliest.
+
+    kl: to `Beside`, where there is one. hidden: the states that all of it comes from, [K, D], where asked for.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     correct: Tensor
+    kl: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+class Beside(NamedTuple):
+    """Another model's distributions at the same tokens: its hidden states [K, D'] and output matrix [V, D']."""
+
+    hidden: Tensor
+    weight: Tensor
 
 
 def token_logprobs(
@@ -45,6 +61,61 @@ def token_logprobs(
     """
     chunk = max(1, chunk_elements // weight.shape[0])
     return TokenOutputs(*_TokenLogprobs.apply(hidden, weight, labels, temperature, chunk))
+
+
+def token_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    beside: Beside,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """KL of each token's distribution to the other model's, over the whole vocabulary, with gradient, [K].
+
+    Arguments as of `token_logprobs`, for both models. Two chunks of logits are in memory at once, of half the size.
+    """
+    if not len(hidden):
+        return hidden.sum(1).to(_accurate(hidden.dtype))
+    chunk = max(1, chunk_elements // (2 * weight.shape[0]))
+    other = Beside(beside.hidden.to(beside.weight.dtype), beside.weight)
+    found: Tensor = _TokenKl.apply(hidden, weight, *other, temperature, chunk)
+    return found
+
+
+class _TokenKl(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        states: Tensor,
+        matrix: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
+        kl = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            log_p = _log_softmax(hidden[part], weight, temperature)
+            difference = log_p - _log_softmax(states[part], matrix, temperature)
+            kl[part] = torch.linalg.vecdot(log_p.exp_(), difference)
+        ctx.save_for_backward(hidden, weight, states, matrix, kl)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden, weight, states, matrix, kl = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=kl.dtype)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p = _log_softmax(hidden[part], weight, ctx.temperature)
+            slope = (log_p - _log_softmax(states[part], matrix, ctx.temperature)).sub_(kl[part, None])
+            grad = slope.mul_(log_p.exp_()).mul_(grad_kl[part, None] / ctx.temperature).to(weight.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight.add_(grad.T @ hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

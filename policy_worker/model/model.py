@@ -8,10 +8,11 @@ from typing import cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.logprobs import TokenOutputs, token_logprobs
+from policy_worker.model.logprobs import Beside, TokenOutputs, token_kl, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
@@ -32,11 +33,20 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.dropout = dropout or {}
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenOutputs:
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        beside: Beside | None = None,
+        with_hidden: bool = False,
+    ) -> TokenOutputs:
         """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
         hidden = self._hidden(batch.input_ids, batch.position_ids)
         picked = hidden.flatten(0, 1).index_select(0, batch.index)
-        return token_logprobs(picked, self._head(), batch.labels, temperature)
+        found = token_logprobs(picked, self._head(), batch.labels, temperature)
+        if beside is not None:
+            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
+        return found._replace(hidden=picked) if with_hidden else found
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[R, L, D]. No mask and no cache: packed rows are separated by their positions alone."""
@@ -44,6 +54,11 @@ class PolicyModel(nn.Module):
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
         )
         return cast(Tensor, outputs.last_hidden_state)
+
+    def whole_head(self) -> Tensor:
+        """The output matrix on this rank, wherever its parts are. A collective if it is sharded."""
+        weight = self._head()
+        return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
     def _head(self) -> Tensor:
         return cast(Tensor, self.lm.get_output_embeddings().weight)

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ from policy_worker.algorithms.masks import Rejection, prefixes_of_groups
 from policy_worker.algorithms.mismatch import mismatch_sums
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
+from policy_worker.model.model import PolicyModel
 from policy_worker.ranges import span
-from policy_worker.trainer import Trainer
+from policy_worker.trainer import HIDDEN, Trainer
 from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass, plan_step, rows_of
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
@@ -57,6 +58,8 @@ OLD = "old"
 """That with the log-probs of π_old, where it is not the policy that made the tokens."""
 LEFT_OUT = "left_out"
 """That with 1 for tokens that the loss leaves out."""
+REWARD_KL = "reward_kl"
+"""That with the KL in the reward, where it is over the whole vocabulary."""
 FRESH = "fresh"
 """That with 1 for tokens of the weights that the step begins with."""
 
@@ -127,7 +130,7 @@ class Grpo:
             log.info("the reference model is now the policy of step %d", table.step)
         prefixes = self._prefixes(table, samples)
         samples = {row: samples[row] for row in mine}
-        columns = self._passes(table, samples, plan)
+        columns, head = self._passes(table, samples, plan)
         columns[FRESH] = {
             row: torch.from_numpy(sample.versions == table.step).float() for row, sample in samples.items()
         }
@@ -148,7 +151,9 @@ class Grpo:
             if not norm.tokens:  # all are left out
                 continue
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
-                out = trainer.forward(batch, self._temperature)
+                out = trainer.forward(
+                    batch, self._temperature, head if self._loss.kl_type == "full" else None
+                )
                 kept.add(batch, out.logprobs)
                 with span("loss"):
                     facts = policy_tokens(out, batch, table, tokens, advantages, self._correction)
@@ -245,19 +250,40 @@ class Grpo:
 
     def _passes(
         self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
-    ) -> dict[str, dict[int, Tensor]]:
-        """What is computed of all samples before any is trained on, by name and row. A collective."""
+    ) -> tuple[dict[str, dict[int, Tensor]], Tensor | None]:
+        """What is computed of all samples before any is trained on, by name and row; and the reference's head.
+
+        The head only where a KL is over the whole vocabulary. A collective.
+        """
         trainer = self._trainer
-        passes = [(REFERENCE, trainer.reference, self._reference_batching)] if trainer.reference else []
-        if self._correction is not None or self._rejection is not None:
-            passes.append((OLD, trainer.model, self._old_batching))
-        columns = {}
-        for name, model, batching in passes:
-            with span(name):
+        columns: dict[str, dict[int, Tensor]] = {}
+        in_reward = bool(self._kl_in_reward.beta) and self._kl_in_reward.type == "full"
+        full = in_reward or (bool(self._loss.kl_beta) and self._loss.kl_type == "full")
+
+        def score(model: PolicyModel, batching: Batching, names: Mapping[str, str], **more: Any) -> None:
+            """names: columns and what of `TokenOutputs` they are."""
+            with span(next(iter(names))):
                 batches = plan_pass(plan, table.total_tokens, batching)
                 mine = batches[trainer.data_rank] if batches else []
-                columns[name] = trainer.score(model, samples, mine, self._temperature)
-        return columns
+                found = trainer.score(model, samples, mine, self._temperature, list(names.values()), **more)
+                columns.update(zip(names, found, strict=True))
+
+        if trainer.reference:
+            hidden = {HIDDEN: "hidden"} if full else {}
+            score(trainer.reference, self._reference_batching, {REFERENCE: "logprobs"} | hidden)
+        head = trainer.reference_head() if full else None
+        wanted = {OLD: "logprobs"} if self._correction or self._rejection else {}
+        if in_reward:
+            score(
+                trainer.model,
+                self._old_batching,
+                {REWARD_KL: "kl"} | wanted,
+                columns={HIDDEN: columns[HIDDEN]},
+                head=head,
+            )
+        elif wanted:
+            score(trainer.model, self._old_batching, wanted)
+        return columns, head
 
     def _token_rewards(
         self, samples: Mapping[int, TrainSample], columns: Columns
@@ -266,6 +292,8 @@ class Grpo:
         if not self._kl_in_reward.beta:
             return None
         beta, kind = self._trainer.kl_coefficient, cast(KlType, self._kl_in_reward.type)
+        if REWARD_KL in columns:
+            return {row: -beta * kl for row, kl in columns[REWARD_KL].items()}
         old = columns.get(OLD, {})
         return {
             row: -beta * kl_penalty(old.get(row, sample.learned_logprobs), columns[REFERENCE][row], kind)
@@ -368,5 +396,6 @@ def policy_tokens(
         positive=spread([score or 0.0 for score in table.score]) > 0,
         ref_logprobs=batch.columns.get(REFERENCE),
         behaviour_logprobs=made_by,
+        full_kl=out.kl,
     )
     return facts if correction is None else replace(facts, weights=correction.weights(facts))

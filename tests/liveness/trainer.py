@@ -185,7 +185,7 @@ watch(
     gradient,
     changed(unclipped, with_kl),
     {
-        f"{POLICY}.kl_type": ("k3", "k1"),
+        f"{POLICY}.kl_type": ("k3", "full"),
         f"{POLICY}.unbiased_kl_estimate": (False, True),
         f"{POLICY}.kl_in_reward.type": ("k1", "k2"),
         "reference.model_name_or_path": tuple(

@@ -32,6 +32,19 @@ def token_facts(
     return facts
 
 
+def full_kl(a: PreTrainedModel, b: PreTrainedModel, sample: Sample, temperature: float) -> list[Tensor]:
+    """KL(a ‖ b) over the whole vocabulary at each generated token."""
+    ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
+    p, q = (
+        torch.log_softmax(m(input_ids=ids, use_cache=False).logits[0] / temperature, dim=1) for m in (a, b)
+    )
+    return [
+        sum((p[i - 1, v].exp() * (p[i - 1, v] - q[i - 1, v]) for v in range(p.shape[1])), torch.zeros(()))
+        for i in range(1, ids.shape[1])
+        if sample.loss_mask[i]
+    ]
+
+
 def advantages(samples: Sequence[Sample], group_size: int, unbiased: bool) -> list[float]:
     found: list[float] = []
     for start in range(0, len(samples), group_size):
@@ -61,9 +74,13 @@ def grpo_loss(
         for number, sample in enumerate(samples):
             if sample.header.score is not None:
                 made = [float(lp) for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m]
-                kl = sum(
-                    _kl(torch.tensor(a - b), how.kl_in_reward.type)
-                    for a, b in zip(made, known[number], strict=True)
+                kl = (
+                    sum(map(float, full_kl(lm, frozen, sample, temperature)))
+                    if how.kl_in_reward.type == "full"
+                    else sum(
+                        _kl(torch.tensor(a - b), how.kl_in_reward.type)
+                        for a, b in zip(made, known[number], strict=True)
+                    )
                 )
                 score = sample.header.score - how.kl_in_reward.beta * float(kl)
                 header = sample.header.model_copy(update={"score": score})
@@ -80,10 +97,11 @@ def grpo_loss(
     for sample, advantage in chosen:
         facts, counts = told[id(sample)], kept[id(sample)]
         losses = [_token_loss(facts, i, advantage, how) for i in range(len(facts))]
+        whole = full_kl(lm, frozen, sample, temperature) if how.kl_type == "full" else []
         if how.kl_beta:
             for i, (logprob, _, old) in enumerate(facts):
                 weight = torch.exp(logprob - old) if how.unbiased_kl_estimate else 1.0
-                kl = _kl(logprob - known[place[id(sample)]][i], how.kl_type)
+                kl = whole[i] if whole else _kl(logprob - known[place[id(sample)]][i], how.kl_type)
                 losses[i] = losses[i] + how.kl_beta * weight * kl
         losses = [
             loss - how.entropy_coeff * entropy for loss, (_, entropy, _) in zip(losses, facts, strict=True)

@@ -85,8 +85,6 @@ class KlInRewardConfig(Section):
         "k1",
         "How the KL of a token is estimated; see kl_type.",
         acts="number: Advantages, and with them the gradient.",
-        unbuilt="the KL over the whole vocabulary",
-        neutral=("k1", "abs", "k2", "k3"),
     )
     controller: Literal["fixed", "adaptive"] = key(
         "fixed",
@@ -365,8 +363,6 @@ class GrpoConfig(_DataloaderConfig):
         "How the KL to the reference is estimated in the loss: k1, abs, k2 (mse), k3 (low variance), "
         "or full (over the whole vocabulary).",
         acts="number: Loss and gradient.",
-        unbuilt="the KL over the whole vocabulary",
-        neutral=("k3", "k1", "abs", "k2"),
     )
     unbiased_kl_estimate: bool = key(
         False, "Whether the KL term is weighted by the importance ratio.", acts="number: Loss and gradient."

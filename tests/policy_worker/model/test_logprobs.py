@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_worker.model.logprobs import CHUNK_ELEMENTS, token_logprobs
+from policy_worker.model.logprobs import CHUNK_ELEMENTS, Beside, token_kl, token_logprobs
 from tests.support.devices import DEVICE
 
 
@@ -90,7 +90,26 @@ def test_no_tokens_still_reach_every_input():
     assert not grads[1].any()
 
 
-def test_logits_are_never_whole_in_memory():
+@pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 101 * 10, 1])
+def test_kl_over_the_vocabulary_equals_the_plain_one(chunk_elements: int):
+    hidden, weight, _ = material()
+    states, matrix = (
+        (hidden.flip(0) * 0.5)[:, :7].contiguous(),
+        weight[:, :7].contiguous(),
+    )  # of another width
+    inputs = (hidden.requires_grad_(), weight.requires_grad_())
+    found = token_kl(hidden, weight, Beside(states.detach(), matrix.detach()), 0.7, chunk_elements)
+    log_p = torch.log_softmax(hidden @ weight.T / 0.7, dim=1)
+    expected = (log_p.exp() * (log_p - torch.log_softmax(states @ matrix.T / 0.7, dim=1))).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    scale = torch.linspace(-1, 2, len(found), dtype=found.dtype, device=found.device)
+    pairs = zip(*(torch.autograd.grad((scale * kl).sum(), inputs) for kl in (found, expected)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_kl", [False, True])
+def test_logits_are_never_whole_in_memory(with_kl: bool):
     """Peak memory of forward and backward, measured: far below [tokens, vocab] in float32."""
     k, v = 2048, 16384
     hidden, weight, labels = material(k, 8, v, torch.float32)
@@ -107,6 +126,10 @@ def test_logits_are_never_whole_in_memory():
             return out
 
     with Watch():
-        token_logprobs(hidden, weight, labels, chunk_elements=v * 64).logprobs.sum().backward()
+        loss = token_logprobs(hidden, weight, labels, chunk_elements=v * 64).logprobs.sum()
+        if with_kl:
+            other = Beside(torch.zeros(k, 8), torch.ones(v, 8))
+            loss = loss + token_kl(hidden, weight, Beside(*(t.to(DEVICE) for t in other)), 1.0, v * 64).sum()
+        loss.backward()
     assert largest == v * 64
     assert hidden.grad is not None

@@ -27,6 +27,7 @@ EVERYTHING = {
     "advantage_estimator": "reinforce_plus_plus",
     "gamma": 0.9,
     "kl_beta": 0.1,
+    "kl_type": "full",
     "kl_in_reward": {"beta": 0.1},
     "use_decoupled_loss": True,
     "rollout_correction": {"reject": "sequence", "reject_above": 1.2, "off_policy_mask": 0.05},

@@ -13,6 +13,7 @@ import torch
 
 from policy_worker.errors import BadBatchError
 from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
@@ -104,9 +105,12 @@ def test_equals_an_independent_implementation(group: Group, options: dict[str, A
 
 
 KL = [
-    *({"kl_beta": 0.2, "kl_type": kind} for kind in ("k1", "abs", "k2", "k3")),
+    *({"kl_beta": 0.2, "kl_type": kind} for kind in ("k1", "abs", "k2", "k3", "full")),
     {"kl_beta": 0.2, "unbiased_kl_estimate": True, "loss_type": "seq-mean-token-mean"},
-    *({"kl_in_reward": {"beta": 0.1, "type": kind}, "unbiased_advantage": True} for kind in ("k1", "k3")),
+    *(
+        {"kl_in_reward": {"beta": 0.1, "type": kind}, "unbiased_advantage": True}
+        for kind in ("k1", "k3", "full")
+    ),
 ]
 
 
@@ -241,9 +245,12 @@ def test_samples_without_advantage_are_left_out_exactly(group: Group, options: d
         algorithm = make_grpo(group, config, encode_step(samples))
         seen: list[int] = []
         forward = algorithm._trainer.forward
-        algorithm._trainer.forward = lambda batch, t, f=forward, s=seen: (s.extend(batch.rows), f(batch, t))[
-            1
-        ]
+
+        def watched(batch: MicroBatch, *rest: Any, forward: Any = forward, seen: list[int] = seen) -> Any:
+            seen.extend(batch.rows)
+            return forward(batch, *rest)
+
+        algorithm._trainer.forward = watched
         metrics = train_step(algorithm, 0)
         found.append([p.detach().clone() for p in algorithm._trainer.model.parameters()])
         computed.append((len(seen), metrics["computed_fraction"]))
@@ -313,7 +320,13 @@ CUTS = [
             {"loss_type": "token-mean", "variant": "cispo", "advantage_estimator": "rloo"},
             {"loss_type": "seq-mean-token-mean", "advantage_estimator": "reinforce_plus_plus", "gamma": 0.9},
             {"rollout_correction": {"weights": "sequence"}},
-            {"variant": "geo_mean", "kl_beta": 0.1, "kl_in_reward": {"beta": 0.1}, "whiten_advantages": True},
+            {
+                "variant": "geo_mean",
+                "kl_beta": 0.1,
+                "kl_type": "full",
+                "kl_in_reward": {"beta": 0.1, "type": "full"},
+                "whiten_advantages": True,
+            },
         ],
     ),
     ids=str,
