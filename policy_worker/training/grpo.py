@@ -245,7 +245,7 @@ class Grpo:
         rows = [row for row in range(table.n_samples) if learned[row]]
         computed = {row for mini_batch in plan for row in mini_batch.computed}
         facts = {"computed_fraction": len(computed) / max(len(rows), 1)}
-        if self._leaves_out:
+        if self._leaves_out or self._masks != SampleMasks():
             whole = sum(table.response_tokens[row] for row in rows)
             facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / max(whole, 1)
         return facts
