@@ -202,7 +202,8 @@ def test_samples_that_are_masked_are_not_trained_in_place_of_others(group: Group
         for i, (s, end) in enumerate(zip(random_samples(8), ["length", "stop"] * 4, strict=True))
     ]
     config = make_config(
-        {"sample_masks": CUT_SHORT}, {"metrics_of_all_samples": computed, "optm_weight_decay": 0.0}
+        {"sample_masks": CUT_SHORT, "epsilon_low": -1.0, "epsilon_high": -1.0},
+        {"metrics_of_all_samples": computed, "optm_weight_decay": 0.0},
     )
     algorithm = make_grpo(group, config, encode_step(samples))
     before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
