@@ -1,7 +1,8 @@
-"""Which tokens of a sample count in the loss, beyond those that the policy generated."""
+"""Which samples count in the loss, and which tokens of a sample, beyond those that the policy generated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.algorithms.losses import LOG_RATIO_BOUND
+from schema.wire.batch import StepTable
 
 
 def shared_prefixes(
@@ -89,3 +91,41 @@ class Rejection:
         if self.off_policy is not None and advantage < 0:
             rejected |= -log_ratio.mean() > self.off_policy
         return rejected
+
+
+@dataclass(frozen=True)
+class SampleMasks:
+    """Samples that get no loss, known from the table of a step; they count in the statistics of their group.
+
+    truncated: answers that end at their longest. mean_score_above, mean_score_below: groups whose mean score is not
+    between these, both excluded. failed_from_tokens: answers of a score of 0 or less that are at least so long.
+    Source: the masks of ROLL (max_len_mask, difficulty_mask, error_max_len_clip).
+    """
+
+    truncated: bool = False
+    mean_score_above: float | None = None
+    mean_score_below: float | None = None
+    failed_from_tokens: int | None = None
+
+    def rows(self, table: StepTable) -> dict[str, set[int]]:
+        """The rows that each mask leaves out, by its name, of those that have a score; only masks that are on."""
+        scores = {row: score for row, score in enumerate(table.score) if score is not None}
+        found: dict[str, set[int]] = {}
+        if self.truncated:
+            found["truncated"] = {row for row in scores if table.finish_reason[row] == "length"}
+        if self.mean_score_above is not None or self.mean_score_below is not None:
+            found["mean_score"] = self._of_difficulty(table, scores)
+        if self.failed_from_tokens is not None:
+            least = self.failed_from_tokens
+            long = {row for row in scores if table.response_tokens[row] >= least}
+            found["failed"] = {row for row in long if scores[row] <= 0}
+        return found
+
+    def _of_difficulty(self, table: StepTable, scores: Mapping[int, float]) -> set[int]:
+        groups: dict[int, list[int]] = {}
+        for row in scores:
+            groups.setdefault(table.group[row], []).append(row)
+        low = -math.inf if self.mean_score_above is None else self.mean_score_above
+        high = math.inf if self.mean_score_below is None else self.mean_score_below
+        means = {group: math.fsum(scores[row] for row in rows) / len(rows) for group, rows in groups.items()}
+        return {row for group, rows in groups.items() if not low < means[group] < high for row in rows}

@@ -35,7 +35,7 @@ from policy_worker.algorithms.losses import (
     policy_loss_of,
     policy_objective,
 )
-from policy_worker.algorithms.masks import Rejection, prefixes_of_groups
+from policy_worker.algorithms.masks import Rejection, SampleMasks, prefixes_of_groups
 from policy_worker.algorithms.mismatch import mismatch_sums
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
@@ -80,6 +80,7 @@ class Grpo:
         self._old_batching = self._batching.cut_to(old.mini_batch, old.max_token_len_per_mini_batch)
         self._correction = correction_of(config.grpo)
         self._rejection = rejection_of(config.grpo)
+        self._masks = SampleMasks(**config.grpo.sample_masks.model_dump())
         self._cap = config.grpo.rollout_correction.cap
         self._min_prefix = config.grpo.min_filter_prefix_tokens
         self._skips_idle = (
@@ -111,7 +112,9 @@ class Grpo:
         """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone."""
         trainer = self._trainer
         learned = [counts(table, row) for row in range(table.n_samples)]
-        idle = self._idle(table)
+        masks = self._masks.rows(table)
+        masked = set[int]().union(*masks.values())
+        idle = self._idle(table, masked)
         plan = plan_step(
             table.total_tokens,
             learned,
@@ -142,9 +145,12 @@ class Grpo:
             lambda sums: trainer.group.reduce(sums, "sum"),
             rewards := self._token_rewards(samples, columns),
         )
-        tokens = self._leave_out(table, samples, prefixes, advantages, columns)
+        tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         metrics.facts = self._facts(plan, learned, table, tokens)
+        metrics.facts |= {
+            f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
+        }
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         for number, mini_batch in enumerate(plan):
             norm = normalizers(table, tokens, mini_batch.rows)
@@ -163,8 +169,8 @@ class Grpo:
                 if number == 0:
                     metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
             metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
-        if not plan:
-            log.warning("step %d has no sample with a score: it is committed without an update", table.step)
+        if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
+            log.warning("step %d has no sample that counts: it is committed without an update", table.step)
         metrics.facts |= self._reward_kl(rewards)
         self.kept = kept.gather(trainer.group, advantages.by_sample, idle)
         if kept.cut and trainer.group.leads and not self._said_cut:
@@ -185,14 +191,15 @@ class Grpo:
         groups = {table.group[row] for row in rows}
         return [row for row in range(table.n_samples) if learned[row] and table.group[row] in groups]
 
-    def _idle(self, table: StepTable) -> set[int]:
+    def _idle(self, table: StepTable, masked: set[int]) -> set[int]:
         """Rows whose loss is zero whatever the model says of them, and that change no count: from the table alone."""
-        knows = self._advantages.estimator.over_outcomes is not None and not self._kl_in_reward.beta
-        if not (self._skips_idle and knows) or self._leaves_out:
+        if self._advantages.estimator.over_outcomes is None or self._kl_in_reward.beta:
             return set()
+        if not self._skips_idle or self._leaves_out:
+            return masked
         found = self._advantages.of_step(table.score, table.group, table.response_tokens, (), list).by_sample
         nll = self._loss.positive_nll_coef
-        return {
+        return masked | {
             row
             for row, advantage in enumerate(found)
             if advantage == 0.0 and not (nll and (table.score[row] or 0.0) > 0)
@@ -214,21 +221,26 @@ class Grpo:
         self,
         table: StepTable,
         samples: Mapping[int, TrainSample],
+        masked: set[int],
         prefixes: Mapping[int, int],
         advantages: Advantages,
         columns: dict[str, dict[int, Tensor]],
     ) -> list[int]:
         """How many tokens of each row count, [n]; the others get a column. A collective if there may be any."""
-        if not self._leaves_out:
-            return table.response_tokens
+        unmasked = [0 if row in masked else n for row, n in enumerate(table.response_tokens)]
+        if not (self._leaves_out or masked):
+            return unmasked
         marks, counted = {}, [0.0] * table.n_samples
         for row, sample in samples.items():
-            mark = torch.arange(sample.learned_tokens) < prefixes.get(row, 0)
+            first = sample.learned_tokens if row in masked else prefixes.get(row, 0)
+            mark = torch.arange(sample.learned_tokens) < first
             if self._rejection is not None:
                 log_ratio = columns[OLD][row] - sample.learned_logprobs
                 mark |= self._rejection.of_sample(log_ratio, advantages.by_sample[row])
             marks[row], counted[row] = mark.float(), float((~mark).sum())
         columns[LEFT_OUT] = marks
+        if not self._leaves_out:
+            return unmasked
         return [int(value) for value in self._trainer.group.reduce(counted, "sum")]
 
     def _facts(
@@ -238,7 +250,7 @@ class Grpo:
         rows = [row for row in range(table.n_samples) if learned[row]]
         computed = {row for mini_batch in plan for row in mini_batch.computed}
         facts = {"computed_fraction": len(computed) / max(len(rows), 1)}
-        if self._leaves_out:
+        if self._leaves_out or self._masks != SampleMasks():
             whole = sum(table.response_tokens[row] for row in rows)
             facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / max(whole, 1)
         return facts

@@ -45,6 +45,7 @@ from schema.wire.sample import Sample
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
 from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
 from tests.policy_worker.material import (
+    cut_short,
     encode_step,
     random_samples,
     tiny_model,
@@ -78,6 +79,13 @@ def _trainer(config: Config, place: Place) -> Trainer:
 def gradient_of_alike_beginnings(config: Config, place: Place) -> dict[str, np.ndarray]:
     """The gradient where good and bad answers begin with the same two tokens."""
     algorithm, found = _grpo(config, place, samples=with_shared_prefixes(random_samples(12)))
+    train_step(algorithm, 0)
+    return found
+
+
+def gradient_of_short_and_cut(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The gradient where every third answer is ended by the longest one."""
+    algorithm, found = _grpo(config, place, samples=cut_short(random_samples(12, n_masked=1)))
     train_step(algorithm, 0)
     return found
 
@@ -246,6 +254,16 @@ watch(
     },
 )
 watch(gradient_of_alike_beginnings, unclipped, {f"{POLICY}.min_filter_prefix_tokens": (UNSET, 2)})
+watch(
+    gradient_of_short_and_cut,
+    unclipped,
+    {
+        f"{POLICY}.sample_masks.truncated": (False, True),
+        f"{POLICY}.sample_masks.mean_score_above": (UNSET, 0.5),
+        f"{POLICY}.sample_masks.mean_score_below": (UNSET, 0.75),
+        f"{POLICY}.sample_masks.failed_from_tokens": (UNSET, 4),
+    },
+)
 watch(
     gradient_of_half,
     changed(unclipped, {f"{POLICY}.mini_batch": 12}),

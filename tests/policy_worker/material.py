@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,14 @@ def with_shared_prefixes(samples: list[Sample], length: int = 2) -> list[Sample]
             start = sample.header.prompt_tokens
             sample.token_ids[start : start + length] = range(7, 7 + length)
     return samples
+
+
+def cut_short(samples: list[Sample]) -> list[Sample]:
+    """The same, every third ended by the longest answer."""
+    return [
+        replace(s, header=s.header.model_copy(update={"finish_reason": "stop" if i % 3 else "length"}))
+        for i, s in enumerate(samples)
+    ]
 
 
 def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, timeline: int = 0) -> StepTable:

@@ -75,7 +75,7 @@ def grpo_loss(
             if sample.header.score is not None:
                 made = [float(lp) for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m]
                 kl = (
-                    sum(map(float, full_kl(lm, frozen, sample, temperature)))
+                    sum(float(kl.detach()) for kl in full_kl(lm, frozen, sample, temperature))
                     if how.kl_in_reward.type == "full"
                     else sum(
                         _kl(torch.tensor(a - b), how.kl_in_reward.type)
@@ -86,7 +86,12 @@ def grpo_loss(
                 header = sample.header.model_copy(update={"score": score})
                 samples[number] = replace(sample, header=header)
     values = advantages(samples, group_size, how.unbiased_advantage)
-    chosen = [(s, a) for s, a in zip(samples, values, strict=True) if s.header.score is not None]
+    masked = _masked(samples, group_size, how)
+    chosen = [
+        (sample, advantage)
+        for number, (sample, advantage) in enumerate(zip(samples, values, strict=True))
+        if sample.header.score is not None and number not in masked
+    ]
     place = {id(sample): number for number, sample in enumerate(samples)}
     told = {id(sample): token_facts(lm, sample, temperature) for sample, _ in chosen}
     kept = {id(sample): _kept(told[id(sample)], advantage, how) for sample, advantage in chosen}
@@ -119,6 +124,25 @@ def grpo_loss(
             nll = -torch.stack([logprob for (logprob, _, _), counted in pairs if counted]).sum()
             total = total + how.positive_nll_coef * nll / n_positive
     return total
+
+
+def _masked(samples: Sequence[Sample], group_size: int, how: GrpoConfig) -> set[int]:
+    """Which samples with a score get no loss."""
+    masks, found = how.sample_masks, set()
+    for number, sample in enumerate(samples):
+        header, first = sample.header, number // group_size * group_size
+        scores = [other.header.score for other in samples[first : first + group_size]]
+        known = [score for score in scores if score is not None]
+        if header.score is None:
+            continue
+        mean = sum(known) / len(known)
+        too_hard = masks.mean_score_above is not None and mean <= masks.mean_score_above
+        too_easy = masks.mean_score_below is not None and mean >= masks.mean_score_below
+        cut = masks.truncated and header.finish_reason == "length"
+        long = masks.failed_from_tokens is not None and header.response_tokens >= masks.failed_from_tokens
+        if too_hard or too_easy or cut or (long and header.score <= 0):
+            found.add(number)
+    return found
 
 
 def _kl(d: Tensor, kind: str) -> Tensor:

@@ -238,6 +238,27 @@ def options_belong_to_their_estimator(config: Config) -> Iterator[Problem]:
             yield Problem(f"{_POLICY}.{name}", message, value, hint, related=(_ESTIMATOR,))
 
 
+_MASKS = f"{_POLICY}.sample_masks"
+
+
+def masks_leave_samples(config: Config) -> Iterator[Problem]:
+    """Thresholds of the difficulty of prompts leave some between them; an answer can be as long as is masked."""
+    if not config.is_grpo:
+        return
+    masks, longest = config.grpo.sample_masks, config.rollout.max_response_length
+    above, below = masks.mean_score_above, masks.mean_score_below
+    if above is not None and below is not None and above >= below:
+        key, other = f"{_MASKS}.mean_score_above", f"{_MASKS}.mean_score_below"
+        message = f"no mean score is above {above} and below {other} = {below}: nothing would be trained"
+        yield Problem(key, message, above, "leave it out, or write a smaller number", related=(other,))
+    tokens = masks.failed_from_tokens
+    if tokens is not None and tokens > longest:
+        key, other = f"{_MASKS}.failed_from_tokens", "rollout.max_response_length"
+        message = f"{tokens} has no effect: no answer is longer than {other} = {longest}"
+        hint = f"leave it out, or write {key} = {max(longest // 2, 1)}"
+        yield Problem(key, message, tokens, hint, related=(other,))
+
+
 _BETA = f"{_POLICY}.kl_beta"
 _REWARD = f"{_POLICY}.kl_in_reward"
 _EITHER = f"{_BETA} = 0.0 and {_REWARD}.beta = 0.0"
@@ -318,6 +339,7 @@ ALGORITHM_RULES = (
     critic_warms_up_in_time,
     groups_are_large_enough,
     options_belong_to_their_estimator,
+    masks_leave_samples,
     loss_term_is_on,
     reference_is_used,
     resets_agree,

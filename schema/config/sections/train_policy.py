@@ -70,6 +70,36 @@ class RewardShapingConfig(Section):
     )
 
 
+class SampleMasksConfig(Section):
+    """`[train.train_policy.sample_masks]`: samples that get no loss, but count in their group's statistics."""
+
+    truncated: bool = key(
+        False,
+        "Whether answers that end at rollout.max_response_length get no loss.",
+        acts="number: Loss and gradient.",
+    )
+    mean_score_above: float | None = key(
+        None,
+        "Groups get a loss only if the mean score of their samples is above this: harder prompts get none. Unset: "
+        "however hard.",
+        acts="number: Loss and gradient.",
+        example=0.1,
+    )
+    mean_score_below: float | None = key(
+        None,
+        "Groups get a loss only if the mean score of their samples is below this: easier prompts get none. Unset: "
+        "however easy.",
+        acts="number: Loss and gradient.",
+        example=0.95,
+    )
+    failed_from_tokens: Tokens | None = key(
+        None,
+        "Answers of so many tokens or more that score 0 or less get no loss. Unset: however long.",
+        acts="number: Loss and gradient.",
+        example=1024,
+    )
+
+
 KlEstimator = Literal["k1", "abs", "k2", "k3", "full"]
 
 
@@ -352,6 +382,9 @@ class GrpoConfig(_DataloaderConfig):
     )
     reward_shaping: RewardShapingConfig = key(
         RewardShapingConfig, "What becomes of scores before the advantage estimator sees them."
+    )
+    sample_masks: SampleMasksConfig = key(
+        SampleMasksConfig, "Samples that get no loss, by length and difficulty."
     )
     kl_beta: NotNegative = cosmos_key(
         0.0,

@@ -55,7 +55,7 @@ _REASONS: dict[str, str] = {
                 "train.train_policy.use_remote_reward train.train_policy.remote_reward.* "
                 "validation.use_remote_reward validation.remote_reward.*"
             ),
-            "advantages are not clipped; an estimator of your own can": (
+            "train.train_policy.advantage_clip cuts advantages on both sides alike": (
                 "train.train_policy.advantage_low train.train_policy.advantage_high"
             ),
             _SCHEDULE: (

@@ -29,7 +29,8 @@ METHOD_KEYS: frozenset[str] = frozenset(
             "entropy_coeff kl_beta kl_type kl_in_reward.beta kl_in_reward.type kl_in_reward.controller "
             "kl_in_reward.target kl_in_reward.horizon rollout_correction.weights rollout_correction.cap "
             "rollout_correction.reject rollout_correction.reject_below rollout_correction.reject_above "
-            "rollout_correction.off_policy_mask "
+            "rollout_correction.off_policy_mask sample_masks.truncated sample_masks.mean_score_above "
+            "sample_masks.mean_score_below sample_masks.failed_from_tokens "
             "overlong_reward reference_reset_interval mu_iterations"
         )
     }

@@ -27,6 +27,7 @@ from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, R
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, lost, reason
 from schema.interop.roll.facts import (
+    group_size,
     has_advantages,
     has_loss_kl,
     has_reference,
@@ -317,6 +318,52 @@ def _filters(context: ConversionContext, leaf: KeyPath) -> Result:
     )
 
 
+_MASKS = f"{POLICY}.sample_masks"
+
+
+def _no_difficulty(context: ConversionContext) -> str:
+    if not context.flag("difficulty_mask"):
+        return "difficulty_mask is off"
+    return "a group of one sample has no difficulty" if group_size(context) == 1 else ""
+
+
+@computed(
+    f"{_MASKS}.mean_score_above",
+    f"{_MASKS}.mean_score_below",
+    words="true: with difficulty_low_threshold and difficulty_high_threshold, 0 and 1 by default",
+)
+def _difficulty(context: ConversionContext, leaf: KeyPath) -> Result:
+    values.flag(leaf.value)
+    if off := _no_difficulty(context):
+        return implicit(off)
+    low, high = (
+        context.number(f"difficulty_{side}_threshold", default)
+        for side, default in (("low", 0.0), ("high", 1.0))
+    )
+    return mapped((f"{_MASKS}.mean_score_above", low), (f"{_MASKS}.mean_score_below", high))
+
+
+def _no_long_failures(context: ConversionContext) -> str:
+    if not context.flag("error_max_len_clip"):
+        return "error_max_len_clip is off"
+    least, longest = context.integer("error_max_len_threshold", None), response_length(context)
+    if least is None or (longest is not None and least > longest):
+        return "no answer is as long as error_max_len_threshold"
+    return ""
+
+
+@computed(f"{_MASKS}.failed_from_tokens", words="true: with error_max_len_threshold")
+def _long_failures(context: ConversionContext, leaf: KeyPath) -> Result:
+    values.flag(leaf.value)
+    if off := _no_long_failures(context):
+        return implicit(off)
+    context.warn(
+        "error_max_len_clip: ROLL trains on answers that score 1, and on shorter ones that score 0; here answers of "
+        "any score above 0 are trained, however long, and shorter ones of any score"
+    )
+    return mapped((f"{_MASKS}.failed_from_tokens", context.integer("error_max_len_threshold")))
+
+
 @computed(words="on-policy: both are the same")
 def _old_log_probs(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in _OFF:
@@ -395,20 +442,17 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     *(
         Rule(key, lost(key))
         for key in words(
-            "use_reward_scaling use_reward_norm whiten_rewards add_len_reward max_len_mask difficulty_mask "
-            "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss use_topr_neg_loss_coef l2"
+            "use_reward_scaling use_reward_norm whiten_rewards add_len_reward difficulty_loss_weight "
+            "length_loss_weight use_topr_loss use_topr_neg_loss_coef l2"
         )
     ),
     Rule("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),
     Rule("minibatch_data_iter_num", lost("minibatch_data_iter_num", 1)),
     Rule("mask_type", to.unless(("loss", None), "masks act on the loss alone", lost("mask_type"))),
-    *(
-        Rule(key, lost(key), when=needs("difficulty_mask", "difficulty_mask is off"))
-        for key in ("difficulty_low_threshold", "difficulty_high_threshold")
-    ),
-    Rule(
-        "error_max_len_threshold",
-        lost("error_max_len_threshold"),
-        when=needs("error_max_len_clip", "error_max_len_clip is off"),
-    ),
+    Rule("max_len_mask", to.unless(_OFF, "no mask", to.flag(f"{_MASKS}.truncated", "as it is"))),
+    Rule("difficulty_mask", to.unless(_OFF, "no mask", _difficulty)),
+    Rule("difficulty_low_threshold", to.number(f"{_MASKS}.mean_score_above"), when=_no_difficulty),
+    Rule("difficulty_high_threshold", to.number(f"{_MASKS}.mean_score_below"), when=_no_difficulty),
+    Rule("error_max_len_clip", to.unless(_OFF, "no mask", _long_failures)),
+    Rule("error_max_len_threshold", to.integer(f"{_MASKS}.failed_from_tokens"), when=_no_long_failures),
 )

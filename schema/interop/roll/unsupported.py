@@ -36,10 +36,7 @@ _ESTIMATOR = (
     "an estimator over ROLL's agent steps; one of your own can do it "
     '(train.train_policy.advantage_estimator = "path/to/file.py:function")'
 )
-_MASK = (
-    "samples are not masked by length or difficulty; dynamic sampling (filter_reward_metric) drops groups whose "
-    "answers all score the same, overlong_reward penalises long answers"
-)
+_MASK = "masked samples leave the loss alone: they count in the advantages of their group, and in whitening"
 _WEIGHT = "all samples weigh the same in the loss; loss_type says how they are averaged"
 _LOSS = 'a loss of ROLL\'s own; train.train_policy.variant = "path/to/file.py:function" is the key for one of yours'
 _CORRECTION = (
@@ -91,10 +88,7 @@ _TOP = {
                 "whiten_rewards norm_mean_type norm_std_type reward_normalization.*"
             ),
             _ADVANTAGE: "whiten_advantages",
-            _MASK: (
-                "max_len_mask difficulty_mask difficulty_low_threshold difficulty_high_threshold "
-                "error_max_len_clip error_max_len_threshold mask_type"
-            ),
+            _MASK: "mask_type",
             _WEIGHT: "difficulty_loss_weight length_loss_weight",
             _LOSS: "use_topr_loss use_topr_neg_loss_coef",
             _AGENT: (
@@ -239,8 +233,8 @@ _METHOD: dict[str, tuple[Any, ...]] = {
         words(
             "pipeline_cls adv_estimator whiten_advantages reward_clip reward_norm reward_shift "
             "use_reward_scaling use_reward_norm whiten_rewards norm_mean_type norm_std_type add_len_reward "
-            "reward_normalization.norm_mean_type reward_normalization.norm_std_type max_len_mask "
-            "difficulty_mask error_max_len_clip difficulty_loss_weight length_loss_weight use_topr_loss "
+            "reward_normalization.norm_mean_type reward_normalization.norm_std_type "
+            "difficulty_loss_weight length_loss_weight use_topr_loss "
             "use_topr_neg_loss_coef l2 train_infer_correction.is_weight.weight_type "
             "train_infer_correction.filters dataset_filter.source dataset_filter.min_difficulty "
             "dataset_filter.max_difficulty dataset_filter.num_samples train_env_manager.format_penalty "

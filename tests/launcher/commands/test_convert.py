@@ -102,26 +102,26 @@ def test_a_batch_that_ends_within_a_group_is_rounded_and_named(tmp_path: Path) -
 
 def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
     source, target = tmp_path / "agents.yaml", tmp_path / "run.toml"
-    source.write_text((ROOT / "examples/roll_grpo.yaml").read_text() + "max_len_mask: true\n")
+    source.write_text((ROOT / "examples/roll_grpo.yaml").read_text() + "use_topr_loss: true\n")
     run = convert(source, "-o", target, "--strict")
     assert run.returncode == 2
     report = run.stderr.splitlines()
     first = report.index(next(line for line in report if line.startswith("unsupported:")))
-    assert "max_len_mask = true" in report[first + 1]
+    assert "use_topr_loss = true" in report[first + 1]
     assert first < report.index("none:")
-    assert run.stderr.count("max_len_mask = true") == 1  # not once more among the problems of the result
+    assert run.stderr.count("use_topr_loss = true") == 1  # not once more among the problems of the result
     assert "\n\n\n" not in run.stderr
     for arguments in (
         ["validate", target],
         ["validate", target, "--set", "unsupported={}"],
-        ["validate", target, "--set", "unsupported.max_len_mask=false"],
+        ["validate", target, "--set", "unsupported.use_topr_loss=false"],
         ["--config", target, "--dry-run"],
         ["--config", target],
     ):
         cosmos(*arguments).complains(2, "unsupported")
-    line = target.read_text().splitlines().index("max_len_mask = true") + 1
-    assert f"{target}:{line}:1: unsupported.max_len_mask" in cosmos("validate", target).stderr
-    target.write_text(target.read_text().replace("[unsupported]\n", "").replace("max_len_mask = true\n", ""))
+    line = target.read_text().splitlines().index("use_topr_loss = true") + 1
+    assert f"{target}:{line}:1: unsupported.use_topr_loss" in cosmos("validate", target).stderr
+    target.write_text(target.read_text().replace("[unsupported]\n", "").replace("use_topr_loss = true\n", ""))
     assert cosmos("validate", target).returncode == 0
 
 

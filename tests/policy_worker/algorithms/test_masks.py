@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy_worker.algorithms.masks import prefixes_of_groups, shared_prefixes
+from policy_worker.algorithms.masks import SampleMasks, prefixes_of_groups, shared_prefixes
+from schema.wire.batch import StepTable
+from tests.policy_worker.material import make_sample, make_table
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6).map(lambda ids: np.array(ids, np.int32))
 
@@ -35,3 +37,27 @@ def test_groups_are_apart():
     same = np.array([1, 2], np.int32)
     found = prefixes_of_groups({3: same, 0: same, 2: same}, [0, 0, 1, 0], [0.0, None, 5.0, 1.0], 1)
     assert found == {0: 2, 3: 2, 2: 0}
+
+
+def scored(*rows: tuple[float | None, int, str]) -> StepTable:
+    """A table of groups of two: score, generated tokens and end of each sample."""
+    made = [
+        make_sample(i % 2, [5], [6] * tokens, [-1.0] * tokens, score, finish_reason=end)
+        for i, (score, tokens, end) in enumerate(rows)
+    ]
+    return make_table(made, group_size=2)
+
+
+def test_masks_of_samples_by_hand():
+    table = scored(
+        (1.0, 4, "length"), (0.0, 3, "stop"), (0.0, 4, "stop"), (0.0, 2, "length"),
+        (1.0, 4, "stop"), (None, 4, "length"), (1.0, 1, "stop"), (1.0, 2, "stop"),
+    )  # fmt: skip
+    assert SampleMasks().rows(table) == {}
+    assert SampleMasks(truncated=True).rows(table) == {"truncated": {0, 3}}
+    assert SampleMasks(mean_score_above=0.0).rows(table) == {"mean_score": {2, 3}}
+    assert SampleMasks(mean_score_below=1.0).rows(table) == {"mean_score": {4, 6, 7}}
+    assert SampleMasks(mean_score_above=0.5).rows(table) == {"mean_score": {0, 1, 2, 3}}
+    assert SampleMasks(failed_from_tokens=3).rows(table) == {"failed": {1, 2}}
+    everything = SampleMasks(True, 0.0, 1.0, 3).rows(table)
+    assert everything == {"truncated": {0, 3}, "mean_score": {2, 3, 4, 6, 7}, "failed": {1, 2}}

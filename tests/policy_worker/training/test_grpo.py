@@ -22,6 +22,7 @@ from policy_worker.training.grpo import Grpo
 from schema.config import Config
 from schema.wire.sample import Sample
 from tests.policy_worker.material import (
+    cut_short,
     encode_step,
     make_config,
     make_sample,
@@ -34,6 +35,8 @@ from tests.policy_worker.reference import grpo_loss, token_facts
 from tests.support.devices import rounding
 from tests.support.effort import combinations
 
+EVEN = [0.0, 0.5, 1.0, 0.5]
+"""Scores of a group whose second and fourth sample have no advantage."""
 RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
 
 
@@ -164,6 +167,70 @@ def test_a_step_all_of_whose_tokens_are_left_out_updates_nothing(group: Group):
         assert torch.equal(old, new)
 
 
+CUT_SHORT = {"truncated": True}
+MASKS: list[dict[str, Any]] = [
+    {"sample_masks": CUT_SHORT, "loss_type": "seq-mean-token-mean"},
+    {"sample_masks": {"mean_score_above": 0.5}, **RICH},
+    {"sample_masks": {"mean_score_below": 0.75}, "loss_type": "seq-mean-token-sum"},
+    {"sample_masks": {"failed_from_tokens": 4}},
+    {"sample_masks": CUT_SHORT, "kl_in_reward": {"beta": 0.1, "type": "k1"}, "unbiased_advantage": True},
+    {
+        "sample_masks": {**CUT_SHORT, "mean_score_below": 0.75, "failed_from_tokens": 6},
+        "rollout_correction": {"reject": "token", "reject_below": 0.7},
+    },
+]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_masked_samples_equal_an_independent_implementation(group: Group, options: dict[str, Any]):
+    samples, model = cut_short(random_samples(12, n_masked=1)), tiny_model()
+    frozen = tiny_model(seed=1).lm if "kl_in_reward" in options else None
+    loss = grpo_loss(model.lm, samples, make_config(options).grpo, frozen=frozen)
+    loss.backward()
+    metrics, gradients = trained(group, samples, {"mini_batch": 3, **options})
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=rounding(2e-5), abs=1e-7)
+    assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
+    shares = {name: value for name, value in metrics.items() if name.startswith("masked_fraction/")}
+    assert shares.keys() == {
+        f"masked_fraction/{name.removesuffix('_above').removesuffix('_below').removesuffix('_from_tokens')}"
+        for name in options["sample_masks"]
+    }
+    assert all(0 < share < 1 for share in shares.values()), shares
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_samples_that_are_masked_are_not_trained_in_place_of_others(group: Group, computed: bool):
+    """Nothing of this optimizer step is computed for its own sake: each sample is masked or without advantage."""
+    samples = [
+        replace(s, header=s.header.model_copy(update={"score": EVEN[i % 4], "finish_reason": end}))
+        for i, (s, end) in enumerate(zip(random_samples(8), ["length", "stop"] * 4, strict=True))
+    ]
+    config = make_config(
+        {"sample_masks": CUT_SHORT, "epsilon_low": -1.0, "epsilon_high": -1.0},
+        {"metrics_of_all_samples": computed, "optm_weight_decay": 0.0},
+    )
+    algorithm = make_grpo(group, config, encode_step(samples))
+    before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
+    metrics = train_step(algorithm, 0)
+    assert (metrics["optimizer_steps"], metrics["masked_fraction/truncated"]) == (1.0, 0.5)
+    for old, new in zip(before, algorithm._trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_in_reward": {"beta": 0.1}}], ids=str)
+def test_a_step_all_of_whose_samples_are_masked_updates_nothing(
+    group: Group, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    config = make_config({"sample_masks": {"mean_score_above": 9.0}, **options})
+    algorithm = make_grpo(group, config, encode_step(random_samples(8)))
+    before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
+    metrics = train_step(algorithm, 0)
+    assert (metrics["optimizer_steps"], metrics["masked_fraction/mean_score"]) == (0.0, 1.0)
+    assert "no sample that counts" in caplog.text
+    for old, new in zip(before, algorithm._trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
 CORRECTIONS: list[dict[str, Any]] = [
     {"use_decoupled_loss": True},
     {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.5},
@@ -223,10 +290,6 @@ def test_mismatch_is_measured_apart_for_engine_and_staleness(group: Group):
         for name, value in expected.items():
             found = metrics[f"mismatch/{cause}_{name}"]
             assert found == pytest.approx(value, rel=rounding(1e-4), abs=1e-7), (cause, name)
-
-
-EVEN = [0.0, 0.5, 1.0, 0.5]
-"""Scores of a group whose second and fourth sample have no advantage."""
 
 
 @pytest.mark.parametrize(

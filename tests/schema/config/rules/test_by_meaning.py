@@ -66,6 +66,13 @@ FAULTS = {
         )
         for section, extra in ((P, {}), (f"{P}.old_log_prob", {}), ("reference", {}), ("critic", CRITIC))
     ],
+    algorithm.masks_leave_samples: [
+        (
+            {f"{P}.sample_masks.mean_score_above": 0.5, f"{P}.sample_masks.mean_score_below": 0.5},
+            *("above 0.5", "mean_score_below = 0.5"),
+        ),
+        ({f"{P}.sample_masks.failed_from_tokens": 2049}, "rollout.max_response_length = 2048"),
+    ],
     batch.responses_leave_room: [
         ({"rollout.max_response_length": 4096}, "4096 tokens", "policy.model_max_length = 4096", "up to 4095")
     ],
@@ -518,6 +525,8 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, {KL: {"beta": 0.1, "controller": "adaptive", "target": 0.2}, "reference.offload": True}),
     (GRPO, {f"{P}.mini_batch_shuffle": True, f"{P}.mini_batch_shuffle_seed": 1, f"{P}.mu_iterations": 2}),
     (GRPO, {f"{P}.mini_batch_shuffle": True, f"{P}.{OPTIMIZE}": 8}),
+    (GRPO, {f"{P}.sample_masks": {"mean_score_above": 0.0, "mean_score_below": 1.0}}),
+    (GRPO, {f"{P}.sample_masks": {"truncated": True, "failed_from_tokens": 2048}}),
     (GRPO, {f"{P}.aipo_rho": 4.0, f"{P}.variant": "dapo"}),
     (GRPO, {f"{P}.use_decoupled_loss": True, f"{P}.behav_imp_weight_cap": 5.0}),
     (

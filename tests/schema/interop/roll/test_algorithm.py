@@ -52,7 +52,7 @@ def test_estimators(changes: dict[str, Any], estimator: str, unbiased: bool | No
         ({"adv_estimator": "gae", "reward_norm": "batch"}, "reward_norm"),
         ({"adv_estimator": "gigpo"}, "adv_estimator"),
         ({"adv_estimator": "grpo", "reward_clip": 5, "add_token_level_kl": True}, "reward_clip"),
-        ({"adv_estimator": "grpo", "max_len_mask": True}, "max_len_mask"),
+        ({"adv_estimator": "grpo", "mask_type": "all"}, "mask_type"),
     ],
 )
 def test_what_no_estimator_does_is_said(changes: dict[str, Any], key: str) -> None:
@@ -207,6 +207,34 @@ def test_dynamic_sampling() -> None:
     assert value_of(found, f"{_POLICY}.filter_reward_metric") == ["boxed_math"]
     mean = roll_with({f"{prefix}.type": "mean_filter", f"{prefix}.filter_args.threshold_up": 0.9})
     assert mean.unsupported == {f"{prefix}.type": "mean_filter"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "masks"),
+    [
+        ({"max_len_mask": True}, {"truncated": True}),
+        ({"max_len_mask": False}, None),
+        ({"difficulty_mask": True}, {"mean_score_above": 0.0, "mean_score_below": 1.0}),
+        (
+            {"difficulty_mask": True, "difficulty_low_threshold": 0.1, "difficulty_high_threshold": 0.95},
+            {"mean_score_above": 0.1, "mean_score_below": 0.95},
+        ),
+        ({"difficulty_low_threshold": 0.1}, None),
+        ({"difficulty_mask": True, "num_return_sequences_in_group": 1}, None),
+        ({"error_max_len_clip": True, "error_max_len_threshold": 512}, {"failed_from_tokens": 512}),
+        ({"error_max_len_clip": True}, None),
+        ({"error_max_len_clip": True, "error_max_len_threshold": 1025}, None),
+        ({"error_max_len_threshold": 512}, None),
+    ],
+    ids=str,
+)
+def test_masks_of_samples(keys: dict[str, Any], masks: dict[str, Any] | None) -> None:
+    found = roll_with(keys)
+    assert value_of(found, f"{_POLICY}.sample_masks") == masks
+    assert not found.unsupported
+    assert not found.of(Outcome.UNKNOWN)
+    warned = any("error_max_len_clip" in warning for warning in found.warnings)
+    assert warned == ("failed_from_tokens" in (masks or {}))
 
 
 def test_domain_shares() -> None:
