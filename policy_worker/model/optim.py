@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,8 @@ class Optimizer:
         Raises:
             NonFiniteGradientError: on all ranks alike; nothing was applied.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = _whole(get_total_norm(gradients))
+        alike = _by_layout(self.parameters)
+        norm = torch.tensor(math.hypot(*map(_norm, alike)))
         value = float(norm)
         if not math.isfinite(value):
             raise NonFiniteGradientError(
@@ -84,7 +85,8 @@ class Optimizer:
                 f"train.optm_lr or train.optm_grad_norm_clip, or check the model's weights for NaN"
             )
         if 0 < self._settings.grad_norm_clip < value:
-            clip_grads_with_norm_(self.parameters, self._settings.grad_norm_clip, norm)
+            for parameters in alike:
+                clip_grads_with_norm_(parameters, self._settings.grad_norm_clip, norm)
         for group in self.adamw.param_groups:
             group["lr"] = self._settings.lr * lr_factor
         self.adamw.step()
@@ -117,5 +119,19 @@ def _check_possible(settings: OptimizerSettings, like: Tensor) -> None:
         ) from error
 
 
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _by_layout(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that have a gradient, by its mesh and placements: only alike tensors can be reduced together."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            sharded = isinstance(gradient, DTensor)
+            layout = (gradient.device_mesh, gradient.placements) if sharded else None
+            found.setdefault(layout, []).append(parameter)
+    return list(found.values())
+
+
+def _norm(alike: Iterable[nn.Parameter]) -> float:
+    """The norm of whole gradients. A collective of their mesh."""
+    norm = get_total_norm([p.grad for p in alike if p.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
