@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,7 +76,7 @@ class Optimizer:
         Raises:
             NonFiniteGradientError: on all ranks alike; nothing was applied.
         """
-        alike = _by_layout(self.parameters)
+        alike = _by_layout((p for p in self.parameters if p.grad is not None), lambda p: p.grad)
         norm = torch.tensor(math.hypot(*map(_norm, alike)))
         value = float(norm)
         if not math.isfinite(value):
@@ -96,7 +96,7 @@ class Optimizer:
 
 def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        parameters,
+        [{"params": alike} for alike in _by_layout(parameters, lambda p: p)],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.epsilon,
@@ -119,15 +119,15 @@ def _check_possible(settings: OptimizerSettings, like: Tensor) -> None:
         ) from error
 
 
-def _by_layout(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that have a gradient, by its mesh and placements: only alike tensors can be reduced together."""
+def _by_layout(
+    parameters: Iterable[nn.Parameter], tensor_of: Callable[[nn.Parameter], Tensor | None]
+) -> list[list[nn.Parameter]]:
+    """Parameters by mesh and placements of a tensor of theirs: one operation takes only tensors laid out alike."""
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            sharded = isinstance(gradient, DTensor)
-            layout = (gradient.device_mesh, gradient.placements) if sharded else None
-            found.setdefault(layout, []).append(parameter)
+        tensor = tensor_of(parameter)
+        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        found.setdefault(layout, []).append(parameter)
     return list(found.values())
 
 

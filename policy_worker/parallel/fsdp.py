@@ -5,8 +5,8 @@ again for its backward, and gradients are averaged while they are scattered, the
 loss is therefore multiplied by the number of data ranks (see `trainer`), which makes the average the sum that the
 formulas ask for.
 
-One data rank whose parameters are used in the type they are stored in has nothing to shard or cast, and is left alone:
-the hooks and copies of FSDP2 cost 7 to 13 % of a step of a small model there (measured, 0.3M parameters, CPU).
+One data rank whose parameters are used in the type they are stored in has nothing to shard or cast, and is left
+alone: the hooks and copies of FSDP2 cost 7 to 13 % of a step of a small model there (measured, 0.3M parameters, CPU).
 """
 
 from __future__ import annotations

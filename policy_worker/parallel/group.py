@@ -73,7 +73,8 @@ class Group:
 
     def arrange(self, sizes: MeshSizes) -> None:
         """Give the ranks their coordinates; until then all of them shard. A collective, before `mesh`."""
-        assert sizes.ranks == self.world and self._mesh is None
+        assert sizes.ranks == self.world
+        assert self._mesh is None, "it was made with other sizes"
         self.sizes, unit = sizes, sizes.unit(self.rank)
         if len(unit) > 1:
             self._unit = dist.new_group(

@@ -1,5 +1,5 @@
-"""What a training step reports: metrics, as sums over micro-batches and data ranks and then means by their public names;
-and of samples that are kept as text their advantages and log-probs.
+"""What a training step reports: metrics, as sums over micro-batches and data ranks and then means by their public
+names; and of samples that are kept as text their advantages and log-probs.
 
 add(parts)     after each micro-batch     sums over its tokens; "max_…" are maxima
 end_step(…)    after each optimizer step

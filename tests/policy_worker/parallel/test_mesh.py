@@ -49,7 +49,8 @@ def test_coordinates_are_those_of_the_mesh(shape: tuple[int, ...], data: st.Data
     rank = data.draw(st.integers(0, sizes.ranks - 1))
     with as_rank(rank, sizes.ranks):
         mesh = device_mesh(sizes, "cpu")
-        assert mesh.size() == sizes.ranks and mesh["dp_shard"].size() == sizes.dp_shard
+        assert mesh.size() == sizes.ranks
+        assert mesh["dp_shard"].size() == sizes.dp_shard
         assert mesh.get_coordinate() == tuple(
             coordinates(mesh, rank)[name] for name in mesh.mesh_dim_names or ()
         )
