@@ -16,15 +16,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
-from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding, set_last_micro_batch
+from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from schema.config import Config, TrainingConfig
+from schema.config import Config
 
 
 class Trainer:
@@ -43,14 +44,42 @@ class Trainer:
         self.sharded = needs_sharding(group.data_ranks, train)
         self._layout = Layout(train.sequence_packing, model.vocabulary, group.device)
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
-        self.reference = None if reference is None else self._frozen(reference, train)
+        self.reference = None if reference is None else self._frozen(reference, config)
+        grpo = config.grpo if config.is_grpo else None
+        self.reset_interval = (grpo.reference_reset_interval or 0) if grpo and reference is not None else 0
+        """Steps between two resets of the reference model; 0: it stays."""
+        self.adapts_kl = grpo is not None and grpo.kl_in_reward.controller == "adaptive"
+        self.kl_coefficient = grpo.kl_in_reward.beta if grpo else 0.0
+        """β of the KL in the reward, as it is now."""
+        if self.reset_interval:
+            self._check_alike()
         self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(train))
 
-    def _frozen(self, model: PolicyModel, train: TrainingConfig) -> PolicyModel:
+    def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         model.requires_grad_(False).eval()
-        if self.group.data_ranks == 1:
+        offload = config.reference.offload
+        if self.group.data_ranks == 1 and not offload:
             return model.to(self.group.device)
-        return apply_fsdp(model, self.group.mesh(), train, frozen=True)
+        return apply_fsdp(model, self.group.mesh(), config.train, frozen=True, offload=offload)
+
+    def _check_alike(self) -> None:
+        mine, theirs = (
+            {name: p.shape for name, p in m.named_parameters()} for m in (self.model, self.reference) if m
+        )
+        if mine != theirs:
+            raise SettingsError(
+                f"train.train_policy.reference_reset_interval = {self.reset_interval} makes the reference model a "
+                f"copy of the policy, and reference.model_name_or_path has other shapes: leave one of them out"
+            )
+
+    @torch.no_grad()
+    def reset_reference(self, optimizer: bool) -> None:
+        """The reference model becomes a copy of the present one; optimizer: whose state is forgotten too."""
+        assert self.reference is not None
+        for new, old in zip(self.model.parameters(), self.reference.parameters(), strict=True):
+            local_of(old).copy_(local_of(new))
+        if optimizer:
+            self.optimizer.forget()
 
     @property
     def data_rank(self) -> int:

@@ -243,6 +243,7 @@ def _with_system(
 def _prompt_bound(config: Config, role: Role) -> Bound:
     """The longest prompt: what the longest answer leaves, or `max_prompt_length` where that is less.
 
+    An answer that may be as long as a whole sequence leaves nothing: then a prompt leaves it one token at least.
     Rows that training holds out for validation keep the training data's rule.
     """
     answer, section = config.rollout.max_response_length, f"{_POLICY}.dataset"
@@ -251,11 +252,14 @@ def _prompt_bound(config: Config, role: Role) -> Bound:
         answer = config.validation.max_response_length or answer
         if config.validation.dataset.is_named:
             section, dataset = "validation.dataset", config.validation.dataset
-    room = min(config.engine_max_len, config.policy.model_max_length) - answer
+    limit = config.longest_sequence
+    room, less = limit - answer, f"less max_response_length = {answer}"
+    if room < 1:
+        room, less = limit - 1, "less one token for the answer"
     longest = dataset.max_prompt_length
     if longest is not None and longest <= room:
         return Bound(longest, "a prompt", f"{section}.max_prompt_length", section, dataset.overlong_prompts)
-    reason = f"policy.model_max_length or rollout.max_model_len, less max_response_length = {answer}"
+    reason = f"policy.model_max_length or rollout.max_model_len, {less}"
     return Bound(room, "a prompt", reason, section, dataset.overlong_prompts)
 
 

@@ -88,7 +88,7 @@ def rewind(table: GroupTable, step: int, timeline: int | None = None) -> None:
         table.add(at)
     table.totals.staleness -= staleness
     table.go_back(step, timeline)
-    table.closed = None
+    table.closed, table.filtered = None, 0
 
 
 def _trained_since(group: Group, step: int) -> bool:
@@ -119,7 +119,7 @@ def begin_from(
     check_snapshot(snapshot, table.params)
     table.forget_all()
     table.go_on_from(snapshot, timeline, began)
-    table.frontier, table.closed = snapshot.frontier, None
+    table.frontier, table.closed, table.filtered = snapshot.frontier, None, 0
     table.totals = Totals(
         staleness=Counter(snapshot.staleness),
         dropped_before=Counter(snapshot.dropped),

@@ -39,6 +39,8 @@ class GroupTable(Progress):
         self.frontier = 0
         """Positions of the stream that were handed out."""
         self.closed: DropReason | None = None
+        self.filtered = 0
+        """Groups dropped by dynamic sampling since a step was assembled last."""
         self.archive = Archive()
         self.by_state: dict[State, dict[str, Group]] = {state: {} for state in State}
         self.by_lease: dict[str, Group] = {}
@@ -201,6 +203,7 @@ class GroupTable(Progress):
             "frontier": self.frontier,
             "closed": None if self.closed is None else self.closed.value,
             "staleness": dict(self.totals.staleness),
+            "filtered": self.filtered,
             "duplicates": self.totals.duplicates,
             "over_bound": self.totals.over_bound,
             "trained_before": self.totals.trained_before,
@@ -221,6 +224,7 @@ class GroupTable(Progress):
         table.load(header)
         table.frontier = header["frontier"]
         table.closed = None if header["closed"] is None else DropReason(header["closed"])
+        table.filtered = header.get("filtered", 0)
         table.totals = Totals(
             staleness=Counter({int(k): v for k, v in header["staleness"].items()}),
             duplicates=header["duplicates"],
@@ -405,6 +409,7 @@ class GroupTable(Progress):
     def drop(self, group: Group, reason: DropReason) -> None:
         """Its position is not trained in this epoch."""
         self.discard_samples(group)
+        self.filtered += reason is DropReason.ZERO_VARIANCE
         group.reason = reason
         self.move(group, State.DROPPED)
         self._dropped.append(group)

@@ -335,6 +335,18 @@ class Ledger:
         rewards = [meta.header.rewards for meta in usable]
         return all(len({values.get(name) for values in rewards}) == 1 for name in metrics)
 
+    @property
+    def starves(self) -> bool:
+        """Whether dynamic sampling has dropped more than its refills may cost, and the next step is still not full.
+
+        What it drops while the trainer is at work and the next step is full already only fills later steps.
+        """
+        table, params = self.table, self.params
+        no_more = table.closed or table.exhausted or table.first_step >= table.total_steps
+        if params.max_refills <= 0 or no_more or table.ready >= params.groups_per_step:
+            return False
+        return table.filtered > params.max_refills * params.groups_per_step
+
     # ---- steps --------------------------------------------------------------------------------------------
 
     def assemble(self, now: float) -> Assembled | Waiting:
@@ -355,7 +367,7 @@ class Ledger:
             return self._wait_or_drop(result, now)
         if self._check_consumption(result.groups):
             return self.assemble(now)
-        self.table.waiting_since = None
+        self.table.waiting_since, self.table.filtered = None, 0
         for group in result.groups:
             group.step = result.step
             self.table.move(group, State.BATCHED)

@@ -42,6 +42,7 @@ def replay(table: GroupTable, batch: StepTable) -> bool:
     for index, position in enumerate(positions):
         _train(table, _take(table, position), batch.step, samples.get(index, {}))
     table.committed += 1
+    table.filtered = 0
     table.compact()
     _give_up_overdue(table)
     return True

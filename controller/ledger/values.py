@@ -30,6 +30,8 @@ class LedgerParams:
     on_stale: Literal["wait", "drop"] = "wait"
     straggler_timeout: float | None = None
     filter_metrics: tuple[str, ...] = ()
+    max_refills: int = 0
+    """Refills of a whole step that the filter may cost before the step is full; 0 or less: no limit."""
     keep_payloads: bool = False
     """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
     order: str = ""

@@ -55,6 +55,7 @@ REMEDIES: dict[str, str] = {
     DropReason.POISON: "Replicas crashed with every prompt: the logs of the rollout replicas say why",
 }
 """What to do where not one step was trained, by the reason for which most prompts were dropped."""
+MAX_REFILLS = "train.train_policy.max_retry_for_on_policy"
 TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
 
 
@@ -396,6 +397,8 @@ class Job:
         log.info("the job was %s and goes on", self.facts.ended)
         self.facts.ended, self.facts.last_error, self.facts.traceback = None, None, ""
         self.reset_rewards()
+        if isinstance(self.progress, GroupTable):
+            self.progress.filtered = 0
         self.facts.paused = False
         self.opened_at = self.clock()
         self.settle()
@@ -419,6 +422,10 @@ class Job:
 
     def settle(self) -> None:
         """Draw the consequences of a change: close the stream, make the last round due, end the job."""
+        if self.ended:
+            return
+        if isinstance(self.ledger, Ledger) and self.ledger.starves:
+            self.end(Phase.FAILED, self._starved(self.ledger))
         if self.ended or not self.progress.finished:
             return
         if not self.progress.committed:
@@ -467,6 +474,18 @@ class Job:
             + REMEDIES.get(most, "See GET /v1/groups?state=dropped")
             + ". Then start a new run: this one has no prompts left",
             errors[-1] if failed else "",
+        )
+
+    def _starved(self, ledger: Ledger) -> str:
+        """The error of a step that dynamic sampling cannot fill."""
+        table, params = ledger.table, ledger.params
+        return (
+            f"step {table.first_step} is not full: {table.filtered} groups were dropped as "
+            f"{DropReason.ZERO_VARIANCE} since the last step was assembled, more than the "
+            f"{params.max_refills} refills of {params.groups_per_step} groups that "
+            f"{MAX_REFILLS} = {params.max_refills} allows. In each of them all samples have the same rewards of "
+            f"train.train_policy.filter_reward_metric: use easier prompts where all answers fail and harder ones "
+            f"where all succeed, a larger rollout.n_generation, or {MAX_REFILLS} = 0 for no limit"
         )
 
     def _awaits_final_validation(self) -> bool:

@@ -64,6 +64,7 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         on_stale=_on_stale(config),
         straggler_timeout=controller.straggler_timeout,
         filter_metrics=tuple(policy.filter_metrics),
+        max_refills=policy.max_retry_for_on_policy,
         keep_payloads=config.train.ckpt.enable_checkpoint,
         order=data_order(config),
     )

@@ -110,7 +110,7 @@ def _falls_short(conversion: Conversion) -> str:
     from schema.interop.engine.model import Outcome
 
     unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]
-    nearest = [entry.source for entry in conversion.of(Outcome.FALLBACK)]
+    nearest = [entry.source for entry in conversion.entries if entry.faithful]
     nearest += [addition.key for addition in conversion.additions if addition.faithful is not None]
     found = {"unsupported": conversion.unsupported, "not understood": unknown, "nearest values": nearest}
     return "; ".join(f"{what}: {_names(keys)}" for what, keys in found.items() if keys)

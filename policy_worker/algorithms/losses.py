@@ -416,6 +416,14 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
     return {"k1": lambda: d, "abs": d.abs, "k2": lambda: d.square() / 2}[kind]()
 
 
+def adapted(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """The next coefficient of an adaptive KL: β (1 + clip(kl / target − 1, ±0.2) · samples / horizon).
+
+    Source: Ziegler et al., arXiv 1909.08593, §2.2.
+    """
+    return beta * (1 + max(-0.2, min(kl / target - 1, 0.2)) * samples / horizon)
+
+
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Per-token estimate of KL(p ‖ q) on tokens sampled from p: e^d − 1 − d, d = log q − log p, never negative.
 

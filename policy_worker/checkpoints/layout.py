@@ -100,6 +100,9 @@ class Manifest(_Facts):
     exported: bool
     schedule: ScheduleFacts | None
     data: DataFacts | None
+    kl_coefficient: float | None = Field(
+        default=None, description="Of the KL in the reward, as it had adapted."
+    )
     files: dict[Annotated[str, AfterValidator(_below)], FileFacts]
 
 
@@ -131,7 +134,7 @@ def named_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def state_file(kind: str, rank: int) -> str:
-    """kind: the first part of the keys in it, `model` or `optimizer`."""
+    """kind: the first part of the keys in it, `model`, `optimizer` or `reference`."""
     return f"{kind}-{rank:05d}.safetensors"
 
 

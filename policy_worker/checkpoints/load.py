@@ -19,8 +19,10 @@ from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, Schedu
 from policy_worker.checkpoints.state import (
     MODEL,
     OPTIMIZER,
+    REFERENCE,
     load_model_state,
     load_optimizer_state,
+    load_reference_state,
     restore_rng,
 )
 from policy_worker.checkpoints.storage import StateFiles
@@ -163,9 +165,13 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
                 load_optimizer_state(trainer, files)
+        if parts.extra and resumption.step:
+            _restore_reference(resumption, trainer)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
     if parts.extra:
+        if manifest.kl_coefficient is not None and trainer.adapts_kl:
+            trainer.kl_coefficient = manifest.kl_coefficient
         _restore_schedule(manifest, trainer, config)
         group = trainer.group
         restore_rng(
@@ -174,6 +180,21 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
         )  # fmt: skip
     if trainer.group.leads:
         _say(resumption, parts, trainer)
+
+
+def _restore_reference(resumption: Resumption, trainer: Trainer) -> None:
+    """The reference model as it was reset last. Before the first reset it is the one that was loaded."""
+    files = [path for path in state_files(resumption.path, REFERENCE) if path.exists()]
+    if not trainer.reset_interval or (not files and resumption.step <= trainer.reset_interval):
+        return
+    if not files:
+        raise CheckpointError(
+            f"it holds no reference model, and train.train_policy.reference_reset_interval = "
+            f"{trainer.reset_interval} has reset it before step {resumption.step}: leave the key out, or begin the "
+            f"run anew from its export"
+        )
+    with StateFiles(files) as opened:
+        load_reference_state(trainer, opened)
 
 
 def _check_model(manifest: Manifest, trainer: Trainer) -> None:

@@ -196,6 +196,7 @@ class Checkpointer:
             schedule=schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
             if "extra" in contents
             else None,
+            kl_coefficient=trainer.kl_coefficient if "extra" in contents else None,
             data=None if self._data is None else self._data.at(step),
             files={},
         )

@@ -2,9 +2,10 @@
 
     model.<name>                 parameters and buffers
     optimizer.<name>.<slot>      what AdamW keeps of each parameter
+    reference.<name>             the reference model, where it is reset now and then
 
 Numbers of the optimizer that are not tensors (betas, weight decay, …) are the configuration's, and are not kept.
-A frozen reference model and an adaptive KL coefficient will be further prefixes; a trainer without them has none.
+A reference model that is never reset is loaded from where it came from.
 
 Random states of a rank are torch's (CPU, GPU), those of Python's `random` and of numpy's global generator:
 
@@ -38,19 +39,28 @@ from torch.distributed.tensor import DTensor
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
+from policy_worker.model.model import PolicyModel
 from policy_worker.trainer import Trainer
 from schema.util.atomic_file import usual_mode
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
 
 
 def model_state(trainer: Trainer) -> State:
     """Parameters and buffers: those of the model itself, not copies. A tied tensor has one name."""
-    model = trainer.model
+    return _tensors_of(trainer.model, MODEL)
+
+
+def reference_state(trainer: Trainer) -> State:
+    """The same of the reference model; nothing where there is none."""
+    return {} if trainer.reference is None else _tensors_of(trainer.reference, REFERENCE)
+
+
+def _tensors_of(model: PolicyModel, prefix: str) -> State:
     named = (name for name, _ in model.named_parameters(remove_duplicate=False))
     aliases = set(named) - {name for name, _ in model.named_parameters()}
     return {
-        f"{MODEL}.{name}": tensor
+        f"{prefix}.{name}": tensor
         for name, tensor in get_model_state_dict(model).items()
         if isinstance(tensor, Tensor) and name not in aliases
     }
@@ -79,8 +89,13 @@ def _flatten(slots: dict[str, dict[str, Any]]) -> State:
 
 
 def state_to_save(trainer: Trainer, kinds: Collection[str]) -> dict[str, State]:
-    """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write."""
+    """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write.
+
+    A reference model that is reset comes with `extra`.
+    """
     makers = {MODEL: model_state, OPTIMIZER: optimizer_state}
+    if "extra" in kinds and trainer.reset_interval:
+        makers[REFERENCE], kinds = reference_state, {*kinds, REFERENCE}
     return {
         kind: {k: v for k, v in make(trainer).items() if trainer.group.leads or isinstance(v, DTensor)}
         for kind, make in makers.items()
@@ -94,6 +109,15 @@ def load_model_state(trainer: Trainer, files: StateFiles) -> None:
     _load(files, state, MODEL)
     loaded = {key.removeprefix(f"{MODEL}."): tensor for key, tensor in state.items()}
     set_model_state_dict(trainer.model, get_model_state_dict(trainer.model) | loaded)
+
+
+def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
+    """Raises `CheckpointError`: the weights are of another model."""
+    state = reference_state(trainer)
+    _load(files, state, REFERENCE)
+    loaded = {key.removeprefix(f"{REFERENCE}."): tensor for key, tensor in state.items()}
+    assert trainer.reference is not None
+    set_model_state_dict(trainer.reference, get_model_state_dict(trainer.reference) | loaded)
 
 
 def load_optimizer_state(trainer: Trainer, files: StateFiles) -> None:

@@ -67,6 +67,10 @@ class Optimizer:
             group["betas"], group["eps"] = self._settings.betas, self._settings.epsilon
             group["weight_decay"] = self._settings.weight_decay
 
+    def forget(self) -> None:
+        """Begin anew: moments and step counts are those of an optimizer that was just made."""
+        self.adamw.state.clear()
+
     def step(self, lr_factor: float) -> float:
         """Clip, apply, forget the gradients. A collective on sharded parameters.
 

@@ -14,8 +14,16 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.parallel.mesh import DP_REPLICATE, DP_SHARD
@@ -28,12 +36,19 @@ def needs_sharding(data_ranks: int, train: TrainingConfig) -> bool:
 
 
 def apply_fsdp(
-    model: PolicyModel, mesh: DeviceMesh, train: TrainingConfig, *, frozen: bool = False
+    model: PolicyModel,
+    mesh: DeviceMesh,
+    train: TrainingConfig,
+    *,
+    frozen: bool = False,
+    offload: bool = False,
 ) -> PolicyModel:
     """Shard `model` in place over the mesh's data dimensions, and move it to the mesh's device.
 
-    frozen: nothing of it trains, so it is gathered for its forward alone.
+    frozen: nothing of it trains, so it is gathered for its forward alone. offload: between its forwards its weights
+    are in host memory; each layer comes to the device for its own.
     """
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[train.param_dtype], reduce_dtype=DTYPES[train.fsdp_reduce_dtype]
     )
@@ -43,9 +58,22 @@ def apply_fsdp(
     names = mesh.mesh_dim_names or ()
     shards = mesh[DP_REPLICATE, DP_SHARD] if DP_REPLICATE in names else mesh[DP_SHARD]
     for layer in model.decoder_layers():
-        fully_shard(layer, mesh=shards, mp_policy=precision, reshard_after_forward=layers_reshard)
-    fully_shard(model, mesh=shards, mp_policy=precision, reshard_after_forward=root_reshard)
+        fully_shard(
+            layer,
+            mesh=shards,
+            mp_policy=precision,
+            offload_policy=place,
+            reshard_after_forward=layers_reshard,
+        )
+    fully_shard(
+        model, mesh=shards, mp_policy=precision, offload_policy=place, reshard_after_forward=root_reshard
+    )
     return model
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, or all of one that is not sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def set_last_micro_batch(model: torch.nn.Module, last: bool) -> None:

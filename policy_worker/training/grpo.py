@@ -14,6 +14,7 @@ with π_old, which the trainer recomputes before its first step, and the loss is
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -29,6 +30,7 @@ from policy_worker.algorithms.losses import (
     LossConfig,
     Normalizers,
     PolicyTokens,
+    adapted,
     kl_penalty,
     policy_loss_of,
     policy_objective,
@@ -82,6 +84,7 @@ class Grpo:
             and self._loss.vanishes_with_advantage
             and not is_own(config.grpo.advantage_estimator)
         )
+        self._resets_optimizer = config.grpo.reset_optimizer_with_reference
         self._kl_in_reward = config.grpo.kl_in_reward
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
@@ -119,6 +122,9 @@ class Grpo:
             samples = self._source.payloads(table, self._with_peers(table, learned, mine))
         if samples is None:
             return None
+        if trainer.reset_interval and table.step and table.step % trainer.reset_interval == 0:
+            trainer.reset_reference(self._resets_optimizer)
+            log.info("the reference model is now the policy of step %d", table.step)
         prefixes = self._prefixes(table, samples)
         samples = {row: samples[row] for row in mine}
         columns = self._passes(table, samples, plan)
@@ -131,7 +137,7 @@ class Grpo:
             table.response_tokens,
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
-            self._token_rewards(samples, columns),
+            rewards := self._token_rewards(samples, columns),
         )
         tokens = self._leave_out(table, samples, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
@@ -154,6 +160,7 @@ class Grpo:
             metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
         if not plan:
             log.warning("step %d has no sample with a score: it is committed without an update", table.step)
+        metrics.facts |= self._reward_kl(rewards)
         self.kept = kept.gather(trainer.group, advantages.by_sample, idle)
         if kept.cut and trainer.group.leads and not self._said_cut:
             self._said_cut = True
@@ -258,12 +265,25 @@ class Grpo:
         """−β KL of each token of this rank's samples, between π_old and the reference."""
         if not self._kl_in_reward.beta:
             return None
-        beta, kind = self._kl_in_reward.beta, cast(KlType, self._kl_in_reward.type)
+        beta, kind = self._trainer.kl_coefficient, cast(KlType, self._kl_in_reward.type)
         old = columns.get(OLD, {})
         return {
             row: -beta * kl_penalty(old.get(row, sample.learned_logprobs), columns[REFERENCE][row], kind)
             for row, sample in samples.items()
         }
+
+    def _reward_kl(self, rewards: Mapping[int, Tensor] | None) -> Metrics:
+        """β of this step and the KL that it was for; β adapts to it. A collective if there is a KL in the reward."""
+        trainer, term = self._trainer, self._kl_in_reward
+        if rewards is None:
+            return {}
+        beta = trainer.kl_coefficient
+        means = [float(values.mean()) / -beta for values in rewards.values()]
+        total, samples = trainer.group.reduce([math.fsum(means), float(len(means))], "sum")
+        kl = total / max(samples, 1)
+        if trainer.adapts_kl:
+            trainer.kl_coefficient = adapted(beta, kl, term.target, int(samples), term.horizon)
+        return {"kl_coefficient": beta, "reward_kl": kl}
 
 
 def advantage_config(config: GrpoConfig) -> AdvantageConfig:

@@ -205,7 +205,8 @@ class Leasing:
         With `train.deterministic` samples that another replica has pushed already are computed along: the bits of
         the others depend on them.
         """
-        lease, settings = group.lease, self.settings[group.lease.kind]
+        lease = group.lease
+        settings = within(self.settings[lease.kind], self._longest - len(lease.prompt_token_ids))
         whole = self._config.train.deterministic and not self._config.rollout.n_generation_to_batch
         indices = list(range(len(lease.seeds))) if whole else sorted(group.open)
         parts = [[index] for index in indices] if self._config.rollout.n_generation_to_batch else [indices]
@@ -219,15 +220,20 @@ class Leasing:
 
     def _fault(self, lease: LeasedGroup) -> str | None:
         """Why a prompt cannot be generated from, if so."""
-        length, longest = len(lease.prompt_token_ids), self._engine.max_model_len
+        length, longest = len(lease.prompt_token_ids), self._longest
         if length == 0:
             return "PromptEmpty: the prompt has no tokens"
         if length >= longest:
             return (
-                f"PromptTooLong: {length} tokens leave no room for an answer in the engine's {longest}: raise "
+                f"PromptTooLong: {length} tokens leave no room for an answer within {longest}: raise "
                 "policy.model_max_length (or rollout.max_model_len), or leave such rows out"
             )
         return None
+
+    @property
+    def _longest(self) -> int:
+        """Prompt and answer together in tokens: what is longer the engine cannot make or training does not take."""
+        return min(self._engine.max_model_len, self._config.policy.model_max_length)
 
     async def _release(self, lease_id: str) -> None:
         await self._session.call(lambda _: api.release(lease_id))
@@ -281,6 +287,11 @@ def training_settings(config: Config) -> SamplingSettings:
         include_stop_str_in_output=rollout.include_stop_str_in_output,
         extra=dict(sampling.extra),
     )
+
+
+def within(settings: SamplingSettings, room: int) -> SamplingSettings:
+    """The same settings with answers of `room` tokens at most."""
+    return settings if settings.max_tokens <= room else replace(settings, max_tokens=room)
 
 
 def validation_settings(config: Config) -> SamplingSettings:

@@ -147,6 +147,11 @@ class Config(Section):
         return self.rollout.max_model_len or self.policy.model_max_length
 
     @property
+    def longest_sequence(self) -> int:
+        """Prompt and answer together in tokens: what the engine holds and training takes."""
+        return min(self.engine_max_len, self.policy.model_max_length)
+
+    @property
     def validation_reward_weights(self) -> dict[str, float]:
         """Reward function -> weight of validation: its own, else the training rewards."""
         return self.validation.reward_weights or self.grpo.reward_weights

@@ -260,6 +260,14 @@ def after_equal_rewards(config: Config, place: Place) -> dict[str, int]:
         return stage.states()
 
 
+def phase_after_equal_rewards(config: Config, place: Place) -> m.Phase:
+    """Phase of the job when three groups were dropped and there is none for a step of two."""
+    with staged(config, place) as stage:
+        for _ in range(3):
+            stage.rollout.finish(stage.rollout.lease(1).groups, score=1.0, rewards={"boxed_math": 1.0})
+        return stage.user.send(api.job()).phase
+
+
 def after_waiting_for_a_late_group(config: Config, place: Place) -> dict[str, int]:
     """States of the groups when one of the two of a step has not come for a minute."""
     with staged(config, place) as stage:
@@ -294,6 +302,11 @@ watch(
 )
 watch(files_of_samples, grpo, {"logging.sample_bytes": (1_000_000, 10)})
 watch(after_equal_rewards, grpo, {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])})
+watch(
+    phase_after_equal_rewards,
+    changed(grpo, {**BUSY, f"{POLICY}.filter_reward_metric": ["boxed_math"]}),
+    {f"{POLICY}.max_retry_for_on_policy": (2, 1)},
+)
 synchronous = changed(grpo, {**BUSY, f"{POLICY}.on_policy": True, "controller.heartbeat_timeout": 300.0})
 patient = changed(synchronous, {"controller.lease_timeout": 300.0})
 watch(

@@ -88,11 +88,16 @@ def _grpo(
 ) -> tuple[Grpo, dict[str, np.ndarray]]:
     """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
     trainer = _trainer(config, place)
-    answer = encode_step(samples or random_samples(12))
+    chosen = samples or random_samples(12)
     if world > 1:
         trainer.group = copy(place.group)
         trainer.group.sizes = MeshSizes(dp_shard=world)  # this rank's share of the batch of two
-    source = BatchSource(place.group, lambda call: answer, 1, config.staleness_bound)
+    source = BatchSource(
+        place.group,
+        lambda call: encode_step(chosen, step=int(call.path.split("/")[3])),
+        1,
+        config.staleness_bound,
+    )
     found: dict[str, np.ndarray] = {}
 
     def keep(*_: Any) -> None:
@@ -189,6 +194,47 @@ watch(
         ),
     },
 )
+
+
+def after_two_steps(config: Config, place: Place) -> tuple[float, int, float]:
+    """A sum of the reference model's weights, steps in the optimizer's state, the coefficient of the KL."""
+    algorithm, _ = _grpo(config, place)
+    for step in range(2):
+        train_step(algorithm, step)
+    trainer = algorithm._trainer
+    weights = sum(float(p.double().abs().sum()) for p in trainer.reference.parameters())
+    (counted, *_) = (int(slots["step"]) for slots in trainer.optimizer.adamw.state.values())
+    return weights, counted, trainer.kl_coefficient
+
+
+resets = changed(unclipped, {**with_kl, "train.optm_lr": 1e-3, "train.optm_warmup_steps": 0})
+watch(after_two_steps, resets, {f"{POLICY}.reference_reset_interval": (UNSET, 1)})
+watch(
+    after_two_steps,
+    changed(resets, {f"{POLICY}.reference_reset_interval": 1}),
+    {f"{POLICY}.reset_optimizer_with_reference": (True, False)},
+)
+adaptive = {
+    f"{POLICY}.kl_in_reward.controller": "adaptive",
+    f"{POLICY}.kl_in_reward.target": 1e-4,
+    f"{POLICY}.kl_in_reward.horizon": 100,
+}
+watch(
+    after_two_steps,
+    changed(resets, adaptive),
+    {f"{POLICY}.kl_in_reward.target": (1e-4, 10.0), f"{POLICY}.kl_in_reward.horizon": (100, 1000)},
+)
+watch(after_two_steps, resets, {f"{POLICY}.kl_in_reward.controller": ("fixed", "adaptive")})
+
+
+def place_of_the_reference(config: Config, place: Place) -> list[str]:
+    """Where FSDP keeps the weights of the reference model between its passes; nothing where it does not shard it."""
+    model = _trainer(config, place).reference
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return [type(state._fsdp_param_group.offload_policy).__name__ for state in states]
+
+
+watch(place_of_the_reference, changed(unclipped, with_kl), {"reference.offload": (False, True)})
 returns = {f"{POLICY}.advantage_estimator": "reinforce_plus_plus", f"{POLICY}.whiten_advantages": False}
 watch(
     gradient,

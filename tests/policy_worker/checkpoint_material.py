@@ -63,7 +63,7 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
         lock=directory.hold(unfinished),
         pieces=pieces,
         states=capture_rng(group.device),
-        manifest=manifest(step, world=group.world, schedule=schedule),
+        manifest=manifest(step, world=group.world, schedule=schedule, kl_coefficient=trainer.kl_coefficient),
         ledger="{}",
         exporter=None,
     )

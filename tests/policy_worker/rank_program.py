@@ -1,9 +1,9 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {mesh, grpo, train, samples, steps, first_step, save, staged, restore, answers}. `mesh` has the sizes
-of dimensions, by default all ranks shard. `answers` says for a rank what becomes of its first fetches of payloads:
-"whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). Rank 0 writes gradients of
-the last step, weights and metrics to OUT as safetensors and JSON; all ranks have to come to the same.
+OPTIONS is JSON: {mesh, grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers}.
+`mesh` has the sizes of dimensions, by default all ranks shard. `answers` says for a rank what becomes of its first
+fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). Rank 0
+writes gradients of the last step, weights and metrics to OUT as safetensors and JSON; all ranks come to the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ from weight_sync import hub_tensors
 
 def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """(gradients of the last step and weights, on the CPU; metrics of each step)."""
-    config = make_config(options.get("grpo"), {"optm_grad_norm_clip": 0.5, **options.get("train", {})})
+    config = make_config(
+        options.get("grpo"),
+        {"optm_grad_norm_clip": 0.5, **options.get("train", {})},
+        **options.get("sections", {}),
+    )
     reference = tiny_model(seed=1) if config.has_reference else None
     trainer = Trainer(
         tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10), reference
@@ -81,7 +85,9 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     assert not answers
     assert group.gather(metrics) == [metrics] * group.world
     if "save" in options:
-        save_state(trainer, Path(options["save"]), staged=options.get("staged", False))
+        save_state(
+            trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
+        )
     tensors = {**gradients, **dict(hub_tensors(trainer.model.lm))}
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     assert len(set(group.gather(hashlib.sha256(save(tensors)).hexdigest()))) == 1

@@ -149,6 +149,33 @@ def test_prompts_and_rewards_that_fail_are_errors_by_name(stage: Stage) -> None:
     assert dropped == {"reward_error": 2}
 
 
+def test_answers_as_long_as_a_sequence_end_with_it_and_count_as_overlong(stage: Stage) -> None:
+    """The engine could hold longer sequences; no sample is longer than training takes, and none is cut unseen."""
+    config = stage.config(
+        policy__model_max_length=20,
+        rollout__max_model_len=64,
+        rollout__max_response_length=64,
+        rollout__sampling_config={"stop_token_ids": list(range(48))},
+        train__train_policy__dataloader_shuffle=False,
+        reward__on_error="mask",
+        train__max_num_steps=3,
+    )
+    stage.prepare(config, ["x" * 20, "x" * 19, *PROMPTS])
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    stage.worker(served.url)
+    samples = [sample for t in range(3) for sample in trainer.step(t)]
+    assert max(sample.header.total_tokens for sample in samples) == 20
+    ended = [sample.header.finish_reason for sample in samples]
+    assert ended == ["stop" if sample.token_ids[-1] < 48 else "overlong" for sample in samples]
+    assert {"stop", "overlong"} == set(ended)
+    dropped = stage.client(served, "user").send(api.ledger()).dropped
+    assert dropped["reward_error"] == 1, "the prompt of 20 tokens"
+    assert dropped["overlong"] >= 1, "groups of which every answer was ended by the sequence"
+    assert set(dropped) == {"reward_error", "overlong"}
+
+
 def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> None:
     stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
     served = stage.serve()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.algorithm import ALGORITHM_RULES, ALGORITHM_WARNINGS
-from schema.config.rules.batch import BATCH_RULES
+from schema.config.rules.batch import BATCH_RULES, BATCH_WARNINGS
 from schema.config.rules.checkpoint import CHECKPOINT_RULES
 from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES
@@ -98,6 +98,7 @@ def losses_can_be_made_good(config: Config) -> Iterator[Problem]:
 WARNINGS: tuple[Rule, ...] = (
     master_weights_are_wide,
     losses_can_be_made_good,
+    *BATCH_WARNINGS,
     *ALGORITHM_WARNINGS,
     *TIMING_WARNINGS,
     *TRAINING_WARNINGS,

@@ -33,14 +33,20 @@ def nearest_divisor(number: int, value: int) -> int:
     return below if value - below <= above - value or above < value else above
 
 
+def whole_batches(batch: int, generation: int, replicas: int) -> list[int]:
+    """The samples per replica next to `batch`, itself included, that make a step of whole groups."""
+    unit = generation // math.gcd(generation, replicas)
+    below = batch // unit * unit
+    return [value for value in dict.fromkeys((below, -(-batch // unit) * unit)) if value > 0]
+
+
 def batch_is_whole_groups(config: Config) -> Iterator[Problem]:
     """B = train_batch_per_replica * n_init_replicas / n_generation is a whole number (NUMERICS, Batches)."""
     if not config.is_grpo or config.samples_per_step % config.rollout.n_generation == 0:
         return
     batch, replicas = config.train.train_batch_per_replica, config.policy.parallelism.n_init_replicas
     generation = config.rollout.n_generation
-    unit = generation // math.gcd(generation, replicas)
-    batches = [value for value in (batch // unit * unit, (batch // unit + 1) * unit) if value > 0]
+    batches = whole_batches(batch, generation, replicas)
     near = nearest_divisor(config.samples_per_step, generation)
     message = (
         f"{batch} samples per replica * {replicas} policy replicas = {config.samples_per_step} samples per "
@@ -127,36 +133,59 @@ def _caps(config: Config) -> Iterator[tuple[str, int | None]]:
             yield f"critic.{_BUDGET}", config.critic.max_token_len_per_mini_batch
 
 
-def responses_leave_room(config: Config) -> Iterator[Problem]:
-    """A response leaves room for a prompt, in the trainer and in the engine."""
+def _longest_responses(config: Config) -> dict[str, int]:
+    """The longest answers of a GRPO job in tokens, by key."""
     if not config.is_grpo:
-        return
+        return {}
     responses = {"rollout.max_response_length": config.rollout.max_response_length}
     if config.validation.enable and config.validation.max_response_length is not None:
         responses["validation.max_response_length"] = config.validation.max_response_length
-    limits = {_LONGEST: config.policy.model_max_length}
-    if config.rollout.max_model_len is not None:
-        limits["rollout.max_model_len"] = config.rollout.max_model_len
-    for key, response in responses.items():
-        for limit_key, limit in limits.items():
-            if response >= limit:
-                message = f"{response} tokens leave no room for a prompt within {limit_key} = {limit}"
-                hint = f"write {key} = {max(min(limits.values()) // 2, 1)}, or a larger {limit_key}"
-                yield Problem(key, message, response, hint, related=(limit_key,))
+    return responses
+
+
+def longest_sequence(config: Config) -> tuple[str, int]:
+    """What bounds prompt and answer together: the key and its tokens."""
+    engine = config.rollout.max_model_len
+    if engine is not None and engine < config.policy.model_max_length:
+        return "rollout.max_model_len", engine
+    return _LONGEST, config.policy.model_max_length
+
+
+def responses_leave_room(config: Config) -> Iterator[Problem]:
+    """Warning: an answer that may be as long as a whole sequence ends with the sequence."""
+    limit_key, limit = longest_sequence(config)
+    for key, response in _longest_responses(config).items():
+        if response >= limit:
+            message = (
+                f"{response} tokens leave no room for a prompt within {limit_key} = {limit}: prompts of up to "
+                f"{limit - 1} tokens are kept, an answer goes on until both together have {limit}, and one that "
+                "is ended there counts as overlong, which is not trained"
+            )
+            hint = f"write {key} = {max(limit // 2, 1)}, or a larger {limit_key}"
+            yield Problem(key, message, response, hint, related=(limit_key,))
 
 
 def overlong_buffer_fits(config: Config) -> Iterator[Problem]:
-    """The buffer in which the penalty grows is a part of the response."""
+    """The buffer in which the penalty grows is a part of the response, and answers reach it."""
     if not config.is_grpo or not config.grpo.overlong_reward.enable_overlong_penalty:
         return
     longest, buffer = config.rollout.max_response_length, config.grpo.overlong_reward.buffer_length
-    if buffer <= longest:
+    limit_key, limit = longest_sequence(config)
+    key, related = f"{_POLICY}.overlong_reward.buffer_length", ["rollout.max_response_length"]
+    if buffer > longest:
+        message = f"{buffer} is longer than rollout.max_response_length = {longest}"
+        hint = f"write {key} = {max(longest // 4, 1)}, or any value up to {longest}"
+    elif longest - buffer >= limit - 1:
+        message = (
+            f"the penalty begins at {longest - buffer} tokens (rollout.max_response_length = {longest} less "
+            f"{buffer}), which no answer within {limit_key} = {limit} exceeds"
+        )
+        hint = f"write rollout.max_response_length = {max(limit // 2, 1)} and {key} = {max(limit // 8, 1)}"
+        related.append(limit_key)
+    else:
         return
-    key = f"{_POLICY}.overlong_reward.buffer_length"
-    message = f"{buffer} is longer than rollout.max_response_length = {longest}"
-    hint = f"write {key} = {max(longest // 4, 1)}, or any value up to {longest}"
-    related = ("rollout.max_response_length", f"{_POLICY}.overlong_reward.enable_overlong_penalty")
-    yield Problem(key, message, buffer, hint, related=related)
+    related.append(f"{_POLICY}.overlong_reward.enable_overlong_penalty")
+    yield Problem(key, message, buffer, hint, related=tuple(related))
 
 
 def engine_steps_hold_enough(config: Config) -> Iterator[Problem]:
@@ -188,7 +217,7 @@ BATCH_RULES = (
     optimizer_steps_divide_batch,
     shuffling_has_pieces,
     longest_sample_fits,
-    responses_leave_room,
     overlong_buffer_fits,
     engine_steps_hold_enough,
 )
+BATCH_WARNINGS = (responses_leave_room,)

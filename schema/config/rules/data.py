@@ -13,6 +13,7 @@ from schema.config.loading.explain import closest
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path, read_regular
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.batch import longest_sequence
 from schema.config.rules.idle import written
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
@@ -261,14 +262,12 @@ def _prompt_problem(
     config: Config, section: str, dataset: DatasetConfig, answer_key: str, answer: int
 ) -> Iterator[Problem]:
     key, longest = f"{section}.max_prompt_length", dataset.max_prompt_length
-    limits = [("policy.model_max_length", config.policy.model_max_length)]
-    if config.rollout.max_model_len is not None:
-        limits.append(("rollout.max_model_len", config.rollout.max_model_len))
-    limit_key, limit = min(limits, key=lambda item: item[1])
-    if longest is None or answer >= limit or longest + answer <= limit:  # no room at all: said elsewhere
+    limit_key, limit = longest_sequence(config)
+    least = answer if answer < limit else 1  # one that may fill the sequence takes what the prompt leaves
+    if longest is None or longest + least <= limit:
         return
     message = f"{longest} tokens and {answer_key} = {answer} are more than {limit_key} = {limit}"
-    hint = f"write {key} = {limit - answer}, or {limit_key} = {longest + answer}"
+    hint = f"write {key} = {limit - least}, or {limit_key} = {longest + answer}"
     yield Problem(key, message, longest, hint, related=(answer_key, limit_key))
 
 

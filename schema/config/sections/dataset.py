@@ -54,7 +54,8 @@ class DatasetConfig(Section):
     )
     max_prompt_length: Count | None = key(
         None,
-        "Longest prompt in tokens, chat template included. Unset: what the longest answer leaves.",
+        "Longest prompt in tokens, chat template included. Unset: what the longest answer leaves of "
+        "policy.model_max_length; all but one token where it leaves nothing.",
         acts="file: Prompts left out of the prepared data.",
         example=1024,
     )

@@ -23,7 +23,7 @@ class ReferenceConfig(Section):
     offload: bool = key(
         False,
         "Whether its weights are kept in host memory between passes.",
-        unbuilt="offload of the reference model",
+        acts="number: Where FSDP keeps the weights.",
     )
     fsdp_wrap_layers: list[str] = key(
         [],

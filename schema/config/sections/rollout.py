@@ -190,7 +190,10 @@ class RolloutConfig(Section):
         False, "vLLM: prompts are processed in chunks.", acts="engine argument: `enable_chunked_prefill`."
     )
     max_response_length: Tokens = cosmos_key(
-        2048, "Longest answer in tokens.", acts="sampling parameter: `max_tokens`."
+        2048,
+        "Longest answer in tokens. As long as policy.model_max_length or longer: an answer goes on until the longest "
+        "sequence is full, and is dropped as `overlong` if that ends it.",
+        acts="sampling parameter: `max_tokens`.",
     )
     sample_timeout: Seconds | None = key(
         None,

@@ -91,11 +91,15 @@ class KlInRewardConfig(Section):
     controller: Literal["fixed", "adaptive"] = key(
         "fixed",
         "Whether the coefficient stays, or follows the measured KL to `target`.",
-        unbuilt="a coefficient that adapts",
+        acts="number: `kl_coefficient` of the next step.",
     )
-    target: Positive = key(0.1, "Adaptive: the KL that is aimed at.", unbuilt="a coefficient that adapts")
+    target: Positive = key(
+        0.1, "Adaptive: the KL that is aimed at.", acts="number: `kl_coefficient` of the next step."
+    )
     horizon: Count = key(
-        10000, "Adaptive: samples over which the coefficient adapts.", unbuilt="a coefficient that adapts"
+        10000,
+        "Adaptive: samples over which the coefficient adapts.",
+        acts="number: `kl_coefficient` of the next step.",
     )
 
 
@@ -431,22 +435,20 @@ class GrpoConfig(_DataloaderConfig):
     )
     max_retry_for_on_policy: int = cosmos_key(
         10,
-        "How many refills dynamic sampling may ask for one step before the run ends with an "
-        "error; 0 or less: no limit.",
-        unbuilt="a limit on the refills of dynamic sampling",
-        neutral=(10, 0, -1),
+        "How many refills dynamic sampling may ask for one step: the run ends with an error where it has dropped "
+        "more than this many times the groups of a step and the next step is still not full. 0 or less: no limit.",
+        acts="request or reply: Phase of a job whose steps the filter of dynamic sampling leaves empty.",
     )
     reference_reset_interval: Natural | None = cosmos_key(
         None,
         "The reference model becomes a copy of the current one every so many steps. Unset or 0: never.",
+        acts="number: Weights of the reference model.",
         example=100,
-        unbuilt="resets of the reference model",
-        neutral=(None, 0),
     )
     reset_optimizer_with_reference: bool = cosmos_key(
         True,
         "Whether the optimizer's state is reset together with the reference model.",
-        unbuilt="resets of the reference model",
+        acts="number: State of the optimizer after a reset.",
     )
     balance_dp_token: bool = cosmos_key(
         False,

@@ -133,9 +133,10 @@ PROSE = (
     "`rollout.sampling_config.temperature` samples; here one temperature does both, and where they differ the one "
     "that samples is taken. `batch_size_per_optimize` counts the samples of one data-parallel rank; here those of "
     "all ranks.",
-    "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica` where they are whole "
-    "groups (else the nearest that are), and no validation of the initial weights. `transfer_dtype` stays unset "
-    "and means `train.param_dtype` here, where cosmos-rl sends the master weights.",
+    "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica`, and no validation of "
+    "the initial weights. A step is whole groups here: a batch that is not, written or not, becomes the nearest that "
+    "is, and the report says so. `transfer_dtype` stays unset and means `train.param_dtype` here, where cosmos-rl "
+    "sends the master weights.",
     "cosmos-rl ignores keys that it does not know; here each is reported, with the key that was meant.",
 )
 

@@ -20,6 +20,7 @@ from schema.config.keys import leaf_keys
 from schema.config.loading.explain import closest
 from schema.config.problem import MOST_SHOWN
 from schema.config.root import Config
+from schema.config.rules.batch import whole_batches
 from schema.config.sections.train_policy import SFTDataConfig
 from schema.config.sections.unsupported import TABLE
 from schema.interop.engine.composed import not_read
@@ -275,7 +276,7 @@ def _assemble(
     context: ConversionContext, entries: list[Entry], additions: list[Addition]
 ) -> tuple[tuple[Entry, ...], tuple[Addition, ...], dict[str, Any]]:
     """The nested configuration, with what the build lacks replaced where that changes speed only."""
-    entries = _without_contradictions(context, entries)
+    entries, additions = _in_whole_groups(context, _without_contradictions(context, entries), additions)
     lacking = nearest(_nested(entries, additions))
     entries = [_fallen_back(entry, lacking) for entry in entries]
     touched = {key for entry in entries for key, _ in entry.faithful}
@@ -312,6 +313,53 @@ def _without_contradictions(context: ConversionContext, entries: list[Entry]) ->
     return kept
 
 
+_BATCH = "train.train_batch_per_replica"
+_STEP = (_BATCH, "rollout.n_generation", "policy.parallelism.n_init_replicas")
+
+
+def _in_whole_groups(
+    context: ConversionContext, entries: list[Entry], additions: list[Addition]
+) -> tuple[list[Entry], list[Addition]]:
+    """A step is whole groups here: a batch that is not becomes the nearest that is, the larger of two."""
+    written = {addition.key: addition.value for addition in additions}
+    written |= {key: value for entry in entries for key, value in entry.targets}
+    sizes = [our_default(key) if written.get(key) is None else written[key] for key in _STEP]
+    batch, generation, replicas = sizes
+    if _job_type(entries, {item.key: item for item in additions}) != "grpo" or not all(map(_is_count, sizes)):
+        return entries, additions
+    near = whole_batches(batch, generation, replicas)
+    whole = min(near, key=lambda value: (abs(value - batch), -value))
+    if whole == batch:
+        return entries, additions
+    note = f"{batch} samples are not whole groups of {generation}: {whole}"
+    context.warn(
+        f"{_BATCH} is {whole} instead of {batch}: a step of {batch} samples on {replicas} policy "
+        f"{'replica' if replicas == 1 else 'replicas'} is not a whole number of groups of "
+        f"rollout.n_generation = {generation}"
+    )
+    entries = [_rounded(entry, whole, note) for entry in entries]
+    additions = [
+        replace(item, value=whole, note=f"{item.note}; {note}", faithful=item.value)
+        if item.key == _BATCH
+        else item
+        for item in additions
+    ]
+    return entries, additions
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _rounded(entry: Entry, whole: int, note: str) -> Entry:
+    """The entry that writes the batch, with that many samples."""
+    targets = tuple((key, whole if key == _BATCH else value) for key, value in entry.targets)
+    if targets == entry.targets:
+        return entry
+    note = "; ".join(filter(None, (entry.note, note)))
+    return replace(entry, targets=targets, note=note, faithful=entry.targets)
+
+
 def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
     hit = [key for key, _ in entry.targets if key in lacking]
     if not hit:
@@ -319,7 +367,9 @@ def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
     targets = tuple((key, lacking[key][0] if key in lacking else value) for key, value in entry.targets)
     missing = " and ".join(dict.fromkeys(lacking[key][1] for key in hit))
     note = "; ".join(filter(None, (entry.note, f"this build lacks {missing}, which changes no number")))
-    return replace(entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.targets)
+    return replace(
+        entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.faithful or entry.targets
+    )
 
 
 def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, str]]) -> Addition:

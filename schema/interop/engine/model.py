@@ -75,8 +75,9 @@ class Entry:
 
     source: its dotted key there. value: its value with interpolations resolved. targets: what is written for
     it (mapped, fallback, unsupported), or nothing. note: how the value was computed, or the reason. line:
-    where it stands in the input, from 1. faithful: for a fallback, the targets that would say the same (in
-    `targets` their values are replaced by what this build can do).
+    where it stands in the input, from 1. faithful: where `targets` hold the
+    nearest values that can be had here (a fallback; a batch that is not whole groups), the ones that would say the
+    same.
     """
 
     source: str

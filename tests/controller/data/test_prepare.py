@@ -151,6 +151,25 @@ def test_rows_too_long_are_left_out_counted_and_reported(
     assert max(lengths) <= 128
 
 
+@pytest.mark.parametrize(("answer", "longest"), [(127, 1), (128, 127), (4096, 127)])
+def test_an_answer_as_long_as_a_sequence_leaves_prompts_all_but_a_token(
+    model_dir: Path, tmp_path: Path, answer: int, longest: int
+):
+    tokens = PromptTokenizer(str(model_dir))
+    texts = ["x" * n for n in range(110, 128)]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
+    cfg = config(model_dir, path, {}, rollout={"max_response_length": answer})
+    lengths = [len(ids) for ids in tokens.encode([tokens.text(text) for text in texts])]
+    fitting = [length for length in lengths if length <= longest]
+    assert len(fitting) < len(lengths)
+    if not fitting:
+        with pytest.raises(DataError, match=f"more than {longest} tokens"):
+            prepare(cfg, tmp_path)
+        return
+    assert prepare(cfg, tmp_path) == {"train": len(fitting)}
+    assert PromptFile(tmp_path / "data" / "train.safetensors").lengths().tolist() == fitting
+
+
 def _talk(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
 

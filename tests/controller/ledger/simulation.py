@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from controller.ledger.assembly import Assembled
-from controller.ledger.group import Group, State
+from controller.ledger.group import DropReason, Group, State
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.replay import adopt
@@ -79,6 +79,8 @@ class Simulation:
         self.begun_anew = 0
         self.stored = StoredLedger()
         self.superseded: list[str] = []
+        self.filtered = 0
+        """Groups dropped by the filter since a step was assembled last."""
         self.events = 0
 
     @property
@@ -138,6 +140,7 @@ class Simulation:
             assert group is not None
             assert lease_id in (holder, group.completed_lease), "counted under a lease that has ended"
             self.stored.payloads.add((name, f"{lease_id}.{index}"))
+            self.filtered += group.reason is DropReason.ZERO_VARIANCE
         if outcome.accepted and self.random.random() < 0.1:
             assert self.ledger.push(name, lease_id, index, header, 100).duplicate
         if not outcome.accepted:
@@ -209,9 +212,11 @@ class Simulation:
             self.ledger.expire(self.now)
 
     def step(self) -> None:
+        is_new = self.ledger.batch(self.ledger.table.committed) is None
         result = self.ledger.assemble(self.now)
         if not isinstance(result, Assembled):
             return
+        self.filtered = 0 if is_new else self.filtered
         for group in result.groups:
             for part in group.parts():
                 assert (group.id, part) in self.stored.payloads, "a batch names a payload that is gone"
@@ -265,8 +270,10 @@ class Simulation:
             assert found.snapshot is not None
             self.begun_anew += 1
             ledger.begin_from(found.snapshot)
+            self.filtered = 0
         elif step < ledger.table.committed:
             ledger.rewind(step)
+            self.filtered = 0
         self.history = found.history[:]
         self.published = step
         for name, group in ledger.table.groups.items():
@@ -298,7 +305,7 @@ class Simulation:
         snapshot = self.ledger.snapshot(self.ledger.table.committed)
         self.ledger = Ledger(GroupTable(self.params), self._lease_id)
         self.ledger.begin_from(snapshot)
-        self.stored = StoredLedger()
+        self.stored, self.filtered = StoredLedger(), 0
         self.checkpoints.append(Checkpoint(snapshot.timeline, self.history[:], snapshot))
         self.published = self.ledger.table.committed
         for replica in self.replicas:
@@ -317,6 +324,7 @@ class Simulation:
         if self.params.oversample == 1.0:
             assert schedulable(ledger.table.deadlines, ledger.table.first_step, self.params.groups_per_step)
             assert ledger.table.outstanding <= (self.params.staleness_bound + 1) * self.params.groups_per_step
+        assert ledger.table.filtered == self.filtered
         assert status.max_staleness <= self.params.staleness_bound
         assert status.over_bound == 0
         assert status.staleness == _staleness(self.history), (

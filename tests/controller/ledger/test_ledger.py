@@ -218,6 +218,48 @@ def test_groups_without_signal_are_dropped_and_make_room() -> None:
     assert ledger.table.outstanding == 0
 
 
+EQUAL = {"rewards": {"right": 1.0}}
+
+
+def test_a_step_that_the_filter_leaves_empty_starves() -> None:
+    ledger = make(filter_metrics=("right",), max_refills=1, n_positions=100)
+    for dropped in range(3):
+        assert (ledger.starves, ledger.table.filtered) == (False, dropped)
+        fill_each(ledger, lease(ledger, 1), **EQUAL)
+    assert ledger.starves, "3 groups are more than one refill of 2"
+    stored = StoredLedger()
+    stored.write(ledger)
+    assert stored.restore(ledger.params).starves, "a controller that starts again still knows"
+    assert not stored.restore(replace(ledger.params, max_refills=0)).starves
+    fill_each(ledger, lease(ledger, 2))
+    assert not ledger.starves, "the step is full after all"
+    train(ledger)
+    assert ledger.table.filtered == 0
+    ledger.table.filtered = 3
+    ledger.rewind(0)
+    assert ledger.table.filtered == 0
+
+
+def test_no_refill_is_asked_for_where_no_prompt_or_no_step_is_left() -> None:
+    ledger = make(filter_metrics=("right",), max_refills=1, n_positions=4)
+    for _ in range(4):
+        fill_each(ledger, lease(ledger, 1), **EQUAL)
+    assert (ledger.table.exhausted, ledger.starves) == (True, False)
+    ledger = make(filter_metrics=("right",), max_refills=1, n_positions=20, max_steps=1)
+    held = lease(ledger, 4)
+    fill_each(ledger, held[:2])
+    batch(ledger)
+    ledger.table.filtered = 3
+    assert not ledger.starves, "the step that is trained is the last one"
+
+
+def test_a_ledger_stored_before_refills_were_counted_has_none() -> None:
+    stored, ledger = StoredLedger(), make()
+    stored.write(ledger)
+    del stored.header["filtered"]
+    assert stored.restore(ledger.params).table.filtered == 0
+
+
 def test_overlong_samples_stay_out_of_training() -> None:
     ledger = make()
     first, second = lease(ledger, 2)

@@ -198,7 +198,7 @@ def test_an_outage_pauses_the_leases_until_a_probe_is_scored(stage: Stage, on_er
     other = stage.joined(served, "rollout-1")
     assert other.lease().status is LeaseStatus.PAUSED, "one probe for all replicas"
     rollout.finish([probe], score=None, rewards={}, error=OUTAGE, outage=True)
-    served.skip(1.5)
+    served.skip(1.1)
     assert rollout.lease().status is LeaseStatus.PAUSED, "the next probe waits longer"
     served.skip(1.0)
     (another,) = other.lease(4).groups

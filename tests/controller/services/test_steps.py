@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 
+from controller.client import Refused
 from controller.client import calls as api
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
@@ -158,3 +159,27 @@ def test_when_the_last_groups_are_dropped_an_empty_batch_ends_the_training(stage
     status = stage.client(served).send(api.job())
     assert (status.phase, status.step) == (Phase.FINISHED, 1)
     assert stage.client(served).send(api.ledger()).dropped == {"zero_variance": 1}
+
+
+def test_a_step_that_the_filter_leaves_empty_fails_the_job_also_across_a_restart(stage: Stage) -> None:
+    policy = {"type": "grpo", "filter_reward_metric": "right", "max_retry_for_on_policy": 1}
+    served, trainer, rollout = stage.at_work(make_config(train={"train_policy": policy}))
+    equal = {"rewards": {"right": 1.0}, "score": 1.0}
+    for _ in range(2):
+        rollout.finish(rollout.lease(1).groups, **equal)
+    served.restart()
+    assert stage.client(served).send(api.job()).phase is Phase.TRAINING
+    rollout.finish(rollout.lease(1).groups, **equal)
+    status = stage.client(served).send(api.job())
+    assert status.phase is Phase.FAILED
+    for part in (
+        "step 0 is not full: 3 groups were dropped as zero_variance",
+        "train.train_policy.max_retry_for_on_policy = 1 allows",
+        "a larger rollout.n_generation, or train.train_policy.max_retry_for_on_policy = 0",
+    ):
+        assert part in (status.last_error or "")
+    with pytest.raises(Refused, match="max_retry_for_on_policy"):
+        trainer.batch(0)
+    assert stage.client(served).send(api.operate("resume")).phase is Phase.TRAINING
+    rollout.finish(rollout.lease(2).groups)
+    assert trainer.batch(0) is not None, "a job that is resumed counts from there"

@@ -85,6 +85,21 @@ def test_strict_is_for_what_falls_short_and_says_what_does(tmp_path: Path) -> No
     assert "--strict" not in convert(source).stderr
 
 
+def test_a_batch_that_ends_within_a_group_is_rounded_and_named(tmp_path: Path) -> None:
+    source, target = tmp_path / "cosmos.toml", tmp_path / "run.toml"
+    text = (ROOT / "tests/schema/interop/examples/cosmos_newer.toml").read_text()
+    assert "train_batch_per_replica" not in text
+    source.write_text(text.replace("[train]\n", "[train]\ntrain_batch_per_replica = 20\n", 1))
+    run = convert(source, "-o", target)
+    assert run.returncode == 0
+    assert "! train.train_batch_per_replica is 24 instead of 20" in run.stderr
+    assert "rollout.n_generation = 8" in run.stderr
+    assert tomllib.loads(target.read_text())["train"]["train_batch_per_replica"] == 24
+    run = convert(source, "--strict")
+    assert run.returncode == 2
+    assert "nearest values: mode, train.train_batch_per_replica" in run.stderr
+
+
 def test_a_lost_method_is_refused_by_every_command(tmp_path: Path) -> None:
     source, target = tmp_path / "agents.yaml", tmp_path / "run.toml"
     source.write_text((ROOT / "examples/roll_grpo.yaml").read_text() + "max_len_mask: true\n")

@@ -162,6 +162,30 @@ def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[st
     assert_equal(again, straight, 0.0)
 
 
+@pytest.mark.usefixtures("deterministic")
+def test_a_reference_that_was_reset_and_a_kl_that_adapted_are_restored(tmp_path: Path, group: Group):
+    term = {"beta": 0.1, "controller": "adaptive", "target": 1e-3, "horizon": 50}
+    options: dict[str, Any] = {
+        "grpo": {"kl_beta": 0.1, "kl_in_reward": term, "reference_reset_interval": 3},
+        "train": {"optm_lr": 1e-2, "optm_warmup_steps": 0},
+    }
+    straight, metrics = run_here(group, steps=5, **options)
+    assert len({step["kl_coefficient"] for step in metrics}) == 5
+    assert metrics[3]["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics[2]["reference_kl"] > 1e-3
+    run_here(group, steps=4, save=str(tmp_path / "s"), save_step=4, **options)
+    state = str(tmp_path / "s" / "step-00000004")
+    again, later = run_here(group, first_step=4, steps=5, restore=state, **options)
+    assert later == metrics[4:]
+    assert_equal(again, straight, 0.0)
+
+
+def test_an_offloaded_reference_gives_the_same(group: Group):
+    expected, _ = run_here(group, grpo=GRPO | {"kl_beta": 0.1})
+    found, _ = run_here(group, grpo=GRPO | {"kl_beta": 0.1}, sections={"reference": {"offload": True}})
+    assert_equal(found, expected, 1e-7)
+
+
 @pytest.mark.slow
 def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: Group):
     state = str(tmp_path / "state" / "step-00000000")

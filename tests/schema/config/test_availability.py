@@ -27,7 +27,6 @@ EXAMPLES: dict[str, Any] = {
     "train.optm_name": "Muon",
     "train.param_dtype": "float16",
     "train.train_policy.dataloader_prefetch_factor": 2,
-    "train.train_policy.reference_reset_interval": 10,
     "weight_sync.lora": "adapter",
 }
 
@@ -96,7 +95,7 @@ def test_a_number_is_not_a_boolean() -> None:
     data = deepcopy(GRPO)
     write(data, ("train", "train_policy", "kl_beta"), 0.0)
     assert check_available(Config.model_validate(data)) == []
-    write(data, ("train", "train_policy", "reference_reset_interval"), 1)
+    write(data, ("reference", "fsdp_wrap_min_params"), 1)
     assert len(check_available(Config.model_validate(data))) == 1
 
 

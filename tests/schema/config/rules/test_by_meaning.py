@@ -67,7 +67,7 @@ FAULTS = {
         for section, extra in ((P, {}), (f"{P}.old_log_prob", {}), ("reference", {}), ("critic", CRITIC))
     ],
     batch.responses_leave_room: [
-        ({"rollout.max_response_length": 4096}, "4096 tokens", "policy.model_max_length = 4096")
+        ({"rollout.max_response_length": 4096}, "4096 tokens", "policy.model_max_length = 4096", "up to 4095")
     ],
     batch.engine_steps_hold_enough: [
         ({"rollout.max_num_batched_tokens": 100} | VLLM | others, *words)
@@ -450,6 +450,12 @@ NOT_WRITTEN = [
         {"rollout.max_model_len": 1024},
         "rollout.max_response_length",
         ("2048 tokens", "rollout.max_model_len = 1024"),
+    ),
+    Case(
+        batch.overlong_buffer_fits,
+        {f"{PENALTY}.enable_overlong_penalty": True, "rollout.max_response_length": 8191},
+        f"{PENALTY}.buffer_length",
+        ("begins at 4095 tokens", "policy.model_max_length = 4096"),
     ),
     Case(
         batch.overlong_buffer_fits,

@@ -219,9 +219,7 @@ NEIGHBOURS = [
     (GRPO, {f"{P}.lower_bound_ratio": 2.0} | GSPO, GSPO),
     (GRPO, {BUFFER: 4096} | PENALTY, {BUFFER: 2048} | PENALTY),
     (GRPO, {BUFFER: 4096} | PENALTY, {BUFFER: 4096}),
-    (GRPO, {RESPONSE: 4096}, {RESPONSE: 4095}),
-    (GRPO, {RESPONSE: 2048, ROOM: 2048}, {RESPONSE: 2048, ROOM: 2049}),
-    (GRPO, LONG | {"validation.enable": True}, LONG | {"validation.enable": False}),
+    (GRPO, {BUFFER: 1024, RESPONSE: 5119} | PENALTY, {BUFFER: 1025, RESPONSE: 5119} | PENALTY),
     (GRPO, {PIECE: 4095}, {PIECE: 4096}),
     (SFT, {PIECE: 4095}, {PIECE: 4096, "train.train_batch_per_replica": 7}),
     (GRPO, DROP, DROP | STRAGGLERS),
@@ -240,6 +238,27 @@ def test_a_fault_is_the_only_one_and_has_a_sound_neighbour(
     (problem,) = check_rules(config_of(base, faulty))
     assert problem.key == next(iter(faulty))
     assert check_rules(config_of(base, sound)) == []
+
+
+ROOMS = [
+    (RESPONSE, {RESPONSE: 4096}, {RESPONSE: 4095}),
+    (RESPONSE, {RESPONSE: 2048, ROOM: 2048}, {RESPONSE: 2048, ROOM: 2049}),
+    (
+        "validation.max_response_length",
+        LONG | {"validation.enable": True},
+        LONG | {"validation.enable": False},
+    ),
+]
+"""Answers as long as a sequence, and shorter ones."""
+
+
+@pytest.mark.parametrize(("key", "whole", "shorter"), ROOMS, ids=range(len(ROOMS)))
+def test_an_answer_as_long_as_a_sequence_is_a_warning(
+    key: str, whole: dict[str, Any], shorter: dict[str, Any]
+) -> None:
+    found = {warning.key for warning in check_warnings(config_of(GRPO, whole))}
+    assert found - {warning.key for warning in check_warnings(config_of(GRPO, shorter))} == {key}
+    assert check_rules(config_of(GRPO, whole)) == []
 
 
 @pytest.mark.parametrize("key", ["heartbeat_timeout", "lease_timeout"])

@@ -142,8 +142,10 @@ def test_the_longest_prompt_and_answer_fit() -> None:
     )
     assert problem.hint == f"write {P}.dataset.max_prompt_length = 40, or policy.model_max_length = 101"
     assert "rollout.max_model_len = 90" in only(**limits, rollout__max_model_len=90, **{longest: 31}).message
-    (problem,) = problems(policy__model_max_length=100, rollout__max_response_length=100, **{longest: 5})
-    assert problem.key == "rollout.max_response_length", "no echo where there is no room at all"
+    whole = {"policy__model_max_length": 100, "rollout__max_response_length": 100}
+    assert problems(**whole, **{longest: 99}) == [], "the answer takes what the prompt leaves"
+    problem = only(**whole, **{longest: 100})
+    assert problem.hint == f"write {P}.dataset.max_prompt_length = 99, or policy.model_max_length = 200"
 
 
 def test_the_longest_prompt_of_validation() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from schema.config import ConfigError, check_config
+from schema.config import Config, ConfigError, check_config
 from schema.config.keys import leaf_keys
+from schema.config.rules.batch import batch_is_whole_groups
 from schema.interop import convert, convert_text
 from schema.interop.engine.keys import leaves
 from schema.interop.engine.model import Conversion, Outcome
@@ -151,11 +152,52 @@ def test_a_written_key_beats_its_older_name() -> None:
         ({"rollout.n_generation": 8}, 8),
         ({"rollout.n_generation": 4}, 8),
         ({"rollout.n_generation": 12}, 12),
-        ({"rollout.n_generation": 12, "train.train_batch_per_replica": 8}, 8),  # written: kept, and refused
     ],
 )
 def test_the_batch_that_a_silent_file_means(keys: dict[str, Any], expected: int) -> None:
-    assert value_of(_cosmos(keys), "train.train_batch_per_replica") == expected
+    found = _cosmos(keys)
+    assert value_of(found, BATCH) == expected
+    assert found.warnings == ()
+
+
+BATCH, REPLICAS = "train.train_batch_per_replica", "policy.parallelism.n_init_replicas"
+
+
+@pytest.mark.parametrize(
+    ("batch", "others", "expected"),
+    [
+        (8, {"rollout.n_generation": 12}, 12),  # less than one group
+        (20, {}, 16),
+        (24, {}, 32),  # both are 8 away
+        (25, {}, 32),
+        (20, {REPLICAS: 4}, 20),  # 80 samples are 5 groups
+        (18, {REPLICAS: 4}, 20),  # 72 samples are not
+        (20, {"rollout.n_generation": 10**6}, 10**6),
+    ],
+)
+def test_a_batch_becomes_whole_groups_and_the_report_says_so(
+    batch: int, others: dict[str, Any], expected: int
+) -> None:
+    found = _cosmos({BATCH: batch, **others})
+    assert value_of(found, BATCH) == expected
+    assert [problem.key for problem in batch_is_whole_groups(Config.model_validate(found.config))] == []
+    if batch == expected:
+        assert found.warnings == ()
+        return
+    (warning,) = found.warnings
+    assert warning.startswith(f"{BATCH} is {expected} instead of {batch}: ")
+    assert found.entry(BATCH).faithful == ((BATCH, batch),)
+    assert f"instead of {batch}" in to_toml(found)
+
+
+def test_a_batch_of_supervised_training_has_no_groups() -> None:
+    found = _cosmos({"train.train_policy.type": "sft", BATCH: 20})
+    assert (value_of(found, BATCH), found.warnings) == (20, ())
+
+
+@pytest.mark.parametrize("batch", ["many", 0, True, 20.0])
+def test_a_batch_that_is_not_a_number_passes_as_it_is(batch: object) -> None:
+    assert value_of(_cosmos({BATCH: batch}), BATCH) == batch
 
 
 def test_validation_does_not_begin_at_once_unless_told() -> None:

@@ -296,3 +296,11 @@ def test_detected_without_being_told() -> None:
     for path in ROLL:
         assert convert(path).system == "roll"
     assert convert(HERE / "roll_agentic.yaml").kind == "agentic"
+
+
+@pytest.mark.parametrize(("trajectories", "expected"), [(64, 64), (60, 64), (3, 8)])
+def test_trajectories_of_a_step_become_whole_groups(trajectories: int, expected: int) -> None:
+    found = roll_with({"rollout_batch_size": trajectories, "train_env_manager.group_size": 8})
+    assert value_of(found, "train.train_batch_per_replica") == expected
+    rounded = [warning for warning in found.warnings if f"is {expected} instead of {trajectories}" in warning]
+    assert bool(rounded) == (trajectories != expected)
