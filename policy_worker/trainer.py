@@ -5,7 +5,7 @@
     step: clip ─▶ AdamW                                                                once per optimizer step
 
 A micro-batch's loss is already divided by the counts of the whole optimizer step, so losses add up over
-micro-batches; over ranks FSDP2 averages, hence the factor of the number of ranks.
+micro-batches; over data ranks FSDP2 averages, hence the factor of their number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Trainer:
     ) -> None:
         train = config.train
         self.group, self.schedule = group, schedule
-        self.sharded = needs_sharding(group.world, train)
+        self.sharded = needs_sharding(group.data_ranks, train)
         self._layout = Layout(train.sequence_packing, model.vocabulary, group.device)
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.reference = None if reference is None else self._frozen(reference, config)
@@ -66,7 +66,7 @@ class Trainer:
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         model.requires_grad_(False).eval()
         offload = config.reference.offload
-        if self.group.world == 1 and not offload:
+        if self.group.data_ranks == 1 and not offload:
             return model.to(self.group.device)
         return apply_fsdp(model, self.group.mesh(), config.train, frozen=True, offload=offload)
 
@@ -98,12 +98,12 @@ class Trainer:
     @property
     def data_rank(self) -> int:
         """Which share of a batch this rank trains on."""
-        return self.group.rank
+        return self.group.data_rank
 
     @property
     def data_ranks(self) -> int:
         """Into how many shares a batch is cut."""
-        return self.group.world
+        return self.group.data_ranks
 
     def micro_batches(
         self,

@@ -18,6 +18,7 @@ from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsEr
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import load_model, load_reference
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Caller, Session
 from policy_worker.trainer import Trainer
@@ -86,7 +87,7 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
         SettingsError: the configuration cannot work on these ranks, or with this model.
         CheckpointError: the checkpoint does not hold what is asked for.
     """
-    _check_mesh(config, group)
+    _arrange(config, group)
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
     reference = load_reference(config, model) if config.has_reference else None
@@ -177,13 +178,8 @@ def _schedule(config: Config, total_steps: int) -> Schedule:
     )
 
 
-def _check_mesh(config: Config, group: Group) -> None:
-    shards = config.policy.parallelism.dp_shard_size
-    if shards not in (-1, group.world):
-        raise SettingsError(
-            f"policy.parallelism.dp_shard_size = {shards}, but this replica has {group.world} ranks: start as many "
-            f"ranks, or write -1"
-        )
+def _arrange(config: Config, group: Group) -> None:
+    group.arrange(MeshSizes.of_config(config.policy.parallelism, group.world))
     for problem in absent_ranks(config, group.world):
         raise SettingsError(problem.render())
 

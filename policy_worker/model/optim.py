@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +80,8 @@ class Optimizer:
         Raises:
             NonFiniteGradientError: on all ranks alike; nothing was applied.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = _whole(get_total_norm(gradients))
+        alike = _by_layout((p for p in self.parameters if p.grad is not None), lambda p: p.grad)
+        norm = torch.tensor(math.hypot(*map(_norm, alike)))
         value = float(norm)
         if not math.isfinite(value):
             raise NonFiniteGradientError(
@@ -88,7 +89,8 @@ class Optimizer:
                 f"train.optm_lr or train.optm_grad_norm_clip, or check the model's weights for NaN"
             )
         if 0 < self._settings.grad_norm_clip < value:
-            clip_grads_with_norm_(self.parameters, self._settings.grad_norm_clip, norm)
+            for parameters in alike:
+                clip_grads_with_norm_(parameters, self._settings.grad_norm_clip, norm)
         for group in self.adamw.param_groups:
             group["lr"] = self._settings.lr * lr_factor
         self.adamw.step()
@@ -98,7 +100,7 @@ class Optimizer:
 
 def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        parameters,
+        [{"params": alike} for alike in _by_layout(parameters, lambda p: p)],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.epsilon,
@@ -121,5 +123,19 @@ def _check_possible(settings: OptimizerSettings, like: Tensor) -> None:
         ) from error
 
 
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _by_layout(
+    parameters: Iterable[nn.Parameter], tensor_of: Callable[[nn.Parameter], Tensor | None]
+) -> list[list[nn.Parameter]]:
+    """Parameters by mesh and placements of a tensor of theirs: one operation takes only tensors laid out alike."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        tensor = tensor_of(parameter)
+        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        found.setdefault(layout, []).append(parameter)
+    return list(found.values())
+
+
+def _norm(alike: Iterable[nn.Parameter]) -> float:
+    """The norm of whole gradients. A collective of their mesh."""
+    norm = get_total_norm([p.grad for p in alike if p.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

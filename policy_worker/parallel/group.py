@@ -1,8 +1,9 @@
 """The process group of a policy replica, and the few messages its ranks exchange outside of training.
 
 Tensors of training go over the mesh (gloo on the CPU, NCCL on GPUs). Control messages (the step's table, a
-decision to leave) are JSON bytes over a gloo group of its own, never pickles. Its time-out is longer than the
-longest wait for a lost controller, since the other ranks wait while rank 0 does.
+decision to leave) are JSON bytes over a gloo group of its own, never pickles; payloads are bytes over one of each
+unit (see `mesh`). Their time-out is longer than the longest wait for a lost controller, since the other ranks wait
+while the one that asks does.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from policy_worker.errors import PolicyError, SettingsError
-from policy_worker.parallel.fsdp import DP_SHARD
+from policy_worker.parallel.mesh import MeshSizes, device_mesh
 from policy_worker.process import RankEnvironment
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,10 @@ class Group:
         self.rank, self.world = environment.rank, environment.world
         self.device = pick_device(environment.local_rank)
         _initialise(environment, self.device)
+        self.sizes = MeshSizes(dp_shard=self.world)
+        self._mesh: DeviceMesh | None = None
         self._control: Any = None
+        self._unit: Any = None
         self.set_control_timeout(control_timeout)
 
     @property
@@ -45,15 +50,41 @@ class Group:
         """Whether this is the rank that speaks with the controller."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of a batch this rank trains on."""
+        return self.sizes.data_rank(self.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares a batch is cut."""
+        return self.sizes.data_ranks
+
+    @property
+    def leads_unit(self) -> bool:
+        """Whether this is the rank that fetches and counts for its share of a batch."""
+        return self.sizes.unit(self.rank)[0] == self.rank
+
     def set_control_timeout(self, seconds: float) -> None:
-        """A collective; called by all ranks with the same value."""
+        """A collective, before `arrange`; called by all ranks with the same value."""
+        self._timeout = timedelta(seconds=seconds) + CONTROL_MARGIN
         if self.world > 1:
-            timeout = timedelta(seconds=seconds) + CONTROL_MARGIN
-            self._control = dist.new_group(backend="gloo", timeout=timeout)
+            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def arrange(self, sizes: MeshSizes) -> None:
+        """Give the ranks their coordinates; until then all of them shard. A collective, before `mesh`."""
+        assert sizes.ranks == self.world
+        assert self._mesh is None, "it was made with other sizes"
+        self.sizes, unit = sizes, sizes.unit(self.rank)
+        if len(unit) > 1:
+            self._unit = dist.new_group(
+                unit, backend="gloo", timeout=self._timeout, use_local_synchronization=True
+            )
 
     def mesh(self) -> DeviceMesh:
-        """All ranks as one dimension, `dp_shard`."""
-        return init_device_mesh(self.device.type, (self.world,), mesh_dim_names=(DP_SHARD,))
+        """The one mesh of all ranks. A collective when it is asked for first."""
+        self._mesh = self._mesh or device_mesh(self.sizes, self.device.type)
+        return self._mesh
 
     def lead(self, decide: Callable[[], Any]) -> Any:
         """Rank 0 decides, all ranks get the answer (a JSON value). An error of rank 0's ends all of them.
@@ -71,7 +102,7 @@ class Group:
             except Exception as error:
                 cause = error
                 failed = [f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)]
-        failed, value = json.loads(self._broadcast(json.dumps([failed, value]).encode()))
+        failed, value = json.loads(bytes(_broadcast(json.dumps([failed, value]).encode(), self._control)))
         if cause is not None:
             raise cause
         if failed is not None:
@@ -99,22 +130,30 @@ class Group:
         other.set_control_timeout(control_timeout)
         return other
 
-    def _broadcast(self, data: bytes) -> bytes:
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self._control)
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else None
-        buffer = payload if payload is not None else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(buffer, 0, group=self._control)
-        return bytes(buffer.numpy())
+    def share(self, frames: Sequence[bytes | memoryview] | None) -> Sequence[bytes | memoryview] | None:
+        """In each unit what its leader has, on all its ranks. A collective of the unit; the others pass None."""
+        if self._unit is None:
+            return frames
+        own = json.dumps(None if frames is None else [len(frame) for frame in frames]).encode()
+        sizes = json.loads(bytes(_broadcast(own, self._unit)))
+        if not sizes:
+            return cast(list[bytes] | None, sizes)
+        data = _broadcast(b"".join(frames or ()), self._unit)
+        return [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self.reduce([float(flag)], "max")[0] > 0
 
     def reduce(self, values: list[float], how: str) -> list[float]:
-        """Sum ("sum") or maximum ("max") of each number over all ranks, in float64."""
+        """Sum over data ranks ("sum") or maximum over all ranks ("max") of each number, in float64.
+
+        The ranks of a unit have summed the same samples: their leader counts, which is exact.
+        """
         if self.world == 1:
             return values
+        if how == "sum" and not self.leads_unit:
+            values = [0.0] * len(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=self._control)
         return [float(value) for value in tensor]
@@ -127,6 +166,18 @@ class Group:
         """Leave the process group; safe to call twice."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _broadcast(data: bytes, group: Any) -> memoryview:
+    """What the first rank of a group has, at least one byte, on all of them."""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, group=group, group_src=0)
+    if dist.get_rank(group) == 0:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, group=group, group_src=0)
+    return memoryview(buffer.numpy())
 
 
 def pick_device(local_rank: int) -> torch.device:

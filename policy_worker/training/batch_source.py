@@ -1,4 +1,5 @@
-"""Batches of reinforcement learning: waited for by rank 0, known to all ranks as a table, fetched by rows.
+"""Batches of reinforcement learning: waited for by rank 0, known to all ranks as a table, fetched by rows
+by one rank of each unit.
 
 A table is checked against the staleness bound, a payload against its line of the table, and the versions of its
 tokens against the bound, before anything is trained on. The controller has seen to all of it; this is the safety
@@ -113,7 +114,7 @@ class BatchSource:
         Raises:
             BadBatchError: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound.
         """
-        frames = self._fetch(table, rows)
+        frames = self._group.share(self._fetch(table, rows) if self._group.leads_unit else None)
         (gone,) = self._group.reduce([float(frames is None)], "max")
         if gone or frames is None:
             log.warning("the batch of step %d is not there any more: waiting for it again", table.step)

@@ -1,5 +1,5 @@
-"""What a training step reports: metrics, as sums over micro-batches and ranks and then means by their public names;
-and of samples that are kept as text their advantages and log-probs.
+"""What a training step reports: metrics, as sums over micro-batches and data ranks and then means by their public
+names; and of samples that are kept as text their advantages and log-probs.
 
 add(parts)     after each micro-batch     sums over its tokens; "max_…" are maxima
 end_step(…)    after each optimizer step
@@ -262,7 +262,7 @@ class KeptSamples:
             if math.isfinite(advantages[row]) and bool(values.isfinite().all())
         ]
         found = {row: [] for row in self._rows if row in idle}
-        found.update(pair for part in group.gather(mine) for pair in part)
+        found.update(pair for part in group.gather(mine if group.leads_unit else []) for pair in part)
         if not group.leads:
             return []
         table = self._table

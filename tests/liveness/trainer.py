@@ -27,6 +27,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import load_model, load_reference
 from policy_worker.parallel.fsdp import apply_fsdp
+from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Trainer
@@ -98,7 +99,7 @@ def _grpo(
     chosen = samples or random_samples(12)
     if world > 1:
         trainer.group = copy(place.group)
-        trainer.group.world = world  # this rank's share of the batch of two
+        trainer.group.sizes = MeshSizes(dp_shard=world)  # this rank's share of the batch of two
     source = BatchSource(
         place.group,
         lambda call: encode_step(chosen, step=int(call.path.split("/")[3])),

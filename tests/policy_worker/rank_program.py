@@ -1,23 +1,25 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers}.
-`answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not assembled
-any more), "anew" (it is another batch by now). Rank 0 writes gradients of the last step, weights and metrics to OUT
-as safetensors and JSON.
+OPTIONS is JSON: {mesh, grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers}.
+`mesh` has the sizes of dimensions, by default all ranks shard. `answers` says for a rank what becomes of its first
+fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). Rank 0
+writes gradients of the last step, weights and metrics to OUT as safetensors and JSON; all ranks come to the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
@@ -47,7 +49,7 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     trainer = Trainer(
         tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10), reference
     )
-    assert trainer.sharded == (group.world > 1 or config.train.param_dtype != config.train.master_dtype)
+    assert trainer.sharded == (group.data_ranks > 1 or config.train.param_dtype != config.train.master_dtype)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: object) -> None:
@@ -64,6 +66,7 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         """What the controller sends: the table, and the payloads that were asked for."""
         table = make_table(samples, step=int(call.path.split("/")[3]))
         wanted = call.params["samples"]
+        assert group.leads_unit
         fate = answers.pop(0) if answers and wanted != "none" else "whole"
         if fate == "gone":
             return None
@@ -86,13 +89,17 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
     tensors = {**gradients, **dict(hub_tensors(trainer.model.lm))}
-    return {name: tensor.cpu() for name, tensor in tensors.items()}, metrics
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    assert len(set(group.gather(hashlib.sha256(save(tensors)).hexdigest()))) == 1
+    return tensors, metrics
 
 
 def main(out: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     group = Group(RankEnvironment.of_environ())
     try:
+        if "mesh" in options:
+            group.arrange(MeshSizes(**options["mesh"]))
         tensors, metrics = train(group, options)
         if group.leads:
             save_file(tensors, out / "tensors.safetensors")

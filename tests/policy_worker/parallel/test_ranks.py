@@ -99,6 +99,36 @@ def test_three_ranks_with_empty_micro_batches_and_packing_equal_one(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_unit_of_two_ranks_equals_one_bit_for_bit(tmp_path: Path, group: Group):
+    # the peer fetches nothing (see `rank_program`), and the sums of the two count once
+    options: dict[str, Any] = {"grpo": GRPO | EVERYTHING | {"mu_iterations": 2}, "steps": 2}
+    alone, expected = run_here(group, **options)
+    tensors, metrics = run(tmp_path / "2", 2, mesh={"tp": 2}, answers={"0": ["gone", "anew"]}, **options)
+    assert_equal(tensors, alone, 0.0)
+    assert metrics == expected
+
+
+@pytest.mark.slow
+def test_two_copies_equal_one_rank(tmp_path: Path, group: Group):
+    alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
+    tensors, metrics = run(tmp_path / "2", 2, mesh={"dp_replicate": 2}, grpo=GRPO | EVERYTHING)
+    assert_equal(gradients(tensors), gradients(alone), 2e-6)
+    for name, value in expected[0].items():
+        assert metrics[0][name] == pytest.approx(value, rel=rounding(2e-5), abs=1e-7), name
+
+
+@pytest.mark.slow
+def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: Group):
+    # ranks 0 and 2 lead
+    alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
+    mesh, answers = {"dp_shard": 2, "cp": 2}, {"0": ["whole", "anew"], "2": ["gone"]}
+    tensors, metrics = run(tmp_path / "4", 4, mesh=mesh, grpo=GRPO | EVERYTHING, answers=answers)
+    assert_equal(gradients(tensors), gradients(alone), 2e-6)
+    for name, value in expected[0].items():
+        assert metrics[0][name] == pytest.approx(value, rel=rounding(2e-5), abs=1e-7), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "impl"), [("always", "fused"), pytest.param("never", "for-loop", marks=pytest.mark.soak)]
 )

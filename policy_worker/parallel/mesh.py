@@ -1,0 +1,80 @@
+"""Where each rank of a replica stands: one mesh with named dimensions, the last one running fastest over the ranks.
+
+    pp               stages of the model
+    dp_replicate     copies of the shards of a parameter (HSDP)          ┐ the data coordinate: ranks that differ
+    dp_shard         shards of a parameter (FSDP)                        ┘ here train on different rows
+    cp               pieces of a sequence
+    tp               pieces of a matrix
+
+Ranks that differ only in pp, cp and tp are a *unit*: together they train one share of the batch. Its first rank leads
+it: that one fetches the payloads, and its numbers count where data ranks add theirs up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from policy_worker.errors import SettingsError
+from schema.config.layout import mesh_text
+from schema.config.sections.policy import ParallelismConfig
+
+DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Ranks along each dimension, in the order of the mesh."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def of_config(mesh: ParallelismConfig, world: int) -> MeshSizes:
+        """The configured sizes on `world` ranks; -1 shards over those that the other sizes leave.
+
+        Raises:
+            SettingsError: they are of another number of ranks.
+        """
+        one = MeshSizes(mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size)
+        shards = max(world // one.ranks, 1) if mesh.dp_shard_size == -1 else mesh.dp_shard_size
+        sizes = replace(one, dp_shard=shards)
+        if sizes.ranks != world:
+            raise SettingsError(
+                f"policy.parallelism.dp_shard_size = {mesh.dp_shard_size} makes a mesh of {sizes.ranks} ranks "
+                f"({mesh_text(mesh)}), but this replica has {world}: start as many ranks, or write sizes whose "
+                f"product is {world} (dp_shard_size = -1 takes those that the others leave)"
+            )
+        return sizes
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole mesh."""
+        return math.prod(asdict(self).values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares a batch is cut: how many units there are."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of a batch a rank trains on."""
+        return rank // (self.cp * self.tp) % self.data_ranks
+
+    def unit(self, rank: int) -> list[int]:
+        """The ranks that train on the same share as this one, which is among them; the first leads."""
+        return [other for other in range(self.ranks) if self.data_rank(other) == self.data_rank(rank)]
+
+
+def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks: the dimensions of more than one rank, and `dp_shard` in any case. A collective.
+
+    The others are left out, since each would cost as many process groups as there are ranks.
+    """
+    shape = {name: size for name, size in asdict(sizes).items() if size > 1 or name == DP_SHARD}
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
