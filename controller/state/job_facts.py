@@ -66,6 +66,7 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         filter_metrics=tuple(policy.filter_metrics),
         keep_payloads=config.train.ckpt.enable_checkpoint,
         order=data_order(config),
+        greedy=policy.has_baseline,
     )
 
 
