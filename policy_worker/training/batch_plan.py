@@ -89,7 +89,13 @@ class MiniBatch:
 
 
 def plan_step(
-    tokens: Sequence[int], counts: Sequence[bool], batching: Batching, *, data_ranks: int, step: int = 0
+    tokens: Sequence[int],
+    counts: Sequence[bool],
+    batching: Batching,
+    *,
+    data_ranks: int,
+    step: int = 0,
+    dealt: Sequence[int] | None = None,
 ) -> list[MiniBatch]:
     """Cut a step.
 
@@ -97,15 +103,17 @@ def plan_step(
         tokens: length of each row in tokens, [n].
         step: of training, which a shuffle depends on.
         counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
+        dealt: the rows that mini-batches are made of, each counting or not; None: all.
 
     Raises:
         SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
     """
-    size = batching.mini_batch or max(len(tokens), 1)
+    dealt = range(len(tokens)) if dealt is None else dealt
+    size = batching.mini_batch or max(len(dealt), 1)
     plan = []
     for number in range(batching.passes):
-        order = batching.order(len(tokens), step, number)
-        for start in range(0, len(tokens), size):
+        order = [dealt[place] for place in batching.order(len(dealt), step, number)]
+        for start in range(0, len(order), size):
             rows = sorted(row for row in order[start : start + size] if counts[row])
             if rows:
                 plan.append(MiniBatch(rows, _cut(rows, tokens, data_ranks, batching)))

@@ -95,7 +95,12 @@ class Grpo:
         trainer = self._trainer
         learned = [counts(table, row) for row in range(table.n_samples)]
         plan = plan_step(
-            table.total_tokens, learned, self._batching, data_ranks=trainer.data_ranks, step=table.step
+            table.total_tokens,
+            learned,
+            self._batching,
+            data_ranks=trainer.data_ranks,
+            step=table.step,
+            dealt=table.sampled,
         )
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
@@ -118,6 +123,7 @@ class Grpo:
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
             self._token_rewards(samples, columns),
+            table.baseline,
         )
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)

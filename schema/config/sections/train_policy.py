@@ -210,10 +210,10 @@ class GrpoConfig(_DataloaderConfig):
     )
     advantage_estimator: EstimatorName | CustomCode = key(
         "grpo",
-        "How rewards become advantages. `gae` needs the critic. With `remax` each group has one sample more, drawn "
-        "greedily: it is scored and not trained, counts in no batch size, and its score is the baseline of the others. "
-        "Where it fails, so does the group: it is made again or dropped as reward.on_error says (mask: dropped), and "
-        'dropped where it is overlong. Your own: "path/to/file.py:function".',
+        "How rewards become advantages. `gae` needs the critic. With `remax` each group has one more sample, decoded "
+        "greedily: its score is the baseline of the others, it is not trained and counts in no batch size. Where its "
+        "reward fails it is made again, or the group dropped, as reward.on_error says (`mask` drops it, too); where "
+        'it is overlong, the group is dropped. Your own: "path/to/file.py:function".',
         acts="number: Advantages, and with them the gradient.",
         unbuilt="that advantage estimator",
         neutral=BUILT_ESTIMATORS,
@@ -288,7 +288,7 @@ class GrpoConfig(_DataloaderConfig):
     filter_reward_metric: str | list[str] = cosmos_key(
         [],
         "Dynamic sampling (DAPO): groups whose samples all have the same value of these reward "
-        "functions are dropped and replaced; with advantage_estimator = \"remax\" the greedy sample is one of them, "
+        'functions are dropped and replaced; with advantage_estimator = "remax" the greedy sample is one of them, '
         "since equal samples that differ from it still say something. Empty: no filter.",
         acts="request or reply: Groups dropped as `zero_variance`.",
         example=["boxed_math"],
