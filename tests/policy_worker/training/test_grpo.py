@@ -16,14 +16,15 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource, DataEnded
+from policy_worker.training.batch_source import BatchSource, DataEnded, decode_payload
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
-from schema.wire.sample import Sample
+from schema.wire.sample import Sample, encode_sample
 from tests.policy_worker.material import (
     encode_step,
     make_config,
     make_sample,
+    make_table,
     random_samples,
     tiny_model,
     train_step,
@@ -361,6 +362,17 @@ def test_greedy_samples_are_nothing_but_baselines(group: Group):
         scores = [s.header.score for s in samples if s.header.score is not None]
         assert metrics["reward_mean"] == pytest.approx(sum(scores) / len(scores))
         assert "greedy_score" not in plain
+
+
+def test_a_payload_that_contradicts_its_mark_is_refused(group: Group):
+    samples = random_samples(4)
+    table = make_table(samples).model_copy(update={"baseline": [False, False, False, True]})
+    with pytest.raises(BadBatchError, match="baseline are"):
+        decode_payload(table, 3, encode_sample(samples[3]))
+    assert (
+        decode_payload(table, 2, encode_sample(samples[2])).learned_tokens
+        == samples[2].header.response_tokens
+    )
 
 
 def after_a_step(
