@@ -114,8 +114,9 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
     """The table of a step's batch: one row per sample, by group and then by index.
 
     A sample that cannot be trained (failed reward, too long) stays in the table with a null score, so that
-    it is visible and never trained. Names of rewards are those of the configuration's functions; should a
-    broken replica invent others, a batch has MOST_REWARDS columns all the same.
+    it is visible and never trained; a greedy one is marked as its group's baseline. Names of rewards are those of
+    the configuration's functions; should a broken replica invent others, a batch has MOST_REWARDS columns all the
+    same.
     """
     assert all(group.state is State.BATCHED for group in groups)
     rows = [(g, meta) for g, group in enumerate(groups) for _, meta in sorted(group.samples.items())]
@@ -138,4 +139,7 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
         oldest_version=[header.oldest_version for header in headers],
         newest_version=[header.newest_version for header in headers],
         finish_reason=[header.finish_reason for header in headers],
+        baseline=[header.baseline for header in headers]
+        if any(header.baseline for header in headers)
+        else [],
     )

@@ -96,7 +96,7 @@ def _trained_since(group: Group, step: int) -> bool:
 
 
 def _take_back(table: GroupTable, group: Group, step: int) -> None:
-    reusable = group.payload_kept and group.newest_version() <= step
+    reusable = group.payload_kept and group.newest_version() <= step and not table.misfits(group)
     deadline = group.oldest_version() + table.params.staleness_bound
     group.step = None
     if reusable and deadline >= step:

@@ -54,7 +54,7 @@ class SampleMeta:
     """Oldest version among the generated tokens; -1 if there are none."""
     newest: int
     usable: bool
-    """Whether it can be trained: it has a score and was not too long."""
+    """Whether its score counts: it has one and was not too long."""
     failed: bool
     """Whether its reward failed."""
     n_bytes: int
@@ -62,6 +62,8 @@ class SampleMeta:
     first: int
     offset: int
     text: str
+    baseline: bool = False
+    """Whether it was drawn greedily, and is not trained."""
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class SampleMeta:
             header.index if first is None else first,
             offset,
             header_text(header) if text is None else text,
+            header.baseline,
         )
 
     @property

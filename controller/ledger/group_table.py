@@ -125,6 +125,15 @@ class GroupTable(Progress):
             group = self._archived(place[0] * self.params.n_positions + place[1])
         return group if group is not None and group.id == name else None
 
+    def misfits(self, group: Group) -> bool:
+        """Whether its samples are not those that groups of this job have: others, or too few for its state."""
+        params, open_states = self.params, (State.WAITING, State.LEASED)
+        foreign = any(
+            index >= params.group_size or meta.baseline != (index == params.baseline)
+            for index, meta in group.samples.items()
+        )
+        return foreign or (group.state not in open_states and len(group.samples) < params.group_size)
+
     def in_order(self, offset: int, limit: int) -> list[Group]:
         """Groups of all states in the order of the stream, as far as they are known."""
         found: list[Group] = []
@@ -236,6 +245,20 @@ class GroupTable(Progress):
         for name, row in rows.items():
             table._insert(Group.from_rows(row, samples.get(name, ())))
         return table
+
+    def remake_misfits(self) -> None:
+        """After a start with groups of another size: those that do not fit are made again."""
+        misfits = [
+            group
+            for state in (State.WAITING, *OUTSTANDING)
+            for group in self.in_state(state)
+            if self.misfits(group)
+        ]
+        if any(group.state is State.BATCHED for group in misfits):
+            self.abandon_step()
+        for group in misfits:
+            self.discard_samples(group)
+            self.requeue(group)
 
     def _insert(self, group: Group) -> None:
         self.groups[group.id] = group
@@ -446,7 +469,9 @@ def staleness_of(group: Group) -> Counter[int]:
     """The samples of a trained group by staleness."""
     assert group.step is not None
     return Counter(
-        group.step - meta.oldest_version(group.step) for meta in group.samples.values() if meta.usable
+        group.step - meta.oldest_version(group.step)
+        for meta in group.samples.values()
+        if meta.usable and not meta.baseline
     )
 
 

@@ -262,12 +262,15 @@ class Ledger:
         `text` is the header as JSON. outage: rewards are known to be out of reach, so that a time-out or connection
         error is tried again whatever `on_reward_error` says, and costs the group none of its attempts.
         """
-        table, n_samples = self.table, self.params.n_samples
+        table, size = self.table, self.params.group_size
         group = table.groups.get(name)
         if group is None:
             return self._unknown(name, lease_id)
-        if header.index != index or not 0 <= index < n_samples:
-            detail = f"sample {index} (header says {header.index}) of a group of {n_samples}"
+        if header.index != index or not 0 <= index < size:
+            detail = f"sample {index} (header says {header.index}) of a group of {size}"
+            return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
+        if header.baseline != (index == self.params.baseline):
+            detail = f"sample {index} says baseline = {header.baseline}, that is index {self.params.baseline}"
             return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
         known = group.samples.get(index)
         if (known is not None and known.lease_id == lease_id) or lease_id == group.completed_lease:
@@ -286,7 +289,7 @@ class Ledger:
             )
             return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
         table.add_sample(group, meta)
-        if len(group.samples) == n_samples:
+        if len(group.samples) == size:
             return PushOutcome(True, complete=True, failure=self._complete(group, outage))
         return ACCEPTED
 
@@ -299,11 +302,16 @@ class Ledger:
         return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
 
     def _complete(self, group: Group, outage: bool) -> Failure | None:
-        """All samples are there. What failed, if none of them has a score."""
+        """All samples are there. What failed, if none of them has a score.
+
+        Without the score of its greedy sample a group has no baseline: none of the others can be trained.
+        """
         self._lag.observe(self.table.committed - group.lease_step)
         group.completed_lease = group.lease_id
         failed = [index for index, meta in group.samples.items() if meta.failed]
         usable = [meta for meta in group.samples.values() if meta.usable]
+        sampled = [meta for meta in usable if not meta.baseline]
+        trainable = sampled and len(usable) - len(sampled) == self.params.greedy
         errors = [group.samples[index].header for index in failed]
         made = [meta for meta in group.samples.values() if meta.lease_id == group.lease_id]
         failure = None
@@ -316,9 +324,9 @@ class Ledger:
             for index in failed:
                 self.table.discard_sample(group, index)
             self.table.requeue(group) if passing else self.table.fail(group, DropReason.REWARD_ERROR)
-        elif failed and (self.params.on_reward_error == "drop" or not usable):
+        elif failed and (self.params.on_reward_error == "drop" or not trainable):
             self.table.drop(group, DropReason.REWARD_ERROR)
-        elif not usable:
+        elif not trainable:
             self.table.drop(group, DropReason.OVERLONG)
         elif self._without_signal(usable):
             self.table.drop(group, DropReason.ZERO_VARIANCE)

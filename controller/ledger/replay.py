@@ -76,8 +76,8 @@ def _samples(table: GroupTable, batch: StepTable) -> dict[int, dict[int, SampleM
         for row in rows:
             meta = _sample(batch, row)
             staleness = batch.step - meta.oldest_version(batch.step)
-            if not 0 <= meta.index < params.n_samples:
-                raise _cannot_be(batch, f"sample {meta.index} of {params.n_samples}")
+            if not 0 <= meta.index < params.group_size or meta.baseline != (meta.index == params.baseline):
+                raise _cannot_be(batch, f"sample {meta.index} of {params.group_size}")
             if meta.usable and not 0 <= staleness <= params.staleness_bound:
                 raise _cannot_be(batch, f"row {row} is {staleness} steps old")
             found.setdefault(group, {})[meta.index] = meta
@@ -97,7 +97,7 @@ def _sample(batch: StepTable, row: int) -> SampleMeta:
         "score",
     )
     rewards = {name: value for name, column in batch.rewards.items() if (value := column[row]) is not None}
-    fields = {name: getattr(batch, name)[row] for name in columns}
+    fields = {name: getattr(batch, name)[row] for name in columns} | {"baseline": batch.is_baseline(row)}
     try:
         return SampleMeta.of(SampleHeader.model_validate({**fields, "rewards": rewards}), 0, "")
     except ValidationError as error:

@@ -19,6 +19,7 @@ class LedgerParams:
 
     groups_per_step: int
     n_samples: int
+    """Samples of a group that are trained, indices 0 … n − 1."""
     staleness_bound: int
     n_positions: int
     n_epochs: int = 1
@@ -38,6 +39,17 @@ class LedgerParams:
     """Identifies the order in which rows are handed out."""
     keep_recent: int = 512
     """How many trained groups, and how many dropped ones, are kept whole for people and late messages."""
+    greedy: bool = False
+    """Whether a group has one sample more, of index n: drawn greedily, the baseline of the others."""
+
+    @property
+    def group_size(self) -> int:
+        return self.n_samples + self.greedy
+
+    @property
+    def baseline(self) -> int | None:
+        """Index of the greedy sample, if groups have one."""
+        return self.n_samples if self.greedy else None
 
     @property
     def total_positions(self) -> int:

@@ -29,7 +29,6 @@ class LeaseService:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._n_samples = job.config.rollout.n_generation
         self._sampling_seed = job.config.sampling_seed
         self._answered: dict[str, None] = {}
         """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
@@ -187,6 +186,7 @@ class LeaseService:
 
     def _training_group(self, group: Group) -> LeasedGroup:
         tokens, row = self._job.prompts.get(group.epoch, group.position)
+        params = self._job.require_ledger().params
         assert group.lease_id is not None
         return LeasedGroup.model_construct(  # our own values: checking thousands of token ids again is waste
             group_id=group.id,
@@ -197,7 +197,8 @@ class LeaseService:
             attempt=group.attempt,
             prompt_token_ids=tokens,
             row=row,
-            seeds=self._seeds("train", group.epoch, group.position, self._n_samples),
+            seeds=self._seeds("train", group.epoch, group.position, params.group_size),
+            greedy=params.baseline,
             done=sorted(group.samples),
             deadline=group.deadline,
             pinned_version=None,
@@ -219,6 +220,7 @@ class LeaseService:
             prompt_token_ids=tokens,
             row=row,
             seeds=self._seeds("validation", 0, group.position, validation.params.n_samples),
+            greedy=None,
             done=sorted(group.samples),
             deadline=validation.pinned,
             pinned_version=validation.pinned,

@@ -112,7 +112,9 @@ class RecoveryService:
             )
         if not replay(progress, batch):
             return None
-        return batch.n_samples, sum(batch.response_tokens), mean_score(batch.score)
+        rows = batch.sampled
+        tokens = sum(batch.response_tokens[row] for row in rows)
+        return len(rows), tokens, mean_score([batch.score[row] for row in rows])
 
 
 def _claim(request: DeclareRequest) -> Claim:

@@ -232,6 +232,7 @@ class SampleService:
             group=item.group_id,
             index=item.index,
             attempt=0 if group is None else group.attempt,
+            baseline=header.baseline,
             ending=header.ending,
             finish_reason=header.finish_reason,
             prompt_tokens=header.prompt_tokens,

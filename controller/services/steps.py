@@ -193,7 +193,7 @@ class StepService:
         if not self._job.config.is_grpo:
             return *own_counts(metrics), None
         batch = self._job.ledger.batch(step) or []
-        headers = [meta.header for group in batch for meta in group.samples.values()]
+        headers = [meta.header for group in batch for meta in group.samples.values() if not meta.baseline]
         tokens = sum(header.response_tokens for header in headers)
         return len(headers), tokens, mean_score([header.score for header in headers])
 

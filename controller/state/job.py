@@ -110,7 +110,7 @@ class Job:
         self.event_file = event_file.path_of(run_dir)
         self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.samples = SampleLog()
-        compares = config.is_grpo and config.rollout.n_generation > 1
+        compares = config.is_grpo and config.group_size > 1
         self.alarms = Alarms(_short_weights(config), compares=compares)
         self.alarms.restore(self.steps.ends(BEGINNING, LOOKED_BACK), self.validation.records.values())
         known = headers.get("rewards")
@@ -137,9 +137,11 @@ class Job:
         header = saved[Table.HEADERS].get("ledger")
         if header is None:
             return GroupTable(params)
-        return GroupTable.restore(
+        table = GroupTable.restore(
             params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY]
         )
+        table.remake_misfits()
+        return table
 
     def _load_counter(self, headers: Mapping[str, Any]) -> StepCounter:
         total = sft_total_steps(self.config, len(self.prompts))

@@ -67,6 +67,7 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         max_refills=policy.max_retry_for_on_policy,
         keep_payloads=config.train.ckpt.enable_checkpoint,
         order=data_order(config),
+        greedy=policy.has_baseline,
     )
 
 

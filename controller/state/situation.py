@@ -123,7 +123,7 @@ def _holders(job: Job, leased: list[Group]) -> str:
     )
     unfinished = f", the longest unfinished one has {longest:,.0f} tokens so far" if longest else ""
     done = sum(len(group.samples) for group in leased)
-    total = len(leased) * job.progress.params.n_samples if isinstance(job.progress, GroupTable) else 0
+    total = len(leased) * job.progress.params.group_size if isinstance(job.progress, GroupTable) else 0
     return (
         f"({len(leased)} are leased, the oldest by {holder} {age:.0f} s ago; "
         f"{done} of their {total} samples are there{unfinished})"

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policy_worker.errors import OwnCodeFailedError, SettingsError
+from policy_worker.errors import BadBatchError, OwnCodeFailedError, SettingsError
 from schema.util.own_code import OwnCodeError, is_own, load_function
 
 STD_EPSILON = 1e-6
@@ -35,11 +35,15 @@ Formula = Callable[[list[float]], list[float]]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The scored samples of a step, n of them: score, group and generated tokens of each."""
+    """The scored samples of a step, n of them: score, group and generated tokens of each.
+
+    baselines: the score of the greedy sample of each one's group, [n]; empty where groups have none.
+    """
 
     scores: Sequence[float]
     groups: Sequence[int]
     tokens: Sequence[int]
+    baselines: Sequence[float] = ()
 
     def per_group(self, formula: Formula) -> list[float]:
         """Apply a formula to the scores of each group; its values in the order of the samples, [n]."""
@@ -197,6 +201,20 @@ def opo(outcomes: Outcomes, options: Options) -> list[float]:
     return found
 
 
+@outcome_estimator("remax")
+def remax(outcomes: Outcomes, options: Options) -> list[float]:
+    """The score minus that of the greedy sample of the same prompt.
+
+    Source: ReMax, arXiv 2310.10505. Raises `BadBatchError`: a group has no greedy sample with a score.
+    """
+    if len(outcomes.baselines) != len(outcomes.scores):
+        raise BadBatchError(
+            'train.train_policy.advantage_estimator = "remax" needs the greedy sample of each group, and this batch '
+            "lacks some: it was made with another estimator"
+        )
+    return [score - base for score, base in zip(outcomes.scores, outcomes.baselines, strict=True)]
+
+
 @outcome_estimator("gpg")
 def gpg(outcomes: Outcomes, options: Options) -> list[float]:
     """α (s − mean of the group), α = n / #{s ≠ mean} over the step: groups that say nothing do not dilute the rest.
@@ -230,10 +248,12 @@ def pass_at_k(outcomes: Outcomes, options: Options) -> list[float]:
 
 def _centred(scores: list[float]) -> list[float]:
     """s − mean; the only score of a group as it is."""
-    if len(scores) < 2:
-        return scores
-    mean = math.fsum(scores) / len(scores)
-    return [score - mean for score in scores]
+    return [score - mean for score, mean in zip(scores, _means(scores), strict=True)]
+
+
+def _means(scores: list[float]) -> list[float]:
+    """The mean for each; 0 for a single score."""
+    return [math.fsum(scores) / len(scores) if len(scores) > 1 else 0.0] * len(scores)
 
 
 def _std(scores: list[float]) -> float:
@@ -276,7 +296,8 @@ class Shaping:
     """What becomes of scores before the estimator sees them: (s − mean) / (std + 1e-6), then cut to ± clip.
 
     center, scale: over what the mean and the standard deviation (with n − 1) are taken: not at all, the group, or all
-    scored samples of the step. Source: the reward normalisation of ROLL.
+    scored samples of the step. The baseline of a sample is shaped by the same numbers as its score, and is part of
+    none of them. Source: the reward normalisation of ROLL.
     """
 
     center: Over = "none"
@@ -284,10 +305,16 @@ class Shaping:
     clip: float | None = None
 
     def apply(self, outcomes: Outcomes) -> Outcomes:
-        centred = self._over(self.center, _centred, outcomes, list(outcomes.scores))
-        stds = self._over(self.scale, _divisors, outcomes, [1.0] * len(centred))
-        found = [value / std for value, std in zip(centred, stds, strict=True)]
-        return replace(outcomes, scores=[_bounded(value, self.clip) for value in found])
+        n = len(outcomes.scores)
+        means = self._over(self.center, _means, outcomes, [0.0] * n)
+        stds = self._over(self.scale, _divisors, outcomes, [1.0] * n)
+
+        def shaped(values: Sequence[float]) -> list[float]:
+            found = [(value - mean) / std for value, mean, std in zip(values, means, stds, strict=True)]
+            return [_bounded(value, self.clip) for value in found]
+
+        baselines = shaped(outcomes.baselines) if outcomes.baselines else ()
+        return replace(outcomes, scores=shaped(outcomes.scores), baselines=baselines)
 
     @staticmethod
     def _over(over: Over, formula: Formula, outcomes: Outcomes, otherwise: list[float]) -> list[float]:
@@ -345,6 +372,7 @@ class AdvantageConfig:
         rows: Iterable[int],
         reduce: Reduce,
         token_rewards: Mapping[int, Tensor] | None = None,
+        greedy: Sequence[bool] = (),
     ) -> Advantages:
         """The advantages of a step. A collective for estimators over tokens, and with `token_rewards`.
 
@@ -353,13 +381,21 @@ class AdvantageConfig:
             groups, tokens: which group each belongs to, and how many tokens of it count, [n].
             rows: the samples of this rank.
             token_rewards: for each of them rewards of its tokens, [n_i], in addition to its score.
+            greedy: which samples are the baselines of their groups, [n]: they take no part but for that; empty: none.
         """
-        chosen = [row for row, score in enumerate(scores) if score is not None and tokens[row] > 0]
+        based = {row for row, is_greedy in enumerate(greedy) if is_greedy}
+        bases = {groups[row]: score for row in based if (score := scores[row]) is not None}
+        chosen = [
+            row
+            for row, score in enumerate(scores)
+            if score is not None and tokens[row] > 0 and row not in based
+        ]
         outcomes = self.shaping.apply(
             Outcomes(
                 [float(scores[row] or 0.0) for row in chosen],
                 [groups[row] for row in chosen],
                 [tokens[row] for row in chosen],
+                [bases[groups[row]] for row in chosen if groups[row] in bases],
             )
         )
         shaped = dict(zip(chosen, outcomes.scores, strict=True))

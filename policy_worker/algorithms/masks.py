@@ -109,7 +109,7 @@ class SampleMasks:
 
     def rows(self, table: StepTable) -> dict[str, set[int]]:
         """The rows that each mask leaves out, by its name, of those that have a score; only masks that are on."""
-        scores = {row: score for row, score in enumerate(table.score) if score is not None}
+        scores = {row: score for row in table.sampled if (score := table.score[row]) is not None}
         found: dict[str, set[int]] = {}
         if self.truncated:
             found["truncated"] = {row for row in scores if table.finish_reason[row] == "length"}

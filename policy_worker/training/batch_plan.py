@@ -101,6 +101,7 @@ def plan_step(
     data_ranks: int,
     step: int = 0,
     idle: Collection[int] = (),
+    dealt: Sequence[int] | None = None,
 ) -> list[MiniBatch]:
     """Cut a step.
 
@@ -109,15 +110,17 @@ def plan_step(
         step: of training, which a shuffle depends on.
         counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
         idle: rows that take part with a contribution of zero: not computed, unless a mini-batch has no others.
+        dealt: the rows that mini-batches are made of, each counting or not; None: all.
 
     Raises:
         SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
     """
-    size = batching.mini_batch or max(len(tokens), 1)
+    dealt = range(len(tokens)) if dealt is None else dealt
+    size = batching.mini_batch or max(len(dealt), 1)
     plan = []
     for number in range(batching.passes):
-        order = batching.order(len(tokens), step, number)
-        for start in range(0, len(tokens), size):
+        order = [dealt[place] for place in batching.order(len(dealt), step, number)]
+        for start in range(0, len(order), size):
             rows = sorted(row for row in order[start : start + size] if counts[row])
             if rows:
                 computed = [row for row in rows if row not in idle] or rows[:1]

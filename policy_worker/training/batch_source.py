@@ -167,7 +167,7 @@ def check_table(table: StepTable, step: int, bound: int) -> None:
     if table.step != step:
         raise BadBatchError(f"asked for the batch of step {step}, got that of step {table.step}")
     for row, (oldest, newest) in enumerate(zip(table.oldest_version, table.newest_version, strict=True)):
-        if not counts(table, row):
+        if not _has_answer(table, row):
             continue
         if newest > step or oldest > newest:
             raise BadBatchError(f"sample {row} of step {step} claims weight versions {oldest} to {newest}")
@@ -214,7 +214,12 @@ def describe(table: StepTable) -> str:
 
 
 def counts(table: StepTable, row: int) -> bool:
-    """Whether a sample takes part in the loss: its rewards did not fail, and the policy generated some of it."""
+    """Whether a sample takes part in the loss: it has a score, generated tokens, and is not a baseline."""
+    return _has_answer(table, row) and not table.is_baseline(row)
+
+
+def _has_answer(table: StepTable, row: int) -> bool:
+    """Whether its rewards did not fail, and the policy generated some of it."""
     return table.score[row] is not None and table.response_tokens[row] > 0
 
 
@@ -235,15 +240,15 @@ def decode_payload(table: StepTable, row: int, frame: bytes | memoryview) -> Tra
     header = sample.header
     found = (
         header.index, header.total_tokens, header.response_tokens, header.oldest_version, header.newest_version,
-        header.score,
+        header.score, header.baseline,
     )  # fmt: skip
     claimed = (
         table.index[row], table.total_tokens[row], table.response_tokens[row], table.oldest_version[row],
-        table.newest_version[row], table.score[row],
+        table.newest_version[row], table.score[row], table.is_baseline(row),
     )  # fmt: skip
     if found != claimed:
         raise BadBatchError(
             f"sample {row} of step {table.step} is not what the table says: index, tokens, response tokens, "
-            f"versions, score are {found}, not {claimed}"
+            f"versions, score, baseline are {found}, not {claimed}"
         )
     return TrainSample.of_wire(sample)

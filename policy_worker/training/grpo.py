@@ -122,6 +122,7 @@ class Grpo:
             data_ranks=trainer.data_ranks,
             step=table.step,
             idle=idle,
+            dealt=table.sampled,
         )
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
@@ -144,6 +145,7 @@ class Grpo:
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
             rewards := self._token_rewards(samples, columns),
+            table.baseline,
         )
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
@@ -197,11 +199,13 @@ class Grpo:
             return set()
         if not self._skips_idle or self._leaves_out:
             return masked
-        found = self._advantages.of_step(table.score, table.group, table.response_tokens, (), list).by_sample
+        advantages = self._advantages.of_step(
+            table.score, table.group, table.response_tokens, (), list, greedy=table.baseline
+        )
         nll = self._loss.positive_nll_coef
         return masked | {
             row
-            for row, advantage in enumerate(found)
+            for row, advantage in enumerate(advantages.by_sample)
             if advantage == 0.0 and not (nll and (table.score[row] or 0.0) > 0)
         }
 

@@ -169,6 +169,9 @@ def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[
     }
     if rows:
         metrics["reward_mean"] = math.fsum(table.score[row] or 0.0 for row in rows) / n
+    bases = _baselines(table)
+    if bases:
+        metrics["greedy_score"] = math.fsum(bases.values()) / len(bases)
     for name, column in table.rewards.items():
         values = [column[row] for row in rows if column[row] is not None]
         if values:
@@ -179,11 +182,21 @@ def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[
 
 
 def _without_variance(table: StepTable, rows: Sequence[int]) -> float:
-    """Share of the groups all of whose samples have the same score."""
-    scores: dict[int, set[float]] = {}
+    """Share of the groups all of whose samples, the greedy one included, have the same score."""
+    bases = _baselines(table)
+    scores = {table.group[row]: {bases[table.group[row]]} for row in rows if table.group[row] in bases}
     for row in rows:
         scores.setdefault(table.group[row], set()).add(table.score[row] or 0.0)
     return sum(len(found) == 1 for found in scores.values()) / max(len(scores), 1)
+
+
+def _baselines(table: StepTable) -> dict[int, float]:
+    """Score of the greedy sample of each group that has one."""
+    return {
+        table.group[row]: score
+        for row, score in enumerate(table.score)
+        if score is not None and table.is_baseline(row)
+    }
 
 
 def age_sums(step: int, samples: Iterable[TrainSample], bound: int) -> list[float]:
@@ -225,7 +238,7 @@ class KeptSamples:
         self._table = table
         names = table.group_ids
         chosen = [sample_file.is_chosen(name, groups_per_step, wanted) for name in names]
-        rows = [row for row, group in enumerate(table.group) if chosen[group]]
+        rows = [row for row in table.sampled if chosen[table.group[row]]]
         room = min(max_request_bytes // 2, MOST_BYTES)
         fitting = rows[: min(MOST_TRAINED, room // SAMPLE_BYTES)]
         room -= len(fitting) * SAMPLE_BYTES

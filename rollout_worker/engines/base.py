@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -107,6 +107,13 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     """Each in [0, 2**31)."""
     settings: SamplingSettings
+    greedy_last: bool = False
+    """Whether the last sample is decoded greedily, all else like the others: the baseline of a group."""
+
+    def settings_of(self, index: int) -> SamplingSettings:
+        """How the sample of the seed at `index` is drawn."""
+        is_greedy = self.greedy_last and index == len(self.seeds) - 1
+        return replace(self.settings, temperature=0.0) if is_greedy else self.settings
 
 
 def check_request(

@@ -98,7 +98,7 @@ class Leasing:
             in_engine=stats.running + stats.waiting,
             held=self._leases.samples,
             capacity=self._engine.capacity,
-            group_size=rollout.n_generation,
+            group_size=self._config.group_size,
             batch_size=rollout.batch_size,
         )
 
@@ -203,7 +203,7 @@ class Leasing:
         """The engine requests of a group: one with all seeds, or one per sample (`n_generation_to_batch`).
 
         With `train.deterministic` samples that another replica has pushed already are computed along: the bits of
-        the others depend on them.
+        the others depend on them. The greedy sample has the highest index, so it is the last of its request.
         """
         lease = group.lease
         settings = within(self.settings[lease.kind], self._longest - len(lease.prompt_token_ids))
@@ -215,7 +215,8 @@ class Leasing:
             request_id = f"{lease.lease_id}/{next(self._numbers)}"
             self._leases.ask(request_id, group, part, time.monotonic())
             seeds = tuple(lease.seeds[index] for index in part)
-            requests.append(GenerationRequest(request_id, lease.prompt_token_ids, seeds, settings))
+            greedy = part[-1] == lease.greedy
+            requests.append(GenerationRequest(request_id, lease.prompt_token_ids, seeds, settings, greedy))
         return requests
 
     def _fault(self, lease: LeasedGroup) -> str | None:

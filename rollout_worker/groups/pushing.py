@@ -244,6 +244,7 @@ def to_sample(
         oldest_version=min(generated.version_values.tolist(), default=-1),
         newest_version=max(generated.version_values.tolist(), default=-1),
         finish_reason=reason,
+        baseline=index == group.greedy,
         error=None if error is None else error[:MAX_ERROR],
         **judged,
     )

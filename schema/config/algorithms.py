@@ -30,11 +30,13 @@ class Estimator:
     """One advantage estimator.
 
     alone: what the only sample of a prompt gets, of an estimator that compares the samples of a prompt; else empty.
-    options: the keys of `[train.train_policy]` that it reads. built: whether this build has it.
+    options: the keys of `[train.train_policy]` that it reads. greedy: whether each group has one more sample, drawn
+    greedily and not trained, whose score it reads. built: whether this build has it.
     """
 
     alone: str = ""
     options: tuple[str, ...] = ()
+    greedy: bool = False
     built: bool = False
 
 
@@ -56,7 +58,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(options=("gamma",), built=True),
     "reinforce_plus_plus_baseline": Estimator(alone="its raw score", built=True),
     "opo": Estimator(alone="always zero", built=True),
-    "remax": Estimator(),
+    "remax": Estimator(greedy=True, built=True),
     "gpg": Estimator(alone="always zero", built=True),
     "pass_at_k": Estimator(
         alone="a second best that does not exist", options=("unbiased_advantage",), built=True

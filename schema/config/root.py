@@ -116,6 +116,11 @@ class Config(Section):
         return self.samples_per_step // self.rollout.n_generation
 
     @property
+    def group_size(self) -> int:
+        """Samples of a group: those that are trained and, with an estimator that needs it, the greedy one."""
+        return self.rollout.n_generation + (self.is_grpo and self.grpo.has_baseline)
+
+    @property
     def sampling_temperature(self) -> float:
         """The temperature of training rollouts, wherever it was written.
 

@@ -19,6 +19,7 @@ from schema.wire.invalid import describe
 from schema.wire.sample import MOST_REWARDS
 
 Column = Field(max_length=1_000_000)
+Flags = Annotated[list[bool], FailFast(), Column]
 Names = Annotated[list[Annotated[str, Field(max_length=64, pattern=PLAIN)]], FailFast(), Column]
 Integers = Annotated[list[int], FailFast(), Column]
 Numbers = Annotated[list[float | None], FailFast(), Column]
@@ -43,10 +44,23 @@ class StepTable(BaseModel):
     oldest_version: Integers
     newest_version: Integers
     finish_reason: Names
+    baseline: Flags = Field(
+        default_factory=list,
+        description="Which samples were drawn greedily: the baselines of their groups, not trained. Empty: none was.",
+    )
 
     @property
     def n_samples(self) -> int:
         return len(self.group)
+
+    def is_baseline(self, row: int) -> bool:
+        """Whether a sample is the greedy one of its group, which is only scored."""
+        return bool(self.baseline) and self.baseline[row]
+
+    @property
+    def sampled(self) -> list[int]:
+        """The rows of all other samples: those that a batch is made of."""
+        return [row for row in range(self.n_samples) if not self.is_baseline(row)]
 
     @property
     def digest(self) -> str:
@@ -60,6 +74,8 @@ class StepTable(BaseModel):
             self.index, self.score, self.prompt_tokens, self.response_tokens, self.total_tokens,
             self.oldest_version, self.newest_version, self.finish_reason, *self.rewards.values(),
         ]  # fmt: skip
+        if self.baseline:
+            columns.append(self.baseline)
         if any(len(column) != n for column in columns):
             raise ValueError("columns of the step table differ in length")
         if any(not 0 <= group < len(self.group_ids) for group in self.group):

@@ -86,6 +86,10 @@ class SampleHeader(BaseModel):
     source: Annotated[str, Field(max_length=128, pattern=PLAIN)] = Field(
         default="", description="Domain of its prompt; empty: there is but one."
     )
+    baseline: bool = Field(
+        default=False,
+        description="Whether it was drawn greedily: its score is its group's baseline, and it is not trained.",
+    )
     turns: Count = Field(default=1, ge=1, description="Answers of the policy in it.")
     seconds: float | None = Field(default=None, ge=0, description="That scoring took.")
 

@@ -152,6 +152,19 @@ def cut_short(samples: list[Sample]) -> list[Sample]:
     ]
 
 
+def with_baselines(samples: Sequence[Sample], scores: Sequence[float], group_size: int = 4) -> list[Sample]:
+    """The same, and behind each group a greedy sample of this score."""
+    found: list[Sample] = []
+    for number, score in enumerate(scores):
+        found += samples[number * group_size : (number + 1) * group_size]
+        found.append(
+            make_sample(
+                group_size, [5, 6], [7 + number] * 30, [-1.0] * 30, score, baseline=True
+            )  # the longest
+        )
+    return found
+
+
 def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, timeline: int = 0) -> StepTable:
     """The table that a controller would send along with these samples, in this order."""
     headers = [sample.header for sample in samples]
@@ -171,6 +184,9 @@ def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, ti
         oldest_version=[header.oldest_version for header in headers],
         newest_version=[header.newest_version for header in headers],
         finish_reason=[header.finish_reason for header in headers],
+        baseline=[header.baseline for header in headers]
+        if any(header.baseline for header in headers)
+        else [],
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from controller.client import Client, Unauthorized
 from controller.client import calls as api
@@ -96,6 +97,38 @@ def test_samples_follow_from_the_seed_whoever_makes_them_and_how(stage: Stage) -
     for prompt in together.keys() & apart.keys():
         assert together[prompt] == apart[prompt]
         assert together[prompt][0] != together[prompt][1]
+
+
+def test_each_group_has_a_greedy_sample_that_is_scored_like_the_others(stage: Stage) -> None:
+    config = stage.config(train__train_policy__advantage_estimator="remax")
+    stage.prepare(config, PROMPTS)
+    served = stage.serve()
+    trainer = stage.trainer(served)
+    trainer.begin()
+    worker = stage.worker(served.url)
+    for t in range(2):
+        samples = trainer.step(t)
+        assert [sample.header.index for sample in samples] == [0, 1, 2, 0, 1, 2]
+        assert [sample.header.baseline for sample in samples] == [False, False, True] * 2
+        for sample in samples:
+            check_sample(sample, stage.models)
+        for sample in samples[2::3]:
+            check_greedy(sample, stage.models)
+    user = stage.client(served, "user")
+    assert user.send(api.ledger()).staleness.keys() <= {0, 1}
+    assert sum(user.send(api.ledger()).staleness.values()) == 8
+    worker.stop()
+
+
+def check_greedy(sample: Sample, models: Models) -> None:
+    """Each token is the likeliest of its version."""
+    versions = sample.token_versions()
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    for version in set(versions[sample.loss_mask == 1].tolist()):
+        with torch.no_grad():
+            logits = models.of(version)(input_ids=ids, use_cache=False).logits[0]
+        for at in np.flatnonzero(versions == version):
+            assert logits[at - 1].max() - logits[at - 1, sample.token_ids[at]] <= 1e-4
 
 
 def test_validation_samples_are_of_the_pinned_version(stage: Stage) -> None:

@@ -90,9 +90,9 @@ class Decoder:
             prompt = np.asarray(request.prompt_token_ids, np.int64)
             prompts += [prompt] * len(indices)
             self._batches += 1
-            rules = self._rules(request.settings)
             limit = self.longest(request) - len(prompt)
-            columns = np.array([(len(prompt), limit, rules, request.seeds[i]) for i in indices], COLUMNS)
+            rules = {i: self._rules(request.settings_of(i)) for i in indices}
+            columns = np.array([(len(prompt), limit, rules[i], request.seeds[i]) for i in indices], COLUMNS)
             self.columns = np.concatenate([self.columns, columns])
             self.rows += [Row(request, index, self._batches, [(0, self.version)]) for index in indices]
         self.window.append(prompts)

@@ -54,7 +54,7 @@ def settings_of(config: Config) -> Settings:
         trust_remote_code=config.policy.trust_remote_code,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
         alone=config.train.deterministic,
-        rows_alone=1 if rollout.n_generation_to_batch else min(slots, rollout.n_generation),
+        rows_alone=1 if rollout.n_generation_to_batch else min(slots, config.group_size),
     )
 
 

@@ -142,7 +142,7 @@ class VllmEngine:
         adapter = self._running()
         try:
             arguments = sampling_arguments(
-                request.settings,
+                request.settings_of(index),
                 seed=request.seeds[index],
                 eos_token_ids=self._eos,
                 prompt_tokens=len(request.prompt_token_ids),

@@ -204,7 +204,7 @@ def groups_are_large_enough(config: Config) -> Iterator[Problem]:
         hint = f'write {_GROUP} = 8, or {_ESTIMATOR} = "reinforce_plus_plus"'
         yield Problem(_GROUP, message, 1, hint, related=(_ESTIMATOR,))
     idle = {
-        "filter_reward_metric": policy.filter_metrics,
+        "filter_reward_metric": [] if policy.has_baseline else policy.filter_metrics,
         "min_filter_prefix_tokens": policy.min_filter_prefix_tokens,
     }
     for name, value in idle.items():

@@ -202,11 +202,12 @@ def engine_can_do_it(config: Config) -> list[Problem]:
 def group_fits_replica(config: Config) -> Iterator[Problem]:
     """A replica leases whole groups: one must fit into what it may have in flight."""
     rollout = config.rollout
-    if not config.is_grpo or rollout.max_concurrent_samples >= rollout.n_generation:
+    if not config.is_grpo or rollout.max_concurrent_samples >= config.group_size:
         return
     key = "rollout.max_concurrent_samples"
-    held, group = rollout.max_concurrent_samples, rollout.n_generation
-    message = f"{held} is less than one group of rollout.n_generation = {group}"
+    held, group = rollout.max_concurrent_samples, config.group_size
+    greedy = " and the greedy sample" if config.grpo.has_baseline else ""
+    message = f"{held} is less than one group of rollout.n_generation = {rollout.n_generation}{greedy}"
     yield Problem(key, message, held, f"write {key} = {group} or more", related=("rollout.n_generation",))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from schema.config.algorithms import BUILT_ESTIMATORS, EstimatorName, LossName
+from schema.config.algorithms import BUILT_ESTIMATORS, ESTIMATORS, EstimatorName, LossName
 from schema.config.base import (
     MAX_TEMPERATURE,
     MOST_PROCESSES,
@@ -248,7 +248,10 @@ class GrpoConfig(_DataloaderConfig):
     )
     advantage_estimator: EstimatorName | CustomCode = key(
         "grpo",
-        'How rewards become advantages. `gae` needs the critic. Your own: "path/to/file.py:function".',
+        "How rewards become advantages. `gae` needs the critic. With `remax` each group has one more sample, decoded "
+        "greedily: its score is the baseline of the others, it is not trained and counts in no batch size. Where its "
+        "reward fails it is made again, or the group dropped, as reward.on_error says (`mask` drops it, too); where "
+        'it is overlong, the group is dropped. Your own: "path/to/file.py:function".',
         acts="number: Advantages, and with them the gradient.",
         unbuilt="that advantage estimator",
         neutral=BUILT_ESTIMATORS,
@@ -323,7 +326,8 @@ class GrpoConfig(_DataloaderConfig):
     filter_reward_metric: str | list[str] = cosmos_key(
         [],
         "Dynamic sampling (DAPO): groups whose samples all have the same value of these reward "
-        "functions are dropped and replaced. Empty: no filter.",
+        'functions are dropped and replaced; with advantage_estimator = "remax" the greedy sample is one of them, '
+        "since equal samples that differ from it still say something. Empty: no filter.",
         acts="request or reply: Groups dropped as `zero_variance`.",
         example=["boxed_math"],
     )
@@ -518,6 +522,11 @@ class GrpoConfig(_DataloaderConfig):
         """`filter_reward_metric` as a list; empty: no filter."""
         metric = self.filter_reward_metric
         return ([metric] if metric else []) if isinstance(metric, str) else list(metric)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether each group has one more sample, drawn greedily, whose score is the baseline of the others."""
+        return self.advantage_estimator in ESTIMATORS and ESTIMATORS[self.advantage_estimator].greedy
 
     @property
     def prompt_column(self) -> str:

@@ -39,6 +39,10 @@ class LeasedGroup(Message):
     prompt_token_ids: list[int]
     row: dict[str, Any] = Field(description="The dataset row for rewards: prompt, reference answer, extras.")
     seeds: list[int] = Field(description="Sampling seed of each sample; its length is the group's size.")
+    greedy: int | None = Field(
+        default=None,
+        description="Index of the sample that is drawn greedily and only scored: the baseline of the others.",
+    )
     done: list[int] = Field(default_factory=list, description="Sample indices that were pushed already.")
     deadline: int = Field(description="Last step that may train this group at the version it was leased at.")
     pinned_version: int | None = Field(

@@ -86,6 +86,7 @@ class SampleRecord(SampleText):
     group: Text
     index: Count
     attempt: Count = 0
+    baseline: bool = Field(default=False, description="Whether it was drawn greedily and is not trained.")
     replica: Text = ""
     ending: Ending
     finish_reason: str = Field(max_length=16, pattern=PLAIN)

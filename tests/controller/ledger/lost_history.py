@@ -350,7 +350,7 @@ class World:
         if not rollout.held or rollout.loaded is None or newest is None:
             return
         lease = self.random.choice(list(rollout.held.values()))
-        missing = sorted(set(range(self.params.n_samples)) - set(lease.pushed))
+        missing = sorted(set(range(self.params.group_size)) - set(lease.pushed))
         if not missing:
             return self._drop(rollout, lease.lease_id)
         index = self.random.choice(missing)
@@ -363,6 +363,7 @@ class World:
             index=index, prompt_tokens=1, response_tokens=1, total_tokens=2, oldest_version=oldest,
             newest_version=version, finish_reason="stop", rewards={"r": float(self.random.randint(0, 3))},
             score=None if failed else 1.0, error="simulated" if failed else None,
+            baseline=index == self.params.baseline,
         )  # fmt: skip
         outcome = self.ledger.push(lease.group_id, lease.lease_id, index, header, 100)
         if not outcome.accepted:
@@ -371,7 +372,7 @@ class World:
             makers = {used for used in rollout.used[lease.lease_id] if oldest <= _version(used) <= version}
             self.made_by[lease.group_id, lease.lease_id, index] = makers
         pushed = sorted({*lease.pushed, index})
-        if len(pushed) == self.params.n_samples:
+        if len(pushed) == self.params.group_size:
             self._drop(rollout, lease.lease_id)
         else:
             rollout.held[lease.lease_id] = lease.model_copy(update={"pushed": pushed})

@@ -127,7 +127,7 @@ class Simulation:
         name, lease_id = self.random.choice(sorted(replica.leases.items()))
         group = self.ledger.table.groups.get(name)
         done = set(group.samples) if group is not None and group.lease_id == lease_id else set()
-        missing = [i for i in range(self.params.n_samples) if i not in done]
+        missing = [i for i in range(self.params.group_size) if i not in done]
         if not missing:
             del replica.leases[name]
             return
@@ -156,6 +156,7 @@ class Simulation:
             finish_reason="overlong" if self.random.random() < 0.02 else "stop",
             rewards={"r": float(self.random.randint(0, 3))}, score=None if failed else 1.0,
             error="ValueError: simulated" if failed else None, outage=failed and self.random.random() < 0.5,
+            baseline=index == self.params.baseline,
         )  # fmt: skip
 
     def beat(self) -> None:
@@ -229,7 +230,10 @@ class Simulation:
         for group in result.groups:
             assert group.id not in trained, f"{group.id} would be trained twice"
             assert result.step - group.oldest_version() <= self.params.staleness_bound
-            usable = [meta for meta in group.samples.values() if meta.usable]
+            usable = [meta for meta in group.samples.values() if meta.usable and not meta.baseline]
+            assert usable
+            greedy = [meta.usable for meta in group.samples.values() if meta.baseline]
+            assert greedy == [True] * self.params.greedy, "a group without the score of its greedy sample"
             staleness.update(result.step - meta.oldest_version(result.step) for meta in usable)
         self.history.append(Step(next(self.numbers), tuple(group.id for group in result.groups), staleness))
         self.ledger.commit(result.step)

@@ -34,9 +34,10 @@ def lease(ledger: Ledger, n: int, version: int = 0, replica: str = "r", request:
 def fill(ledger: Ledger, group: Group, version: int = 0, **changes: Any) -> None:
     lease_id = group.lease_id
     assert lease_id is not None
-    for index in range(ledger.params.n_samples):
+    for index in range(ledger.params.group_size):
         if index not in group.samples:
-            outcome = ledger.push(group.id, lease_id, index, make_header(index, version, **changes), 100)
+            header = make_header(index, version, **{"baseline": index == ledger.params.baseline, **changes})
+            outcome = ledger.push(group.id, lease_id, index, header, 100)
             assert outcome.accepted, outcome
 
 
@@ -258,6 +259,110 @@ def test_a_ledger_stored_before_refills_were_counted_has_none() -> None:
     stored.write(ledger)
     del stored.header["filtered"]
     assert stored.restore(ledger.params).table.filtered == 0
+
+
+def greedy_group(**changes: Any) -> tuple[Ledger, Group]:
+    """A group of two sampled answers with scores of 0 and 1, of which the greedy one is still missing."""
+    ledger = make(greedy=True, **changes)
+    (group,) = lease(ledger, 1)
+    for index in range(2):
+        ledger.push(group.id, group.lease_id or "", index, make_header(index, 0), 10)
+    assert group.state is State.LEASED
+    return ledger, group
+
+
+def push_greedy(ledger: Ledger, group: Group, version: int = 0, **changes: Any) -> None:
+    header = make_header(2, version, baseline=True, **changes)
+    assert ledger.push(group.id, group.lease_id or "", 2, header, 10).accepted
+
+
+def test_a_group_is_ready_with_its_greedy_sample_which_counts_as_no_sample() -> None:
+    ledger, group = greedy_group()
+    for index, baseline in ((2, False), (3, True)):
+        header = make_header(index, 0, baseline=baseline)
+        assert ledger.push(group.id, group.lease_id or "", index, header, 10).code is ErrorCode.BAD_REQUEST
+    push_greedy(ledger, group, score=0.25)
+    (other,) = lease(ledger, 1)
+    fill(ledger, other)
+    table = build_table(0, 0, 1, batch(ledger).groups)
+    assert table.group == [0, 0, 0, 1, 1, 1]
+    assert table.baseline == [False, False, True] * 2
+    assert table.score == [0.0, 1.0, 0.25, 0.0, 1.0, 0.0]
+    assert table.sampled == [0, 1, 3, 4]
+    ledger.commit(0)
+    assert ledger.table.status().staleness == {0: 4}
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "state", "reason"),
+    [
+        ("retry", {"score": None, "error": "no"}, State.WAITING, None),
+        ("drop", {"score": None, "error": "no"}, State.DROPPED, DropReason.REWARD_ERROR),
+        ("mask", {"score": None, "error": "no"}, State.DROPPED, DropReason.REWARD_ERROR),
+        ("mask", {"finish_reason": "overlong"}, State.DROPPED, DropReason.OVERLONG),
+    ],
+)
+def test_without_the_score_of_its_greedy_sample_no_group_is_trained(
+    policy: Any, changes: dict[str, Any], state: State, reason: DropReason | None
+) -> None:
+    ledger, group = greedy_group(on_reward_error=policy)
+    push_greedy(ledger, group, **changes)
+    assert (group.state, group.reason) == (state, reason)
+    if policy == "retry":
+        assert sorted(group.samples) == [0, 1], "what was scored is kept"
+        (again,) = lease(ledger, 1)
+        push_greedy(ledger, again)
+        assert group.state is State.READY
+
+
+def test_a_greedy_sample_that_differs_is_a_signal() -> None:
+    for greedy, state in ((1.0, State.DROPPED), (0.0, State.READY)):
+        ledger = make(greedy=True, filter_metrics=("right",))
+        (group,) = lease(ledger, 1)
+        for index in range(2):
+            header = make_header(index, 0, rewards={"right": 1.0})
+            ledger.push(group.id, group.lease_id or "", index, header, 10)
+        push_greedy(ledger, group, rewards={"right": greedy})
+        assert group.state is state
+
+
+def test_a_group_is_as_old_as_its_greedy_sample() -> None:
+    ledger = make(greedy=True, staleness_bound=3)
+    (group,) = lease(ledger, 1)
+    for index in range(2):
+        ledger.push(group.id, group.lease_id or "", index, make_header(index, 1), 10)
+    push_greedy(ledger, group, version=0)
+    assert group.deadline == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, False), (2, True)), ((2, True), (3, False)), ((2, False), (3, False))]
+)
+def test_groups_of_another_size_are_made_again(before: tuple[int, bool], after: tuple[int, bool]) -> None:
+    """A job that goes on with another estimator, or larger groups."""
+    ledger, stored = make(n_samples=before[0], greedy=before[1], keep_payloads=True), StoredLedger()
+    fill_each(ledger, lease(ledger, 4))
+    assert len(batch(ledger).groups) == 2
+    stored.write(ledger)
+    again = stored.restore(replace(ledger.params, n_samples=after[0], greedy=after[1]))
+    again.table.remake_misfits()
+    assert (again.table.ready, len(again.table.by_state[State.WAITING])) == (0, 4)
+    fill_each(again, lease(again, 4))
+    assert len(batch(again).groups) == 2
+    again.commit(0)
+    stored.write(again)
+    third = stored.restore(ledger.params)
+    third.rewind(0)
+    third.table.remake_misfits()
+    assert not third.table.ready, "what was trained with the other size is not reused"
+
+
+def test_samples_stored_before_there_were_greedy_ones_are_read() -> None:
+    ledger = make()
+    (group,) = lease(ledger, 1)
+    fill(ledger, group)
+    old = [row[:-1] for row in group.samples_row()]
+    assert Group.from_rows(group.to_row(), old).samples == group.samples
 
 
 def test_overlong_samples_stay_out_of_training() -> None:

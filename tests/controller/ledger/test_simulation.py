@@ -18,6 +18,7 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
     bound = draw(st.integers(0, 4))
     fields: dict[str, Any] = {
         "groups_per_step": draw(st.integers(1, 4)), "n_samples": draw(st.integers(1, 3)),
+        "greedy": draw(st.booleans()),
         "staleness_bound": bound, "n_positions": draw(st.integers(1, 25)),
         "n_epochs": draw(st.integers(1, 2)), "max_steps": draw(st.none() | st.integers(1, 6)),
         "max_attempts": draw(st.integers(2, 6)), "oversample": draw(st.sampled_from([1.0, 1.0, 1.5])),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from policy_worker.algorithms.advantages import (
     estimator_of,
     outcome_estimator,
 )
-from policy_worker.errors import OwnCodeFailedError, SettingsError
+from policy_worker.errors import BadBatchError, OwnCodeFailedError, SettingsError
 from tests.support.effort import examples
 
 PLAIN = Options()
@@ -185,6 +186,57 @@ def test_clip_comes_last():
     assert config.of_step([3.0, 1.0], [0, 0], [1, 1], [], alone).by_sample == [0.5, -0.5]
     config = AdvantageConfig(estimator_of("reinforce_plus_plus"), whiten=False, clip=2.0)
     assert config.of_step([3.0, 1.0], [0, 0], [1, 1], [0, 1], alone).by_sample == [2.0, 1.0]
+
+
+REMAX = AdvantageConfig(estimator_of("remax"))
+
+
+def test_remax_by_hand():
+    """Two groups, the greedy sample of each in another place; one answer has no score."""
+    scores, groups = [3.0, 0.5, 1.0, -1.0, None, 0.25], [0, 0, 0, 1, 1, 1]
+    greedy = [False, True, False, False, False, True]
+    found = REMAX.of_step(scores, groups, [2] * 6, [], alone, greedy=greedy)
+    assert found.by_sample == [2.5, 0.0, 0.5, -1.25, 0.0, 0.0]
+    clipped = replace(REMAX, clip=1.0).of_step(scores, groups, [2] * 6, [], alone, greedy=greedy)
+    assert clipped.by_sample == [1.0, 0.0, 0.5, -1.0, 0.0, 0.0]
+
+
+def test_remax_is_whitened_over_the_tokens_of_the_sampled_answers():
+    config = replace(REMAX, whiten=True)
+    found = config.of_step([1.0, 0.0, 0.5], [0, 0, 0], [1, 1, 90], [], alone, greedy=[False, False, True])
+    assert found.by_sample == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0])
+
+
+def test_a_kl_in_the_reward_is_part_of_the_return_and_not_of_the_baseline():
+    rewards = {0: torch.tensor([-0.5, -0.25])}
+    found = REMAX.of_step([3.0, 0.5], [0, 0], [2, 4], [0], alone, rewards, [False, True])
+    assert found.by_sample == [1.75, 0.0]
+
+
+@pytest.mark.parametrize("greedy", [[False] * 3, [False, False, True]])
+def test_remax_without_a_baseline_is_refused(greedy: list[bool]):
+    with pytest.raises(BadBatchError, match='"remax" needs the greedy sample of each group'):
+        REMAX.of_step([3.0, 0.5, None], [0, 1, 1], [2, 4, 4], [0], alone, greedy=greedy)
+
+
+def test_greedy_samples_are_left_out_by_other_estimators():
+    config = AdvantageConfig(estimator_of("rloo"))
+    found = config.of_step([3.0, 1.0, 9.0], [0, 0, 0], [1] * 3, [], alone, greedy=[False, False, True])
+    assert found.by_sample == [2.0, -2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("shaping", "expected"),
+    [
+        (Shaping(center="group"), [-1.0, -1.0, 5.0]),  # nothing is subtracted from the only score of a group
+        (Shaping(scale="group"), [1 / math.sqrt(8), 1 / math.sqrt(8), 5.0]),
+        (Shaping(center="batch", clip=2.0), [-4 / 3, -4 / 3, 2.0]),
+    ],
+)
+def test_a_baseline_is_shaped_like_the_scores_of_its_group(shaping: Shaping, expected: list[float]):
+    """Scores 4 and 0 with baseline 1, and 3 with baseline 5."""
+    shaped = shaping.apply(Outcomes([4, 0, 3], [0, 0, 1], [1] * 3, [1, 1, 5]))
+    assert shaped.baselines == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

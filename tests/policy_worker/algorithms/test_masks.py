@@ -59,5 +59,9 @@ def test_masks_of_samples_by_hand():
     assert SampleMasks(mean_score_below=1.0).rows(table) == {"mean_score": {4, 6, 7}}
     assert SampleMasks(mean_score_above=0.5).rows(table) == {"mean_score": {0, 1, 2, 3}}
     assert SampleMasks(failed_from_tokens=3).rows(table) == {"failed": {1, 2}}
+    greedy = table.model_copy(update={"baseline": [False, True] * 4})
+    assert SampleMasks(True, 0.0).rows(greedy) == {"truncated": {0}, "mean_score": {2}}, (
+        "those are not trained"
+    )
     everything = SampleMasks(True, 0.0, 1.0, 3).rows(table)
     assert everything == {"truncated": {0, 3}, "mean_score": {2, 3, 4, 6, 7}, "failed": {1, 2}}

@@ -17,18 +17,20 @@ from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource, DataEnded
+from policy_worker.training.batch_source import BatchSource, DataEnded, decode_payload
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
-from schema.wire.sample import Sample
+from schema.wire.sample import Sample, encode_sample
 from tests.policy_worker.material import (
     cut_short,
     encode_step,
     make_config,
     make_sample,
+    make_table,
     random_samples,
     tiny_model,
     train_step,
+    with_baselines,
     with_shared_prefixes,
 )
 from tests.policy_worker.reference import grpo_loss, token_facts
@@ -473,6 +475,85 @@ def test_every_coefficient_changes_the_gradient(group: Group):
         if loss_type not in bases:
             bases[loss_type] = trained(group, samples, base)[1]
         assert differ(bases[loss_type], trained(group, samples, {**base, **change})[1]), change
+
+
+def test_greedy_samples_are_nothing_but_baselines(group: Group):
+    """A step with a greedy sample behind each group trains like one without, whose scores are the differences."""
+    samples, bases = cut_short(random_samples(12, n_masked=1)), [1.5, 0.0, -0.5]
+    samples[5].header = samples[5].header.model_copy(
+        update={"score": 0.0}
+    )  # as good as the greedy one: it is idle
+    differences = [
+        replace(s, header=s.header.model_copy(update={"score": s.header.score - bases[number // 4]}))
+        if s.header.score is not None
+        else s
+        for number, s in enumerate(samples)
+    ]
+    greedy = with_baselines(samples, bases)
+    assert greedy[4].header.total_tokens > max(s.header.total_tokens for s in samples)
+    for options in (
+        {"mini_batch": 5, "loss_type": "seq-mean-token-mean", "min_filter_prefix_tokens": 2},
+        {"max_token_len_per_mini_batch": 20, "min_filter_prefix_tokens": 2},
+        {"mini_batch": 3, "batch_size_per_optimize": 6, "mini_batch_shuffle": True, "mu_iterations": 2},
+        {"entropy_coeff": 0.0, "sample_masks": {"truncated": True}},
+    ):
+        metrics, weights = after_a_step(group, encode_step(greedy, group_size=5), options, "remax")
+        skips = options.get("entropy_coeff") == 0.0  # what is idle; the other estimator cannot know it
+        # the discounted return is the score itself
+        plain, expected = after_a_step(
+            group, encode_step(differences), {**options, "whiten_advantages": False}, "reinforce_plus_plus"
+        )
+        assert_equal_gradients(weights, expected, 1e-6)
+        same = {
+            "loss",
+            "entropy",
+            "samples",
+            "tokens",
+            "response_tokens_mean",
+            "optimizer_steps",
+            "grad_norm",
+        } - ({"entropy"} if skips else set())
+        assert {name: metrics[name] for name in same} == {name: pytest.approx(plain[name]) for name in same}
+        assert (metrics["computed_fraction"] < plain["computed_fraction"]) is skips
+        assert metrics["greedy_score"] == pytest.approx(1 / 3)
+        scores = [s.header.score for s in samples if s.header.score is not None]
+        assert metrics["reward_mean"] == pytest.approx(sum(scores) / len(scores))
+        assert "greedy_score" not in plain
+
+
+def test_a_payload_that_contradicts_its_mark_is_refused(group: Group):
+    samples = random_samples(4)
+    table = make_table(samples).model_copy(update={"baseline": [False, False, False, True]})
+    with pytest.raises(BadBatchError, match="baseline are"):
+        decode_payload(table, 3, encode_sample(samples[3]))
+    assert (
+        decode_payload(table, 2, encode_sample(samples[2])).learned_tokens
+        == samples[2].header.response_tokens
+    )
+
+
+def after_a_step(
+    group: Group, answer: bytes, options: dict[str, Any], estimator: str
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """(metrics, weights) of a step that is answered with this batch."""
+    grpo = {"entropy_coeff": 0.02, **options, "advantage_estimator": estimator}
+    algorithm = make_grpo(group, make_config(grpo, {"train_batch_per_replica": 12}), answer)
+    metrics = train_step(algorithm, 0)
+    weights = dict(algorithm._trainer.model.named_parameters())
+    return metrics, {name: value.detach().clone().cpu() for name, value in weights.items()}
+
+
+def test_a_greedy_sample_older_than_the_bound_is_refused(group: Group):
+    samples = random_samples(4)
+    for sample in samples:
+        sample.header = sample.header.model_copy(update={"oldest_version": 1, "newest_version": 1})
+    algorithm = make_grpo(
+        group,
+        make_config({"advantage_estimator": "remax", "allowed_outdated_steps": 0}),
+        encode_step(with_baselines(samples, [0.0]), group_size=5, step=1),
+    )
+    with pytest.raises(BadBatchError, match="sample 4 of step 1 is 1 steps old"):
+        algorithm.poll(1, 0.0)
 
 
 def test_dapo_is_grpo_with_its_bounds(group: Group):

@@ -8,9 +8,16 @@ import torch
 
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.training.metrics import KeptSamples, Metrics, PartSums, age_metrics, age_sums
+from policy_worker.training.metrics import (
+    KeptSamples,
+    Metrics,
+    PartSums,
+    age_metrics,
+    age_sums,
+    table_metrics,
+)
 from schema.wire.messages import MOST_TRAINED, CommitRequest
-from tests.policy_worker.material import make_sample, make_table
+from tests.policy_worker.material import make_sample, make_table, with_baselines
 
 
 def of_ages(ages: dict[int, int], bound: int) -> Metrics:
@@ -28,6 +35,29 @@ def test_ages_beyond_the_sixteenth_are_reported_together():
     assert of_ages({16: 1}, 16)["staleness_tokens/16"] == 1.0
     assert of_ages({0: 3}, 0) == {"staleness_tokens/0": 1.0, "staleness_tokens_mean": 0.0}
     assert of_ages({}, 2) == {}
+
+
+def test_a_group_says_something_if_its_answers_differ_from_the_greedy_one():
+    def without_variance(bases: list[float]) -> float:
+        samples = [
+            make_sample(at % 2, [5], [7], [-1.0], score) for at, score in enumerate([1.0, 1.0, 0.0, 0.0])
+        ]
+        table = make_table(with_baselines(samples, bases, 2) if bases else samples, 3 if bases else 2)
+        metrics = table_metrics(table, [0.0] * table.n_samples, {})
+        assert (metrics["samples"], metrics["response_tokens_mean"], metrics["reward/right"]) == (
+            4.0,
+            1.0,
+            0.5,
+        )
+        assert metrics.get("greedy_score") == (sum(bases) / 2 if bases else None)
+        return metrics["zero_variance_fraction"]
+
+    assert [without_variance(bases) for bases in ([], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0])] == [
+        1.0,
+        1.0,
+        0.5,
+        0.0,
+    ]
 
 
 def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: Group):

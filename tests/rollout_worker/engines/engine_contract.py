@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -351,6 +351,21 @@ class EngineContract:
         for index, which in ((0, 1), (1, 2), (2, 0)):
             expected = separate[single[which].request_id, 0].token_ids.tolist()
             assert found[together.request_id, index].token_ids.tolist() == expected
+
+    def test_the_last_sample_of_a_request_is_greedy_if_asked_for(self, subject: Subject) -> None:
+        """It equals a generation at temperature 0, and the others are what they are without it."""
+        settings = SamplingSettings(max_tokens=16, temperature=1.3, top_k=30)
+        wanted = [replace(request(prompt, settings, (3, 1, 2)), greedy_last=True) for prompt in PROMPTS]
+        plain = [request(prompt, settings, (3, 1)) for prompt in PROMPTS]
+        greedy = [request(prompt, replace(settings, temperature=0.0), (7,)) for prompt in PROMPTS]
+        found, sampled = subject.generate(wanted), subject.generate(plain)
+        expected = subject.generate(greedy)
+        for together, two, one in zip(wanted, plain, greedy, strict=True):
+            tokens = [found[together.request_id, index].token_ids.tolist() for index in range(3)]
+            assert tokens[:2] == [sampled[two.request_id, index].token_ids.tolist() for index in range(2)]
+            assert tokens[2] == expected[one.request_id, 0].token_ids.tolist()
+            assert tokens[2] not in tokens[:2]
+            check_logprobs(subject.models[0], one, found[together.request_id, 2])
 
     def test_more_requests_than_capacity(self, subject: Subject) -> None:
         settings = SamplingSettings(max_tokens=6)

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
-from rollout_worker.groups.pushing import Pusher
+from rollout_worker.groups.pushing import Pusher, failed
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import Result
@@ -88,6 +89,42 @@ def test_what_has_no_score_is_an_error_by_name(rewards: Result, words: str) -> N
     assert (header.score, header.error, header.ending) == (None, words, "reward_error")
     assert kept is not None
     assert (kept.answer, kept.pieces) == ("text", [])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "deterministic", "done", "asked"),
+    [
+        ({}, False, [], [((0, 1, 2, 3), True)]),
+        ({}, False, [1, 3], [((0, 2), False)]),
+        ({}, False, [0, 1, 2], [((3,), True)]),
+        ({}, True, [1, 3], [((0, 1, 2, 3), True)]),
+        ({"n_generation_to_batch": True}, True, [1], [((0,), False), ((2,), False), ((3,), True)]),
+    ],
+)
+def test_the_greedy_sample_shares_the_request_of_its_group(
+    rollout: dict[str, Any], deterministic: bool, done: list[int], asked: list[tuple[tuple[int, ...], bool]]
+) -> None:
+    settings = config(
+        train={"deterministic": deterministic, "train_policy": {"type": "grpo"}},
+        rollout={"backend": "transformers", **rollout},
+    )
+    held, nothing = LeaseTable(), None
+    weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Metrics())  # type: ignore[arg-type]
+    engine = SimpleNamespace(max_model_len=64)
+    leasing = Leasing(settings, nothing, engine, held, weights, nothing, nothing, Metrics())  # type: ignore[arg-type]
+    group = held.add(lease(n=4, greedy=3, done=done))
+    assert group is not None
+    requests = leasing._requests(group)
+    assert [(one.seeds, one.greedy_last) for one in requests] == asked
+    for one in requests:
+        drawn = [one.settings_of(index).greedy for index in range(len(one.seeds))]
+        assert drawn == [seed == 3 for seed in one.seeds]
+
+
+def test_a_greedy_sample_is_marked_also_where_it_failed() -> None:
+    group = lease(n=3, greedy=2)
+    marked = [failed(group, index, "no").header.baseline for index in range(3)]
+    assert marked == [False, False, True]
 
 
 def test_a_sample_that_cannot_be_made_does_not_hold_its_group_for_ever() -> None:

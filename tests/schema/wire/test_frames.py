@@ -19,6 +19,7 @@ from schema.wire.sample import (
     SampleHeader,
     decode_sample,
     encode_sample,
+    header_text,
     read_sample_metadata,
     sample_seed,
 )
@@ -181,9 +182,22 @@ def test_a_batch_carries_its_table_and_frames() -> None:
     assert [bytes(frame) for frame in frames] == [b"one", b"two"]
 
 
+def test_tables_and_samples_of_before_there_were_greedy_ones_are_read() -> None:
+    old = make_table().model_dump(exclude={"baseline"})
+    table = StepTable.model_validate(old)
+    assert table.sampled == [0, 1]
+    marked = StepTable.model_validate({**old, "baseline": [False, True]})
+    assert marked.sampled == [0]
+    assert StepTable.model_validate_json(marked.model_dump_json()) == marked
+    assert "baseline" not in header_text(make_sample().header), "what is not greedy travels as before"
+    assert decode_sample(encode_sample(make_sample(baseline=True))).header.baseline
+
+
 def test_tables_with_ragged_columns_or_unknown_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         make_table(score=[1.0])
+    with pytest.raises(ValueError, match="differ in length"):
+        make_table(baseline=[True])
     with pytest.raises(ValueError, match="not in the table"):
         make_table(group=[0, 1])
     with pytest.raises(FrameError, match="no table"):
