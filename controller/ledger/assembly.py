@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from controller.ledger.admission import tightest_prefix
 from controller.ledger.group import Group, State
 from schema.wire.batch import StepTable
 from schema.wire.sample import MOST_REWARDS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,11 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
         oldest_version=[header.oldest_version for header in headers],
         newest_version=[header.newest_version for header in headers],
         finish_reason=[header.finish_reason for header in headers],
-        baseline=[header.baseline for header in headers]
-        if any(header.baseline for header in headers)
-        else [],
+        baseline=_if_any([header.baseline for header in headers]),
+        source=_if_any([header.source for header in headers]),
     )
+
+
+def _if_any(column: list[T]) -> list[T]:
+    """A column, or an empty one if it says nothing."""
+    return column if any(column) else []

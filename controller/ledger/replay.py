@@ -98,6 +98,7 @@ def _sample(batch: StepTable, row: int) -> SampleMeta:
     )
     rewards = {name: value for name, column in batch.rewards.items() if (value := column[row]) is not None}
     fields = {name: getattr(batch, name)[row] for name in columns} | {"baseline": batch.is_baseline(row)}
+    fields |= {"source": batch.source[row]} if batch.source else {}
     try:
         return SampleMeta.of(SampleHeader.model_validate({**fields, "rewards": rewards}), 0, "")
     except ValidationError as error:

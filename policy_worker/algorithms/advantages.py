@@ -38,12 +38,14 @@ class Outcomes:
     """The scored samples of a step, n of them: score, group and generated tokens of each.
 
     baselines: the score of the greedy sample of each one's group, [n]; empty where groups have none.
+    sources: where the prompt of each comes from (`data_source`), [n]; empty where there is but one.
     """
 
     scores: Sequence[float]
     groups: Sequence[int]
     tokens: Sequence[int]
     baselines: Sequence[float] = ()
+    sources: Sequence[str] = ()
 
     def per_group(self, formula: Formula) -> list[float]:
         """Apply a formula to the scores of each group; its values in the order of the samples, [n]."""
@@ -373,6 +375,7 @@ class AdvantageConfig:
         reduce: Reduce,
         token_rewards: Mapping[int, Tensor] | None = None,
         greedy: Sequence[bool] = (),
+        sources: Sequence[str] = (),
     ) -> Advantages:
         """The advantages of a step. A collective for estimators over tokens, and with `token_rewards`.
 
@@ -382,6 +385,7 @@ class AdvantageConfig:
             rows: the samples of this rank.
             token_rewards: for each of them rewards of its tokens, [n_i], in addition to its score.
             greedy: which samples are the baselines of their groups, [n]: they take no part but for that; empty: none.
+            sources: where the prompt of each sample comes from, [n]; empty: there is but one.
         """
         based = {row for row, is_greedy in enumerate(greedy) if is_greedy}
         bases = {groups[row]: score for row in based if (score := scores[row]) is not None}
@@ -396,6 +400,7 @@ class AdvantageConfig:
                 [groups[row] for row in chosen],
                 [tokens[row] for row in chosen],
                 [bases[groups[row]] for row in chosen if groups[row] in bases],
+                [sources[row] for row in chosen] if sources else (),
             )
         )
         shaped = dict(zip(chosen, outcomes.scores, strict=True))

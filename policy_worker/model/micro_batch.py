@@ -42,10 +42,13 @@ class TrainSample:
     """One sample as the trainer uses it.
 
     versions: which weight version made each of its learned tokens, [n]; empty in SFT, where none did.
+    earned: what of its score each of them earned beyond the rest of it, which is the last one's, [n]; sums to 0.
+    None: the last one earned all of it.
     """
 
     segments: list[Segment]
     versions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    earned: Floats | None = None
 
     @property
     def tokens_by_version(self) -> Mapping[int, int]:
@@ -91,7 +94,18 @@ class TrainSample:
             raise BadBatchError(
                 "a segment begins with a generated token: it needs at least one token of prompt"
             )
-        return TrainSample(segments, sample.token_versions()[sample.loss_mask == 1])
+        learned = sample.loss_mask == 1
+        return TrainSample(segments, sample.token_versions()[learned], _earned(sample, learned))
+
+
+def _earned(sample: Sample, learned: npt.NDArray[np.bool_]) -> Floats | None:
+    if not len(sample.part_positions):
+        return None
+    found = np.zeros(len(learned), np.float32)
+    found[sample.part_positions] = sample.part_values
+    of_learned = found[learned]
+    of_learned[-1] -= of_learned.sum()
+    return of_learned
 
 
 @dataclass(frozen=True)

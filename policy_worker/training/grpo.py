@@ -94,7 +94,7 @@ class Grpo:
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
         self._names = config.reward_names
         self._max_request_bytes = config.controller.max_request_bytes
-        self._said_cut = False
+        self._said_cut = self._said_parts = False
         self.kept: list[TrainedSample] = []
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
@@ -144,8 +144,9 @@ class Grpo:
             table.response_tokens,
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
-            rewards := self._token_rewards(samples, columns),
+            self._token_rewards(samples, kl := self._kl_rewards(samples, columns)),
             table.baseline,
+            table.source,
         )
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
@@ -173,7 +174,7 @@ class Grpo:
             metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
-        metrics.facts |= self._reward_kl(rewards)
+        metrics.facts |= self._reward_kl(kl)
         self.kept = kept.gather(trainer.group, advantages.by_sample, idle)
         if kept.cut and trainer.group.leads and not self._said_cut:
             self._said_cut = True
@@ -302,8 +303,23 @@ class Grpo:
         return columns, head
 
     def _token_rewards(
-        self, samples: Mapping[int, TrainSample], columns: Columns
+        self, samples: Mapping[int, TrainSample], kl: dict[int, Tensor] | None
     ) -> dict[int, Tensor] | None:
+        """What the tokens of this rank's samples earn next to the scores, which the last ones earn."""
+        earned = {row: torch.from_numpy(one.earned) for row, one in samples.items() if one.earned is not None}
+        if not earned:
+            return kl
+        if self._advantages.estimator.over_tokens is None:
+            if not self._said_parts:
+                self._said_parts = True
+                log.warning(
+                    "reward functions say where in the answers rewards were earned, which an estimator of one "
+                    "advantage per sample cannot use: train.train_policy.advantage_estimator"
+                )
+            return kl
+        return earned | {row: earned.get(row, 0.0) + rewards for row, rewards in (kl or {}).items()}
+
+    def _kl_rewards(self, samples: Mapping[int, TrainSample], columns: Columns) -> dict[int, Tensor] | None:
         """−β KL of each token of this rank's samples, between π_old and the reference."""
         if not self._kl_in_reward.beta:
             return None

@@ -9,14 +9,17 @@ from asyncio import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rollout_worker import ranges
 from rollout_worker.engines.base import Engine, Generation
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pushing import NOTHING, Pusher, to_sample
-from rollout_worker.groups.tokens import TextKeeper, texts
+from rollout_worker.groups.tokens import TextKeeper, texts, tokens_at
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.rewards.pool import Result, RewardPool, Task
-from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, score_of
+from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, parts_of, score_of
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import Ending, FinishReason, Sample
@@ -137,7 +140,21 @@ class GenerationPipeline:
             "seconds": round(seconds, 4),
         }
         kept = self._texts.text(lease, sample, text, failed=error is not None)
-        return to_sample(lease, index, sample, reason, error=error, text=sent, kept=kept, **judged)
+        found = to_sample(lease, index, sample, reason, error=error, text=sent, kept=kept, **judged)
+        if result.parts and score is not None and lease.kind == "train":
+            found.part_positions, found.part_values = self._parts(lease, sample, result)
+        return found
+
+    def _parts(
+        self, lease: LeasedGroup, sample: Generation, result: Result
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """At which tokens of a sample, prompt included, parts of its score were earned, and these parts."""
+        ids, located = sample.token_ids.tolist(), parts_of(result.parts, self._weights[lease.kind])
+        summed: dict[int, float] = {}
+        for token, value in zip(tokens_at(self._tokenizer, ids, located), located.values(), strict=True):
+            summed[token] = summed.get(token, 0.0) + value
+        positions = len(lease.prompt_token_ids) + np.array(sorted(summed), np.int32)
+        return positions.astype(np.int32), np.array([summed[token] for token in sorted(summed)], np.float32)
 
 
 def finish_reason(

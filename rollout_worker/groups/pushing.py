@@ -26,10 +26,11 @@ from rollout_worker.engines.base import Generation
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.session import Session
 from schema.config import Config
+from schema.util.text import one_line
 from schema.wire import payload_file
 from schema.wire.messages import ErrorCode, LeasedGroup, PushItem, PushList, PushReply, PushResult
 from schema.wire.payload_file import FileName
-from schema.wire.sample import Ending, FinishReason, Sample, SampleHeader, encode_sample
+from schema.wire.sample import LONGEST_SOURCE, Ending, FinishReason, Sample, SampleHeader, encode_sample
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +246,7 @@ def to_sample(
         newest_version=max(generated.version_values.tolist(), default=-1),
         finish_reason=reason,
         baseline=index == group.greedy,
+        source=one_line(str(group.row.get("data_source", "")))[:LONGEST_SOURCE],
         error=None if error is None else error[:MAX_ERROR],
         **judged,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,16 @@ def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[Samp
         ids = response_tokens(sample, how).tolist()
         answers.append(cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how))
     return answers
+
+
+def tokens_at(tokenizer: Any, ids: Sequence[int], characters: Iterable[int]) -> list[int]:
+    """The token of an answer that each of these characters of its text ends in; the last, of what is in none."""
+
+    def characters_of(tokens: int) -> int:
+        return len(tokenizer.decode(ids[:tokens], skip_special_tokens=True))
+
+    upto = range(1, len(ids) + 1)
+    return [min(bisect_left(upto, place + 1, key=characters_of), len(ids) - 1) for place in characters]
 
 
 class TextKeeper:

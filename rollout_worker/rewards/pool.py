@@ -71,6 +71,8 @@ class Result:
     error: str | None = None
     outage: bool = False
     """Whether the error is a time-out or a connection error (see `process.is_outage`)."""
+    parts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """By function: at which characters of the answer parts of its reward were earned, in order."""
     seconds: float = field(default=0.0, compare=False)
     """Spent on this sample by the process that scored it, without waiting for that process."""
 
@@ -183,7 +185,7 @@ class RewardPool:
                     self._settle(job, await process.score(job.task, self._settings.timeout))
                 except _Lost as lost:
                     late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
-                    self._settle(job, Result({}, str(lost), late, seconds))
+                    self._settle(job, Result({}, str(lost), late, seconds=seconds))
                     log.warning("a reward process is replaced: %s", lost)
                     await process.stop()
                     # In the place of one that was lost: once the functions were there, nothing is final.

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rollout_worker.rewards import registry
@@ -94,18 +94,23 @@ def score(
     at: called with the name of each function but the first, before that is called.
     """
     rewards: dict[str, float] = {}
+    parts: dict[str, list[tuple[int, float]]] = {}
     began = time.perf_counter()
     failure, outage = None, False
     for number, (name, function) in enumerate(functions.items()):
         if number:
             at(name)
         try:
-            rewards[name] = _as_number(name, function(completion, row))
+            value = function(completion, row)
+            if isinstance(value, tuple):
+                value, located = _two(name, value)
+                parts[name] = _parts(name, located, completion)
+            rewards[name] = _as_number(name, value)
         except Exception as error:
             if failure is None:
                 failure, outage = _describe(name, error), is_outage(error)
     seconds = time.perf_counter() - began
-    return {"rewards": rewards, "error": failure, "outage": outage, "seconds": seconds}
+    return {"rewards": rewards, "parts": parts, "error": failure, "outage": outage, "seconds": seconds}
 
 
 def is_outage(error: BaseException | None) -> bool:
@@ -137,6 +142,24 @@ def _as_number(name: str, value: Any) -> float:
     if not math.isfinite(result):
         raise RewardNotANumber(f"{name} returned {result}")
     return result
+
+
+def _two(name: str, value: tuple[Any, ...]) -> tuple[Any, Mapping[Any, Any]]:
+    if len(value) != 2 or not isinstance(value[1], Mapping):
+        raise RewardNotANumber(
+            f"{name} returned {value!r:.200}, neither a number nor (number, {{place: number}})"
+        )
+    return value[0], value[1]
+
+
+def _parts(name: str, parts: Mapping[Any, Any], completion: str) -> list[tuple[int, float]]:
+    """(character of the answer, part of the reward that was earned there), in order."""
+    for place in parts:
+        if type(place) is not int or not 0 <= place < len(completion):
+            raise RewardNotANumber(
+                f"{name} returned a part at {place!r:.200}, but the answer has {len(completion)} characters"
+            )
+    return [(place, _as_number(name, parts[place])) for place in sorted(parts)]
 
 
 def _describe(name: str, error: Exception) -> str:

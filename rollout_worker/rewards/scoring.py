@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from schema.config import OverlongRewardConfig
 
@@ -29,6 +29,17 @@ def score_of(
     if not math.isfinite(score):
         return None, f"RewardNotANumber: the weighted sum of the rewards is {score}"
     return score, None
+
+
+def parts_of(
+    parts: Mapping[str, Sequence[tuple[int, float]]], weights: Mapping[str, float]
+) -> dict[int, float]:
+    """The parts of a score by the character of the answer at which they were earned."""
+    found: dict[int, float] = {}
+    for name, located in parts.items():
+        for place, value in located:
+            found[place] = found.get(place, 0.0) + weights[name] * value
+    return found
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:

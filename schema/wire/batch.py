@@ -16,11 +16,12 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, mo
 from schema.util.text import PLAIN
 from schema.wire.frame import FrameError, pack_bundle, unpack_bundle
 from schema.wire.invalid import describe
-from schema.wire.sample import MOST_REWARDS
+from schema.wire.sample import MOST_REWARDS, Source
 
 Column = Field(max_length=1_000_000)
 Flags = Annotated[list[bool], FailFast(), Column]
 Names = Annotated[list[Annotated[str, Field(max_length=64, pattern=PLAIN)]], FailFast(), Column]
+Sources = Annotated[list[Source], FailFast(), Column]
 Integers = Annotated[list[int], FailFast(), Column]
 Numbers = Annotated[list[float | None], FailFast(), Column]
 
@@ -49,6 +50,11 @@ class StepTable(BaseModel):
         description="Which samples were drawn greedily: the baselines of their groups, not trained. Empty: none was.",
     )
 
+    source: Sources = Field(
+        default_factory=list,
+        description="Where the prompt of each sample comes from. Empty: there is but one.",
+    )
+
     @property
     def n_samples(self) -> int:
         return len(self.group)
@@ -74,8 +80,7 @@ class StepTable(BaseModel):
             self.index, self.score, self.prompt_tokens, self.response_tokens, self.total_tokens,
             self.oldest_version, self.newest_version, self.finish_reason, *self.rewards.values(),
         ]  # fmt: skip
-        if self.baseline:
-            columns.append(self.baseline)
+        columns += [column for column in (self.baseline, self.source) if column]
         if any(len(column) != n for column in columns):
             raise ValueError("columns of the step table differ in length")
         if any(not 0 <= group < len(self.group_ids) for group in self.group):

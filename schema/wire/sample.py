@@ -10,6 +10,8 @@ Tensors of the frame (T tokens over all segments, one after the other; V version
     version_starts  int32   [V]  run i covers tokens [version_starts[i], version_starts[i + 1])
     version_values  int32   [V]  weight version of that run, -1 for tokens that no policy generated
     text            uint8   [*]  UTF-8 text of the response; only with `rollout_as_token_ids = false`
+    part_positions  int32   [P]  generated tokens that earned parts of the score, rising; only with such parts
+    part_values     float32 [P]  these parts; the rest of the score is earned at the last generated token
 
 Next to the tensors: `SampleText` as JSON in the metadata under "text", of a sample that is kept for people to read.
 
@@ -36,6 +38,8 @@ from schema.wire.invalid import describe
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Version = Annotated[int, Field(strict=True, ge=-1, lt=2**31)]
 """Both end up in int32 and int64 arrays; a boolean is not a number."""
+LONGEST_SOURCE = 128
+Source = Annotated[str, Field(max_length=LONGEST_SOURCE, pattern=PLAIN)]
 MOST_REWARDS = 256
 """Reward functions of a sample, and of a batch."""
 TEXT_KEY = "text"
@@ -55,6 +59,8 @@ _DTYPES: dict[str, type[np.generic]] = {
     "version_values": np.int32,
 }
 """Of the tensors that every frame has; they are fields of `Sample`, too."""
+_PARTS: dict[str, type[np.generic]] = {"part_positions": np.int32, "part_values": np.float32}
+"""The same of those that only some have."""
 
 
 class SampleHeader(BaseModel):
@@ -83,8 +89,9 @@ class SampleHeader(BaseModel):
         description="Whether the error is a time-out or a connection error: it may pass by itself.",
     )
     ending: Ending = Field(default="finished", description="How it ended; see `docs/operations.md`.")
-    source: Annotated[str, Field(max_length=128, pattern=PLAIN)] = Field(
-        default="", description="Domain of its prompt; empty: there is but one."
+    source: Source = Field(
+        default="",
+        description="Where its prompt comes from: `data_source` of its row. Empty: there is but one.",
     )
     baseline: bool = Field(
         default=False,
@@ -105,6 +112,8 @@ class Sample:
     version_starts: npt.NDArray[np.int32]
     version_values: npt.NDArray[np.int32]
     segment_starts: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
+    part_positions: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    part_values: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     text: str | None = None
     kept: str | None = None
     """`SampleText` as JSON, if it is kept for people to read."""
@@ -118,7 +127,8 @@ class Sample:
 def encode_sample(sample: Sample) -> bytes:
     """Serialise one sample as a frame."""
     tensors: dict[str, npt.NDArray[np.generic]] = {
-        name: getattr(sample, name).astype(dtype, copy=False) for name, dtype in _DTYPES.items()
+        name: getattr(sample, name).astype(dtype, copy=False)
+        for name, dtype in (_DTYPES | _PARTS if len(sample.part_positions) else _DTYPES).items()
     }
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
@@ -154,13 +164,14 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     """Inverse of `encode_sample`, checked. Raises `FrameError`."""
     tensors, metadata = decode_frame(data)
     header = _parse_header(metadata)
-    for name, dtype in _DTYPES.items():
+    kinds = _DTYPES | _PARTS if _PARTS.keys() & tensors.keys() else _DTYPES
+    for name, dtype in kinds.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise FrameError(f"sample tensor {name} must be a vector of {np.dtype(dtype).name}")
     text = tensors.get("text")
     if text is not None and text.dtype != np.uint8:
         raise FrameError("sample tensor text must be a vector of uint8")
-    fields: dict[str, Any] = {name: tensors[name] for name in _DTYPES}
+    fields: dict[str, Any] = {name: tensors[name] for name in kinds}
     sample = Sample(
         header=header,
         text=None if text is None else text.tobytes().decode(errors="replace"),
@@ -202,6 +213,7 @@ def check_sample(sample: Sample) -> None:
         raise FrameError(
             f"sample header claims {claims} (tokens, response, segments, versions), found {facts}"
         )
+    _check_parts(sample.part_positions, sample.part_values, mask)
     if header.score is None and header.error is None:
         raise FrameError("sample has neither a score nor an error")
     if header.score is not None and not math.isfinite(header.score):
@@ -214,6 +226,16 @@ def _check_runs(name: str, starts: npt.NDArray[np.int32], total: int) -> None:
     # Compared, not subtracted: differences of hostile int32 wrap around.
     if len(starts) == 0 or starts[0] != 0 or (starts[1:] <= starts[:-1]).any() or starts[-1] >= total:
         raise FrameError(f"{name} must rise from 0 and stay below the number of tokens")
+
+
+def _check_parts(
+    positions: npt.NDArray[np.int32], values: npt.NDArray[np.float32], generated: npt.NDArray[np.bool_]
+) -> None:
+    if len(positions) != len(values) or not np.isfinite(values).all():
+        raise FrameError("parts of the score must be finite, each with its position")
+    outside = len(positions) and (positions[0] < 0 or positions[-1] >= len(generated))
+    if (positions[1:] <= positions[:-1]).any() or outside or not generated[positions].all():
+        raise FrameError("positions of parts of the score must rise, and be those of generated tokens")
 
 
 def sample_seed(job_seed: int, kind: str, epoch: int, position: int, index: int) -> int:

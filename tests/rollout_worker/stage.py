@@ -50,7 +50,8 @@ def length(completion, row, unit=1.0, marker=""):
             time.sleep(0.01)
     if row["answer"] == "raise" and once(marker, "raise"):
         raise KeyError("no reward for this")
-    return len(completion) * unit
+    reward = len(completion) * unit
+    return (reward, {0: reward / 2}) if completion else reward
 """
 # A user's reward: the text's length; for two answers the first call fails: one hangs until "go" exists.
 

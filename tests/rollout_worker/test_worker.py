@@ -38,6 +38,11 @@ def check_sample(sample: Sample, models: Models) -> None:
     assert sample.header.score == 0.5 * reward
     response = sample.token_ids[mask]
     assert sample.text == tokenizer().decode(response, skip_special_tokens=True)
+    if sample.text:
+        assert sample.part_values.tolist() == [0.25 * reward]
+        upto = int(sample.part_positions[0]) - sample.header.prompt_tokens
+        assert tokenizer().decode(response[: upto + 1], skip_special_tokens=True)
+        assert not tokenizer().decode(response[:upto], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.soak), 3])

@@ -281,12 +281,13 @@ def test_a_group_is_ready_with_its_greedy_sample_which_counts_as_no_sample() -> 
     for index, baseline in ((2, False), (3, True)):
         header = make_header(index, 0, baseline=baseline)
         assert ledger.push(group.id, group.lease_id or "", index, header, 10).code is ErrorCode.BAD_REQUEST
-    push_greedy(ledger, group, score=0.25)
+    push_greedy(ledger, group, score=0.25, source="gsm8k")
     (other,) = lease(ledger, 1)
     fill(ledger, other)
     table = build_table(0, 0, 1, batch(ledger).groups)
     assert table.group == [0, 0, 0, 1, 1, 1]
     assert table.baseline == [False, False, True] * 2
+    assert table.source == ["", "", "gsm8k", "", "", ""]
     assert table.score == [0.0, 1.0, 0.25, 0.0, 1.0, 0.0]
     assert table.sampled == [0, 1, 3, 4]
     ledger.commit(0)

@@ -82,6 +82,16 @@ def test_a_sample_is_cut_at_its_segments():
     assert [segment.token_ids.tolist() for segment in cut.segments] == [[5, 6, 7], [8, 9]]
     assert [segment.loss_mask.tolist() for segment in cut.segments] == [[0, 0, 1], [0, 1]]
     assert cut.segments[1].logprobs.tolist() == [-0.25, -0.125]
+    assert cut.earned is None
+
+
+def test_what_a_token_earned_is_taken_from_the_last_one():
+    sample = make_sample(0, [5, 6], [7, 8, 9], [-0.5, -0.25, -0.125], 1.0)
+    sample.loss_mask[3] = 0  # of a tool
+    sample.part_positions, sample.part_values = np.array([2], np.int32), np.array([0.75], np.float32)
+    earned = TrainSample.of_wire(sample).earned
+    assert earned is not None
+    assert earned.tolist() == [0.75, -0.75]
 
 
 def test_learned_tokens_are_counted_by_the_version_that_made_them():

@@ -521,6 +521,33 @@ def test_greedy_samples_are_nothing_but_baselines(group: Group):
         assert "greedy_score" not in plain
 
 
+def with_parts(samples: list[Sample], place: int, share: float) -> list[Sample]:
+    """Each earned this share of its score at this one of its tokens, or at the last one."""
+
+    def of(sample: Sample) -> Sample:
+        header = sample.header
+        at = min(header.prompt_tokens + place, header.total_tokens - 1)
+        part = share * (header.score or 0.0)
+        return replace(
+            sample, part_positions=np.array([at], np.int32), part_values=np.array([part], np.float32)
+        )
+
+    return [of(sample) for sample in samples]
+
+
+def test_parts_of_scores_count_where_they_were_earned(group: Group):
+    samples = random_samples(12)
+    options = {"gamma": 0.5, "kl_beta": 0.0}
+
+    def weights(which: list[Sample], estimator: str) -> dict[str, torch.Tensor]:
+        return after_a_step(group, encode_step(which), options, estimator)[1]
+
+    plain = weights(samples, "reinforce_plus_plus")
+    assert not differ(weights(with_parts(samples, 99, 0.5), "reinforce_plus_plus"), plain)
+    assert differ(weights(with_parts(samples, 0, 0.5), "reinforce_plus_plus"), plain)
+    assert not differ(weights(with_parts(samples, 0, 0.5), "rloo"), weights(samples, "rloo"))
+
+
 def test_a_payload_that_contradicts_its_mark_is_refused(group: Group):
     samples = random_samples(4)
     table = make_table(samples).model_copy(update={"baseline": [False, False, False, True]})

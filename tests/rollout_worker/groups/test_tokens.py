@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, texts
+from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, texts, tokens_at
 from schema.config import PolicyConfig
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 
@@ -44,6 +44,17 @@ def test_the_text_ends_where_the_answer_does(include: bool) -> None:
     found = texts(tokenizer(), samples, [settings] * 5)
     kept = ["done!", "ok END", "END ok END"] if include else ["done", "ok ", "END ok "]
     assert found == ["cut off", "told", *kept]
+
+
+def test_characters_are_found_in_their_tokens() -> None:
+    ids = [
+        256,
+        *tokenizer()("aé…z")["input_ids"],
+        256,
+    ]  # one token for each byte, none of them for the special ones
+    assert len(ids) == 1 + 1 + 2 + 3 + 1 + 1
+    assert tokens_at(tokenizer(), ids, [3, 0, 9]) == [7, 1, 8]
+    assert all(1 < token <= 6 for token in tokens_at(tokenizer(), ids, [1, 2]))
 
 
 def test_answers_without_text() -> None:

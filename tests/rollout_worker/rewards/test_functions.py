@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_worker.rewards import functions
 from rollout_worker.rewards.registry import RewardConfigError, resolve
-from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, total
+from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, parts_of, total
 from schema.config import BUILTIN_REWARDS, SOURCE_SCORERS, OverlongRewardConfig
 
 
@@ -313,6 +313,11 @@ def test_total_weighs_the_functions_and_adds_the_penalty() -> None:
     weights = {"boxed_math": 1.0, "format": 0.2}
     assert total({"boxed_math": 1.0, "format": 0.5}, weights) == pytest.approx(1.1)
     assert total({"boxed_math": 1.0, "format": 0.5, OVERLONG: -0.25}, weights) == pytest.approx(0.85)
+
+
+def test_parts_of_functions_add_up_where_they_meet() -> None:
+    found = parts_of({"a": [(0, 1.0), (7, 2.0)], "b": [(7, 1.0)]}, {"a": 0.5, "b": -2.0})
+    assert found == {0: 0.5, 7: -1.0}
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0)])

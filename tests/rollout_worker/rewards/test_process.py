@@ -102,9 +102,29 @@ def test_kinds(error: Exception, outage: bool) -> None:
         (np.array([1.0, 2.0]), None, "numpy.ndarray"),
         ("1.0", None, "builtins.str"),
         (1j, None, "builtins.complex"),
+        ((np.bool_(True), {0: 0.5}), 1.0, None),
+        (("1.0", {}), None, "builtins.str"),
     ],
 )
 def test_what_counts_as_a_number(value: object, reward: float | None, kind: str | None) -> None:
-    reply = score("", {}, {"f": lambda completion, row: value}, print)
+    reply = score("text", {}, {"f": lambda completion, row: value}, print)
     assert reply["rewards"].get("f") == reward
     assert kind is None or f"of type {kind}, not a number" in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("value", "parts", "words"),
+    [
+        ((1.0, {3: 0.5, 0: np.float32(0.25)}), [(0, 0.25), (3, 0.5)], ""),
+        ((1.0, {}), [], ""),
+        ((1.0, {4: 0.5}), None, "a part at 4, but the answer has 4 characters"),
+        ((1.0, {True: 0.5}), None, "a part at True"),
+        ((1.0, {0: "much"}), None, "not a number"),
+        ((1.0, [0.5]), None, "neither a number nor"),
+        ((1.0, {}, {}), None, "neither a number nor"),
+    ],
+)
+def test_where_in_the_answer_a_reward_was_earned(value: object, parts: Any, words: str) -> None:
+    reply = score("text", {}, {"f": lambda completion, row: value}, print)
+    assert (reply["parts"].get("f"), reply["rewards"]) == (parts, {} if words else {"f": 1.0})
+    assert words in (reply["error"] or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,28 @@ def test_a_sample_survives_the_wire() -> None:
     assert sample.token_versions().tolist() == [-1, -1, 4, 4, 6]
     assert sample.logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0]
     assert sample.text is None
+
+
+def test_parts_of_the_score_travel_with_the_tokens_that_earned_them() -> None:
+    def parts(positions: list[int], values: list[float]) -> Sample:
+        return replace(
+            make_sample(),
+            part_positions=np.array(positions, np.int32),
+            part_values=np.array(values, np.float32),
+        )
+
+    sample = decode_sample(encode_sample(parts([2, 4], [0.5, -0.25])))
+    assert (sample.part_positions.tolist(), sample.part_values.tolist()) == ([2, 4], [0.5, -0.25])
+    for positions, values in (
+        ([1], [0.5]), ([4, 2], [0.5, 0.5]), ([2, 2], [0.5, 0.5]), ([5], [0.5]), ([-1], [0.5]), ([2], []),
+        ([2], [float("nan")]),
+    ):  # fmt: skip
+        with pytest.raises(FrameError, match="parts of the score"):
+            decode_sample(encode_sample(parts(positions, values)))
+    tensors, metadata = decode_frame(encode_sample(parts([2], [0.5])))
+    del tensors["part_values"]
+    with pytest.raises(FrameError, match="part_values must be a vector"):
+        decode_sample(encode_frame(tensors, metadata))
 
 
 def test_text_travels_when_asked_for() -> None:
@@ -183,7 +206,7 @@ def test_a_batch_carries_its_table_and_frames() -> None:
 
 
 def test_tables_and_samples_of_before_there_were_greedy_ones_are_read() -> None:
-    old = make_table().model_dump(exclude={"baseline"})
+    old = make_table().model_dump(exclude={"baseline", "source"})
     table = StepTable.model_validate(old)
     assert table.sampled == [0, 1]
     marked = StepTable.model_validate({**old, "baseline": [False, True]})
@@ -198,6 +221,8 @@ def test_tables_with_ragged_columns_or_unknown_groups_are_refused() -> None:
         make_table(score=[1.0])
     with pytest.raises(ValueError, match="differ in length"):
         make_table(baseline=[True])
+    with pytest.raises(ValueError, match="differ in length"):
+        make_table(source=["gsm8k"])
     with pytest.raises(ValueError, match="not in the table"):
         make_table(group=[0, 1])
     with pytest.raises(FrameError, match="no table"):
