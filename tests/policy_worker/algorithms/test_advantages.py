@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from policy_worker.algorithms.advantages import (
     ESTIMATORS,
     AdvantageConfig,
+    Estimator,
     Options,
     Outcomes,
     Shaping,
@@ -266,12 +267,11 @@ def test_an_estimator_of_ones_own_is_found_by_its_name(monkeypatch: pytest.Monke
 
     assert of_group("below_best", [1.0, 3.0]) == [-2.0, 0.0]
 
-    @outcome_estimator("by_source")
     def by_source(outcomes: Outcomes, options: Options) -> list[float]:
         pairs = zip(outcomes.scores, outcomes.sources, strict=True)
         return [score * len(source) for score, source in pairs]
 
-    found = AdvantageConfig(estimator_of("by_source")).of_step(
+    found = AdvantageConfig(Estimator(by_source)).of_step(
         [1.0, None, 3.0], [0, 0, 0], [1] * 3, (), alone, sources=["a", "bb", "cc"]
     )
     assert found.by_sample == [1.0, 0.0, 6.0]
