@@ -50,7 +50,9 @@ class Trainer:
         train = config.train
         self.group, self.schedule = group, schedule
         self.sharded = needs_sharding(group.data_ranks, train)
-        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device)
+        self.shares_prompts = all(one.takes_blocks for one in (model, reference) if one is not None)
+        """Whether samples of a micro-batch share their prompts, which all models have to be able to."""
+        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.shares_prompts)
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.reference = None if reference is None else self._frozen(reference, config)
         grpo = config.grpo if config.is_grpo else None

@@ -1,12 +1,14 @@
 """Tensors of a micro-batch: what the model reads, and which of its positions predict a token that counts.
 
-    packed   one row, sequences in one row, positions start again at each    [1, T]
-    padded   one row per sequence, zeros behind its end                        [R, longest]
+    packed   all sequences in one row, positions start again at each            [1, T]
+    shared   the same, and equal prompts are there once (see `attention`)       [1, T]
+    padded   one row per sequence, zeros behind its end                         [R, longest]
 
-In both, position i reads token i and predicts token i + 1, so a sequence of n tokens has n − 1 inputs. Everything
+In all, position i reads token i and predicts token i + 1, so a sequence of n tokens has n − 1 inputs. Everything
 after the model is flat: `index` picks the K predicting positions out of all rows, and the loss sees K tokens and
-the sample of each, no padding and no prompts. Neither layout has an attention mask: packed rows are kept
-apart by their positions, and behind a padded row there is nothing that attends to its padding.
+the sample of each, no padding and no prompts; where a prompt is shared, its last position predicts a token of each.
+No layout has an attention mask over its rows: sequences in one row are kept apart by blocks, or by their positions
+where the model's attention takes no blocks, and nothing attends to the padding behind a padded row.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
+from policy_worker.model.attention import LEAST_FILL, Block, block_of
 from schema.wire.sample import Sample
 
 Ints = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Ints64 = npt.NDArray[np.int64]
+LEAST_SPARED = 0.05
+"""Part of its tokens that a micro-batch must be spared by shared prompts, for these to be worth it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,8 @@ class MicroBatch:
 
     input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]. labels: int64 [K].
     old_logprobs: float32 [K]. sample: int64 [K] in [0, S). rows: the table's row of each sample.
-    columns: [K] each, what passes before this one found for its tokens, by name.
+    columns: [K] each, what passes before this one found for its tokens, by name. blocks: of the attention, where all
+    sequences are in one row.
     """
 
     input_ids: Tensor
@@ -125,6 +132,7 @@ class MicroBatch:
     sample: Tensor
     rows: list[int]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    blocks: Sequence[Block] = ()
 
     @property
     def n_samples(self) -> int:
@@ -133,11 +141,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Layout:
-    """packed: the layout. vocabulary: token ids are below it. device: where the tensors go."""
+    """packed: the layout. vocabulary: token ids are below it. device: where the tensors go.
+
+    shares: whether equal prompts are there once, where that pays; for models whose attention takes blocks.
+    """
 
     packed: bool
     vocabulary: int
     device: torch.device | str = "cpu"
+    shares: bool = False
 
 
 Columns = Mapping[str, Mapping[int, Tensor]]
@@ -158,26 +170,31 @@ def collate(
         SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
             a token id that the model has no embedding for.
     """
-    packed, device = layout.packed, layout.device
+    device = layout.device
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
     segments = [segment for sample in samples for segment in sample.segments]
-    if not packed and len(segments) > len(samples):
+    if not layout.packed and len(segments) > len(samples):
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
     width = int(lengths.max(initial=1))
-    starts = np.cumsum(lengths) - lengths if packed else np.arange(len(segments)) * width
-    shape = (1, max(int(lengths.sum()), 1)) if packed else (max(len(segments), 1), width)
+    prompts = _prompts(segments, layout.shares)
+    spared = sum(shared * (len(members) - 1) for shared, members in prompts)
+    one_row = layout.packed or spared >= LEAST_SPARED * lengths.sum() > 0
+    if one_row:
+        places, blocks = _in_blocks(prompts, lengths, device)
+    else:
+        places, blocks = [number * width + np.arange(length) for number, length in enumerate(lengths)], []
+    ends = [int(place[-1]) + 1 for place in places if len(place)]
+    shape = (1, max(ends, default=1)) if one_row else (max(len(segments), 1), width)
     input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    if not packed:
+    if not one_row:
         positions[:] = np.arange(width)
-    flat_ids, flat_positions = input_ids.reshape(-1), positions.reshape(-1)
     index, labels, old, owner = [], [], [], []
-    for segment, start, length, number in zip(segments, starts, lengths, owners, strict=True):
-        flat_ids[start : start + length] = segment.token_ids[:-1]
-        if packed:
-            flat_positions[start : start + length] = np.arange(length)
+    for segment, place, number in zip(segments, places, owners, strict=True):
+        input_ids.reshape(-1)[place] = segment.token_ids[:-1]
+        positions.reshape(-1)[place] = np.arange(len(place))
         picked = np.flatnonzero(segment.loss_mask[1:])
-        index.append(picked + start)
+        index.append(place[picked])
         labels.append(segment.token_ids[1:][picked])
         old.append(np.zeros(len(picked)) if segment.logprobs is None else segment.logprobs[1:][picked])
         owner.append(np.full(len(picked), number))
@@ -194,7 +211,57 @@ def collate(
             name: torch.cat([torch.empty(0), *(values[row] for row in rows)]).to(device, non_blocking=True)
             for name, values in columns.items()
         },
+        blocks=blocks,
     )
+
+
+def _prompts(segments: Sequence[Segment], shares: bool) -> list[tuple[int, list[int]]]:
+    """Segments that are alike up to their first learned token: how many tokens that is, and which segments they are.
+
+    Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts.
+    """
+    if not shares:
+        return [(0, list(range(len(segments))))]
+    found: dict[bytes, list[int]] = {}
+    sizes = []
+    for number, segment in enumerate(segments):
+        learned = np.flatnonzero(segment.loss_mask)
+        sizes.append(int(learned[0]) if len(learned) else len(segment.token_ids) - 1)
+        found.setdefault(segment.token_ids[: sizes[-1]].tobytes(), []).append(number)
+    shared = [(sizes[members[0]], members) for members in found.values() if len(members) > 1]
+    alone = [members[0] for members in found.values() if len(members) == 1]
+    return [*shared, (0, alone)] if alone else shared
+
+
+def _in_blocks(
+    prompts: Sequence[tuple[int, list[int]]], lengths: Ints64, device: torch.device | str
+) -> tuple[list[Ints64], list[Block]]:
+    """Where the inputs of each segment are in one row, and the blocks of that row."""
+    places: list[Ints64] = [np.zeros(0, np.int64)] * len(lengths)
+    blocks, start = [], 0
+    for shared, alike in prompts:
+        by_length = sorted(alike, key=lambda number: (-lengths[number], number))
+        for members in [by_length] if shared else _of_one_length(by_length, lengths):
+            own = [int(lengths[number]) - shared for number in members]
+            if shared + sum(own):
+                blocks.append(block_of(start, shared, own, device))
+            at = start + shared
+            for number, length in zip(members, own, strict=True):
+                places[number] = np.concatenate([start + np.arange(shared), at + np.arange(length)])
+                at += length
+            start = at
+    return places, blocks
+
+
+def _of_one_length(ordered: Sequence[int], lengths: Ints64) -> list[list[int]]:
+    """Runs of segments by falling length that are hardly padded."""
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and lengths[number] >= LEAST_FILL * lengths[runs[-1][0]]:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _check_ids(segments: Sequence[Segment], vocabulary: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
+from policy_worker.model import attention
+from policy_worker.model.attention import Block
 from policy_worker.model.logprobs import Beside, TokenOutputs, token_kl, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from schema.config import Config
@@ -41,19 +44,25 @@ class PolicyModel(nn.Module):
         with_hidden: bool = False,
     ) -> TokenOutputs:
         """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
-        hidden = self._hidden(batch.input_ids, batch.position_ids)
+        hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
         picked = hidden.flatten(0, 1).index_select(0, batch.index)
         found = token_logprobs(picked, self._head(), batch.labels, temperature)
         if beside is not None:
             found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
         return found._replace(hidden=picked) if with_hidden else found
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[R, L, D]. No mask and no cache: packed rows are separated by their positions alone."""
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = ()) -> Tensor:
+        """[R, L, D]. No mask and no cache: sequences in a row are kept apart by blocks, or by their positions."""
+        more = {"blocks": blocks} if blocks and self.takes_blocks else {}
         outputs = self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **more
         )
         return cast(Tensor, outputs.last_hidden_state)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether its attention takes blocks (see `attention`)."""
+        return bool(self.lm.config._attn_implementation == attention.NAME)
 
     def whole_head(self) -> Tensor:
         """The output matrix on this rank, wherever its parts are. A collective if it is sharded."""
@@ -159,7 +168,8 @@ def prepare_model(model: PolicyModel, *, packed: bool, recompute: bool) -> Polic
     """
     lm = model.lm.eval()
     _check_head(model)
-    if packed:
+    _use_blocks(model)
+    if packed and not model.takes_blocks:
         _check_packing(model)
     if recompute:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -188,6 +198,28 @@ def _check_head(model: PolicyModel) -> None:
     expected = model.lm(input_ids=ids, position_ids=positions, use_cache=False).logits
     found = model._hidden(ids, positions) @ model._head().T
     _compare(model, found, expected, "logits of this architecture are not hidden states times output matrix")
+
+
+@torch.no_grad()
+def _use_blocks(model: PolicyModel) -> None:
+    """Let the model's attention take blocks, if it then computes the same."""
+    lm, usual = model.lm, model.lm.config._attn_implementation
+    ids, positions = _probe(model, 8)
+    expected = model._hidden(ids, positions)
+    try:
+        if usual not in (attention.NAME, attention.USUAL):
+            raise ValueError(f"its attention is {usual}")
+        lm.set_attn_implementation(attention.NAME)
+        blocks = [attention.block_of(0, 5, [3, 3], "cpu"), attention.block_of(11, 0, [8], "cpu")]
+        parts = (slice(0, 8), slice(5, 8), slice(0, 8))
+        row, places = (torch.cat([whole[:, part] for part in parts], 1) for whole in (ids, positions))
+        found = model._hidden(row, places, blocks)
+        for again in (found[:, :8], torch.cat([found[:, :5], found[:, 8:11]], 1), found[:, 11:]):
+            _compare(model, again, expected, "sequences in one row see each other")
+    except (SettingsError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        lm.set_attn_implementation(usual)
+        reason = " ".join(str(error).split())
+        log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, reason)
 
 
 @torch.no_grad()

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from policy_worker.errors import SampleTooLongError
+from policy_worker.model.micro_batch import LEAST_SPARED
 from schema.config import Config
 
 Rows = list[int]
+LEAST_UNITS = 4
+"""Groups for each rank, for whole groups to be dealt to the ranks evenly enough."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def plan_step(
     step: int = 0,
     idle: Collection[int] = (),
     dealt: Sequence[int] | None = None,
+    alike: Sequence[int] | None = None,
 ) -> list[MiniBatch]:
     """Cut a step.
 
@@ -111,6 +115,8 @@ def plan_step(
         counts: whether each row takes part in the loss, [n]; others are left out (their piece only gets smaller).
         idle: rows that take part with a contribution of zero: not computed, unless a mini-batch has no others.
         dealt: the rows that mini-batches are made of, each counting or not; None: all.
+        alike: a number of each row, [n]; rows with the same one are computed together as far as it goes. None: by
+            length alone.
 
     Raises:
         SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
@@ -124,7 +130,7 @@ def plan_step(
             rows = sorted(row for row in order[start : start + size] if counts[row])
             if rows:
                 computed = [row for row in rows if row not in idle] or rows[:1]
-                plan.append(MiniBatch(rows, _cut(computed, tokens, data_ranks, batching)))
+                plan.append(MiniBatch(rows, _cut(computed, tokens, data_ranks, batching, alike)))
     return plan
 
 
@@ -133,18 +139,48 @@ def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
     return sorted({row for mini_batch in plan for rows in mini_batch.ranks[data_rank] for row in rows})
 
 
-def plan_pass(plan: Sequence[MiniBatch], tokens: Sequence[int], batching: Batching) -> list[list[Rows]]:
+def plan_pass(
+    plan: Sequence[MiniBatch], tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None = None
+) -> list[list[Rows]]:
     """Micro-batches of a forward-only pass over the samples of a plan, for each data rank (all equally many).
 
     Each rank's are of the samples that it trains on. Raises `SampleTooLongError`, see `plan_step`.
     """
     ranks = range(len(plan[0].ranks)) if plan else ()
-    return _equally_many([micro_batches(rows_of(plan, rank), tokens, batching) for rank in ranks])
+    return _equally_many([micro_batches(rows_of(plan, rank), tokens, batching, alike) for rank in ranks])
 
 
-def _cut(rows: Rows, tokens: Sequence[int], data_ranks: int, batching: Batching) -> list[list[Rows]]:
-    shares = _longest_first(rows, tokens, data_ranks) if batching.balance else equal_shares(rows, data_ranks)
-    return _equally_many([micro_batches(share, tokens, batching) for share in shares])
+def _cut(
+    rows: Rows, tokens: Sequence[int], data_ranks: int, batching: Batching, alike: Sequence[int] | None
+) -> list[list[Rows]]:
+    if batching.balance:
+        units = _units(rows, alike)
+        few = len(units) < LEAST_UNITS * data_ranks
+        shares = _longest_first([[row] for row in rows] if few else units, tokens, data_ranks)
+    else:
+        shares = equal_shares(rows, data_ranks)
+    return _equally_many([micro_batches(share, tokens, batching, alike) for share in shares])
+
+
+def _units(rows: Rows, alike: Sequence[int] | None) -> list[Rows]:
+    """Rows that are alike together, the others one by one."""
+    found: dict[int, Rows] = {}
+    for row in rows:
+        found.setdefault(row if alike is None else alike[row], []).append(row)
+    return list(found.values())
+
+
+def alike_of(
+    groups: Sequence[int], prompts: Sequence[int], tokens: Sequence[int], rows: Rows
+) -> Sequence[int] | None:
+    """The groups, if these rows are spared enough tokens by prompts that their group computes once; else None."""
+    spared = spared_tokens([rows], groups, prompts)
+    return groups if spared >= LEAST_SPARED * sum(tokens[row] for row in rows) > 0 else None
+
+
+def spared_tokens(batches: Iterable[Rows], groups: Sequence[int], prompts: Sequence[int]) -> int:
+    """Tokens of prompts that micro-batches need not compute, since another row of theirs has the same."""
+    return sum(prompts[same[0]] * (len(same) - 1) for rows in batches for same in _units(rows, groups))
 
 
 def _equally_many(ranks: list[list[Rows]]) -> list[list[Rows]]:
@@ -159,15 +195,19 @@ def equal_shares(rows: Rows, n: int) -> list[Rows]:
     return [rows[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def micro_batches(rows: Rows, tokens: Sequence[int], batching: Batching) -> list[Rows]:
+def micro_batches(
+    rows: Rows, tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None = None
+) -> list[Rows]:
     """Cut one rank's rows of an optimizer step into micro-batches."""
     ordered = sorted(rows, key=lambda row: (-tokens[row], row))  # alike lengths together: little padding
+    if alike is not None:
+        ordered = [row for unit in _units(ordered, alike) for row in unit]
     if batching.max_tokens is None:
         return [ordered[i : i + batching.samples] for i in range(0, len(ordered), batching.samples)]
     _check_fits(ordered, tokens, batching.max_tokens)
-    if batching.packed:
+    if batching.packed and alike is None:
         return _packed(ordered, tokens, batching.max_tokens)
-    return _padded(ordered, tokens, batching.max_tokens)
+    return _runs(ordered, tokens, batching.max_tokens, batching.packed)
 
 
 def _check_fits(ordered: Rows, tokens: Sequence[int], cap: int) -> None:
@@ -193,31 +233,35 @@ def _packed(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
             slot = len(bins) - 1
         bins[slot].append(row)
         space[slot] -= tokens[row]
-    even = _longest_first(ordered, tokens, len(bins)) if bins else []
+    even = _longest_first([[row] for row in ordered], tokens, len(bins)) if bins else []
     fits = all(sum(tokens[row] for row in share) <= cap for share in even)
     return even if fits else bins
 
 
-def _padded(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
-    """Runs of the rows by falling length: a run's first row is its longest, so it costs len(run) · that."""
+def _runs(ordered: Rows, tokens: Sequence[int], cap: int, packed: bool) -> list[Rows]:
+    """Runs of rows that cost their tokens, or with padding len(run) · the longest."""
     runs: list[Rows] = []
+    total = longest = 0
     for row in ordered:
-        if runs and (len(runs[-1]) + 1) * tokens[runs[-1][0]] <= cap:
+        total, longest = total + tokens[row], max(longest, tokens[row])
+        if runs and (total if packed else (len(runs[-1]) + 1) * longest) <= cap:
             runs[-1].append(row)
         else:
             runs.append([row])
+            total = longest = tokens[row]
     return runs
 
 
-def _longest_first(rows: Rows, tokens: Sequence[int], n: int) -> list[Rows]:
-    """Longest row first, each to the share that has the fewest tokens so far (at most 4/3 of the best maximum).
+def _longest_first(units: Sequence[Rows], tokens: Sequence[int], n: int) -> list[Rows]:
+    """Largest unit first, each to the share that has the fewest tokens so far (at most 4/3 of the best maximum).
 
     Greedy number partitioning (Graham 1969); ties go to the lower index, so it is deterministic.
     """
     shares: list[Rows] = [[] for _ in range(n)]
     heap = [(0, index) for index in range(n)]
-    for row in sorted(rows, key=lambda row: (-tokens[row], row)):
+    sizes = [(-sum(tokens[row] for row in unit), unit) for unit in units]
+    for size, unit in sorted(sizes):
         total, index = heapq.heappop(heap)
-        shares[index].append(row)
-        heapq.heappush(heap, (total + tokens[row], index))
+        shares[index] += unit
+        heapq.heappush(heap, (total - size, index))
     return shares

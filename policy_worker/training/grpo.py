@@ -42,7 +42,15 @@ from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.ranges import span
 from policy_worker.trainer import HIDDEN, Trainer
-from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass, plan_step, rows_of
+from policy_worker.training.batch_plan import (
+    Batching,
+    MiniBatch,
+    alike_of,
+    plan_pass,
+    plan_step,
+    rows_of,
+    spared_tokens,
+)
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
@@ -115,6 +123,7 @@ class Grpo:
         masks = self._masks.rows(table)
         masked = set[int]().union(*masks.values())
         idle = self._idle(table, masked)
+        alike = self._alike(table, [row for row in table.sampled if learned[row] and row not in idle])
         plan = plan_step(
             table.total_tokens,
             learned,
@@ -123,6 +132,7 @@ class Grpo:
             step=table.step,
             idle=idle,
             dealt=table.sampled,
+            alike=alike,
         )
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
@@ -134,7 +144,7 @@ class Grpo:
             log.info("the reference model is now the policy of step %d", table.step)
         prefixes = self._prefixes(table, samples)
         samples = {row: samples[row] for row in mine}
-        columns, head = self._passes(table, samples, plan)
+        columns, head = self._passes(table, samples, plan, alike)
         columns[FRESH] = {
             row: torch.from_numpy(sample.versions == table.step).float() for row, sample in samples.items()
         }
@@ -150,7 +160,7 @@ class Grpo:
         )
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
-        metrics.facts = self._facts(plan, learned, table, tokens)
+        metrics.facts = self._facts(plan, learned, table, tokens, alike)
         metrics.facts |= {
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }
@@ -193,6 +203,12 @@ class Grpo:
             return rows
         groups = {table.group[row] for row in rows}
         return [row for row in range(table.n_samples) if learned[row] and table.group[row] in groups]
+
+    def _alike(self, table: StepTable, rows: list[int]) -> Sequence[int] | None:
+        """The group of each sample, if it pays to compute the prompts of groups once."""
+        if not self._trainer.shares_prompts:
+            return None
+        return alike_of(table.group, table.prompt_tokens, table.total_tokens, rows)
 
     def _idle(self, table: StepTable, masked: set[int]) -> set[int]:
         """Rows whose loss is zero whatever the model says of them, and that change no count: from the table alone."""
@@ -249,12 +265,21 @@ class Grpo:
         return [int(value) for value in self._trainer.group.reduce(counted, "sum")]
 
     def _facts(
-        self, plan: Sequence[MiniBatch], learned: Sequence[bool], table: StepTable, tokens: Sequence[int]
+        self,
+        plan: Sequence[MiniBatch],
+        learned: Sequence[bool],
+        table: StepTable,
+        tokens: Sequence[int],
+        alike: Sequence[int] | None,
     ) -> Metrics:
-        """Shares of samples that are computed, and of tokens that the loss leaves out."""
+        """Shares of samples that are computed, of tokens that shared prompts spare, and that the loss leaves out."""
         rows = [row for row in range(table.n_samples) if learned[row]]
         computed = {row for mini_batch in plan for row in mini_batch.computed}
-        facts = {"computed_fraction": len(computed) / max(len(rows), 1)}
+        facts = {"computed_fraction": len(computed) / max(len(rows), 1), "shared_fraction": 0.0}
+        if alike is not None:
+            batches = [rows for mini_batch in plan for rank in mini_batch.ranks for rows in rank]
+            total = sum(table.total_tokens[row] for rows in batches for row in rows)
+            facts["shared_fraction"] = spared_tokens(batches, alike, table.prompt_tokens) / max(total, 1)
         if self._leaves_out or self._masks != SampleMasks():
             whole = sum(table.response_tokens[row] for row in rows)
             facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / max(whole, 1)
@@ -266,7 +291,11 @@ class Grpo:
         return mismatch_sums(logprobs, made_by, batch.columns[FRESH] > 0, self._cap)
 
     def _passes(
-        self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        alike: Sequence[int] | None,
     ) -> tuple[dict[str, dict[int, Tensor]], Tensor | None]:
         """What is computed of all samples before any is trained on, by name and row; and the reference's head.
 
@@ -280,7 +309,7 @@ class Grpo:
         def score(model: PolicyModel, batching: Batching, names: Mapping[str, str], **more: Any) -> None:
             """names: columns and what of `TokenOutputs` they are."""
             with span(next(iter(names))):
-                batches = plan_pass(plan, table.total_tokens, batching)
+                batches = plan_pass(plan, table.total_tokens, batching, alike)
                 mine = batches[trainer.data_rank] if batches else []
                 found = trainer.score(model, samples, mine, self._temperature, list(names.values()), **more)
                 columns.update(zip(names, found, strict=True))

@@ -135,6 +135,19 @@ def random_samples(
     return samples
 
 
+def with_common_prompts(samples: Sequence[Sample], group_size: int = 4) -> list[Sample]:
+    """The same answers, each to the prompt of its group's first one; the last one of all keeps its own."""
+    found = []
+    for i, sample in enumerate(samples[:-1]):
+        first, cut = samples[i - i % group_size], sample.header.prompt_tokens
+        prompt = first.token_ids[: first.header.prompt_tokens].tolist()
+        header = sample.header.model_dump(include={"finish_reason"})
+        response, logprobs = sample.token_ids[cut:].tolist(), sample.logprobs[cut:].tolist()
+        version, score = sample.header.oldest_version, sample.header.score
+        found.append(make_sample(sample.header.index, prompt, response, logprobs, score, version, **header))
+    return [*found, samples[-1]]
+
+
 def with_shared_prefixes(samples: list[Sample], length: int = 2) -> list[Sample]:
     """The same, and all responses of more than `length` tokens begin alike."""
     for sample in samples:

@@ -33,6 +33,7 @@ from tests.policy_worker.material import (
     random_samples,
     tiny_model,
     train_step,
+    with_common_prompts,
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
@@ -57,7 +58,7 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             grad = parameter.grad
             gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
-    samples = random_samples(**options["samples"])
+    samples = with_common_prompts(random_samples(**options["samples"]))
     if config.grpo.min_filter_prefix_tokens:
         samples = with_shared_prefixes(samples)
     answers = options.get("answers", {}).get(str(group.rank), [])

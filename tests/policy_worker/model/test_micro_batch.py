@@ -45,9 +45,30 @@ def test_packed_row_with_several_segments():
     assert batch.sample.tolist() == [0, 0, 1, 1]
 
 
+def test_a_prompt_is_there_once():
+    samples = [
+        sample_of(([11, 12, 13, 14], [0, 0, 1, 1])),
+        sample_of(([21, 22], [0, 1])),
+        sample_of(([11, 12, 15, 16, 17, 18], [0, 0, 1, 0, 1, 1])),
+        sample_of(([11, 12, 19], [0, 0, 1])),
+    ]
+    batch = collate(samples, [0, 1, 2, 3], Layout(False, 61, shares=True))
+    assert batch.input_ids.tolist() == [[11, 12, 15, 16, 17, 13, 21]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 0]]
+    assert batch.labels.tolist() == [13, 14, 22, 15, 17, 18, 19]
+    assert batch.index.tolist() == [1, 5, 6, 1, 3, 4, 1], "the last token of the prompt predicts three"
+    assert batch.sample.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    shared, alone = batch.blocks
+    assert (shared.start, shared.shared, shared.samples, alone.start, alone.shared) == (0, 2, 3, 6, 0)
+    assert shared.own.reshape(3, 3).tolist() == [[2, 3, 4], [5, 0, 0], [0, 0, 0]]
+    assert shared.back.tolist() == [0, 1, 2, 3]
+    plain = collate(samples[:2], [0, 1], Layout(False, 61, shares=True))
+    assert plain.input_ids.shape == (2, 3), "nothing is shared, so nothing is gained by one row"
+
+
 def test_an_empty_micro_batch_predicts_nothing():
-    for packed in (False, True):
-        batch = collate([], [], Layout(packed, 61))
+    for packed, shares in ((False, False), (True, False), (True, True)):
+        batch = collate([], [], Layout(packed, 61, shares=shares))
         assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
         assert batch.index.shape == batch.labels.shape == (0,)
         assert batch.n_samples == 0
@@ -106,20 +127,23 @@ def test_learned_tokens_are_counted_by_the_version_that_made_them():
     assert sum(cut.tokens_by_version.values()) == cut.learned_tokens
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_see_only_their_own_sequence(packed: bool):
+@pytest.mark.parametrize(("packed", "shares"), [(False, False), (True, False), (False, True), (True, True)])
+def test_tokens_see_only_their_own_sequence(packed: bool, shares: bool):
     """Log-probs of a sample are the same alone and in company, up to rounding."""
-    model, layout = tiny_model(packed=packed).to(DEVICE), Layout(packed, 61, DEVICE)
+    model, layout = tiny_model(packed=packed).to(DEVICE), Layout(packed, 61, DEVICE, shares)
     rng = np.random.default_rng(0)
+    prompt = [5, 6, 7, 8]
     samples = [
-        sample_of((rng.integers(3, 60, n).tolist(), [0, *rng.integers(0, 2, n - 2).tolist(), 1]))
-        for n in (9, 4, 17)
+        sample_of(([*prompt[: 4 - n % 2], *rng.integers(3, 60, n).tolist()], [0] * (4 - n % 2) + [1] * n))
+        for n in (8, 4, 1, 17, 5, 2)
     ]
 
     def logprobs(batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():
             return model(batch).logprobs
 
-    together = logprobs(collate(samples, [0, 1, 2], layout))
+    batch = collate(samples, range(6), layout)
+    assert max((block.shared for block in batch.blocks), default=0) == (4 if shares else 0)
+    together = logprobs(batch)
     alone = torch.cat([logprobs(collate([sample], [0], layout)) for sample in samples])
     torch.testing.assert_close(together, alone, rtol=0, atol=rounding(5e-6))

@@ -4,13 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MambaConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.micro_batch import Layout, collate
 from policy_worker.model.model import PolicyModel, load_model, prepare_model
 from tests.policy_worker.material import make_config, tiny_lm, write_model
-from tests.policy_worker.model.test_micro_batch import LONG, SHORT
+from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of
 from tests.support.devices import DEVICE, rounding
 
 SMALL = {
@@ -39,6 +47,40 @@ def test_log_probs_are_those_of_transformers(config, packed: bool):
         picked = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
         expected.append(picked[torch.from_numpy(sample.segments[0].loss_mask[1:]) == 1])
     torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=0, atol=rounding(2e-6))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_shared_prompts_change_no_gradient(recompute: bool):
+    gradients = []
+    for shares in (False, True):
+        model = prepare_model(from_config(Qwen2Config(**SMALL)), packed=False, recompute=recompute).to(DEVICE)
+        samples = [sample_of(([7, 8, 9, *range(11, 11 + n)], [0, 0, 0, *[1] * n])) for n in (5, 1, 3)]
+        out = model(collate(samples, [0, 1, 2], Layout(False, 53, DEVICE, shares)), 0.8)
+        (out.logprobs.square().sum() + out.entropy.sum()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, plain in gradients[0].items():
+        scale = plain.abs().max().item()
+        torch.testing.assert_close(
+            gradients[1][name], plain, rtol=0, atol=rounding(1e-5) * max(scale, 1e-2), msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MistralConfig(**SMALL, sliding_window=16), "sliding window"),
+        (MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2), "MambaForCausalLM"),
+        (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "attention is eager"),
+    ],
+    ids=["mistral", "mamba", "gpt-oss"],
+)
+def test_a_model_whose_attention_takes_no_blocks_shares_no_prompts(config, reason: str, caplog):
+    with caplog.at_level("INFO"):
+        model = prepare_model(from_config(config), packed=False, recompute=False)
+    assert not model.takes_blocks
+    assert reason in caplog.text
+    batch = collate([LONG, SHORT], [0, 1], Layout(True, 53))
+    assert model(batch).logprobs.isfinite().all(), "the blocks of a packed row are not for it"
 
 
 def test_an_architecture_that_caps_its_logits_is_refused():

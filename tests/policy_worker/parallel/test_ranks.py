@@ -113,6 +113,7 @@ def test_two_copies_equal_one_rank(tmp_path: Path, group: Group):
     alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
     tensors, metrics = run(tmp_path / "2", 2, mesh={"dp_replicate": 2}, grpo=GRPO | EVERYTHING)
     assert_equal(gradients(tensors), gradients(alone), 2e-6)
+    del expected[0]["shared_fraction"]  # the samples of a group may be on different ranks
     for name, value in expected[0].items():
         assert metrics[0][name] == pytest.approx(value, rel=rounding(2e-5), abs=1e-7), name
 
@@ -124,6 +125,7 @@ def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: Group):
     mesh, answers = {"dp_shard": 2, "cp": 2}, {"0": ["whole", "anew"], "2": ["gone"]}
     tensors, metrics = run(tmp_path / "4", 4, mesh=mesh, grpo=GRPO | EVERYTHING, answers=answers)
     assert_equal(gradients(tensors), gradients(alone), 2e-6)
+    del expected[0]["shared_fraction"]  # the samples of a group may be on different ranks
     for name, value in expected[0].items():
         assert metrics[0][name] == pytest.approx(value, rel=rounding(2e-5), abs=1e-7), name
 

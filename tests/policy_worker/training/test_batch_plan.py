@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy_worker.errors import SampleTooLongError
-from policy_worker.training.batch_plan import Batching, MiniBatch, plan_step
+from policy_worker.training.batch_plan import Batching, MiniBatch, alike_of, plan_step, spared_tokens
 from tests.support.effort import examples
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -39,7 +39,9 @@ def cost(rows: list[int], lengths: list[int], packed: bool) -> int:
 @given(lengths=LENGTHS, data=st.data(), world=st.integers(1, 5), rule=RULES)
 def test_every_cut_keeps_its_promises(lengths, data, world, rule):
     counts = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
-    plan = plan_step(lengths, counts, rule, data_ranks=world)
+    groups = st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths))
+    alike = data.draw(st.none() | groups)
+    plan = plan_step(lengths, counts, rule, data_ranks=world, alike=alike)
 
     # exactly once per iteration: each row that counts, and no other
     once = sorted(row for piece in trained_rows(plan) for row in piece)
@@ -57,8 +59,8 @@ def test_every_cut_keeps_its_promises(lengths, data, world, rule):
                     assert cost(micro, lengths, rule.packed) <= rule.max_tokens
 
     # the same again, and the same optimizer steps for any number of ranks
-    assert plan_step(lengths, counts, rule, data_ranks=world) == plan
-    alone = plan_step(lengths, counts, rule, data_ranks=1)
+    assert plan_step(lengths, counts, rule, data_ranks=world, alike=alike) == plan
+    alone = plan_step(lengths, counts, rule, data_ranks=1, alike=alike)
     assert [piece.rows for piece in alone] == [piece.rows for piece in plan]
 
 
@@ -73,6 +75,28 @@ def test_a_piece_without_anything_that_counts_is_no_optimizer_step():
     plan = plan_step([3] * 4, [False, False, True, True], rule, data_ranks=2)
     assert [piece.rows for piece in plan] == [[2, 3]]
     assert plan_step([], [], rule, data_ranks=2) == []
+
+
+def test_samples_of_a_group_are_computed_together_where_their_prompts_weigh():
+    groups, lengths, prompts = [0, 0, 0, 1, 1, 1], [9, 5, 7, 8, 6, 6], [2, 2, 2, 4, 4, 4]
+    assert alike_of(groups, prompts, lengths, list(range(6))) is groups
+    assert alike_of(groups, prompts, lengths, [0, 3]) is None
+    assert alike_of(groups, [1] * 6, [100] * 6, list(range(6))) is None
+    rule = Batching(samples=3, max_tokens=None, packed=False)
+
+    def cut(rule: Batching, ranks: int = 1, alike: list[int] | None = groups) -> list[list[list[int]]]:
+        (piece,) = plan_step(lengths, [True] * 6, rule, data_ranks=ranks, alike=alike)
+        return piece.ranks
+
+    assert cut(rule, alike=None) == [[[0, 3, 2], [4, 5, 1]]]
+    assert cut(rule) == [[[0, 2, 1], [3, 4, 5]]]
+    assert spared_tokens(cut(rule)[0], groups, prompts) == 2 * 2 + 4 * 2
+    assert spared_tokens([[0, 3], [1, 2]], groups, prompts) == 2
+    assert cut(replace(rule, max_tokens=18)) == [[[0, 2], [1, 3], [4, 5]]]
+    assert cut(replace(rule, max_tokens=21, packed=True)) == [[[0, 2, 1], [3, 4, 5]]]
+    assert cut(replace(rule, balance=True), 2) == [[[0, 4, 5]], [[3, 2, 1]]], (
+        "two groups do not balance two ranks"
+    )
 
 
 def test_ranks_without_samples_get_empty_micro_batches():

@@ -31,6 +31,7 @@ from tests.policy_worker.material import (
     tiny_model,
     train_step,
     with_baselines,
+    with_common_prompts,
     with_shared_prefixes,
 )
 from tests.policy_worker.reference import grpo_loss, token_facts
@@ -100,8 +101,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
-    samples = random_samples(12, n_masked=2)
+    samples = with_common_prompts(random_samples(12, n_masked=2))
     metrics, gradients = trained(group, samples, {"mini_batch": 5, **options})
+    assert metrics["shared_fraction"] > 0.1
     model = tiny_model()
     loss = grpo_loss(model.lm, samples, make_config(options).grpo)
     loss.backward()
@@ -121,7 +123,7 @@ KL = [
 
 @pytest.mark.parametrize("options", KL, ids=str)
 def test_kl_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
-    samples, model = random_samples(8, n_masked=1), tiny_model()
+    samples, model = with_common_prompts(random_samples(8, n_masked=1)), tiny_model()
     config = make_config(options)
     loss = grpo_loss(model.lm, samples, config.grpo, frozen=tiny_model(seed=1).lm)
     loss.backward()
@@ -324,7 +326,7 @@ def test_samples_without_advantage_are_left_out_exactly(group: Group, options: d
     few = 5 if "batch_size_per_optimize" in options else 4
     assert computed == [(12, 1.0), (few, few / 12) if skips else (12, 1.0)]
     for whole, lean in zip(*found, strict=True):
-        torch.testing.assert_close(whole, lean, atol=rounding(1e-7), rtol=rounding(1e-6))
+        torch.testing.assert_close(whole, lean, atol=rounding(2e-6), rtol=rounding(1e-5))
 
 
 def test_the_old_policy_is_that_of_before_the_first_optimizer_step(group: Group):
@@ -399,7 +401,11 @@ CUTS = [
 def test_no_cut_of_the_batch_changes_loss_or_gradient(
     group: Group, cut: tuple[dict[str, Any], dict[str, Any]], kind: dict[str, Any]
 ):
-    samples, options, (grpo, train) = random_samples(12, n_masked=1), {**RICH, **kind}, cut
+    samples, options, (grpo, train) = (
+        with_common_prompts(random_samples(12, n_masked=1)),
+        {**RICH, **kind},
+        cut,
+    )
     whole, expected = trained(group, samples, {"mini_batch": 12, **options})
     metrics, gradients = trained(group, samples, {**options, **grpo}, train)
     assert metrics["loss"] == pytest.approx(whole["loss"], rel=rounding(2e-6))
@@ -503,7 +509,7 @@ def test_greedy_samples_are_nothing_but_baselines(group: Group):
         plain, expected = after_a_step(
             group, encode_step(differences), {**options, "whiten_advantages": False}, "reinforce_plus_plus"
         )
-        assert_equal_gradients(weights, expected, 1e-6)
+        assert_equal_gradients(weights, expected, 2e-5)
         same = {
             "loss",
             "entropy",
