@@ -35,7 +35,7 @@ SIZES = {"0.3M": (64, 4, 256, 2), "5M": (256, 6, 1024, 1), "20M": (512, 6, 2048,
 SHAPES = {"20:44": (20, 44), "256:64": (256, 64), "160:160": (160, 160), "64:256": (64, 256)}
 VARIANTS = {
     "padded": Layout(False, VOCABULARY),
-    "shared": Layout(False, VOCABULARY, shares=True),
+    "shared": Layout(False, VOCABULARY, least_spared=0.0),
     "packed": Layout(True, VOCABULARY),
     "mask": Layout(True, VOCABULARY),
 }
@@ -91,7 +91,9 @@ def main() -> None:
             for _ in range(options.rounds + 1):
                 for name, layout in VARIANTS.items():
                     batch = collate(
-                        samples, range(len(samples)), Layout(layout.packed, VOCABULARY, device, layout.shares)
+                        samples,
+                        range(len(samples)),
+                        Layout(layout.packed, VOCABULARY, device, layout.least_spared),
                     )
                     times[name].append(seconds(model, batch, name))
             padded = times.pop("padded")[1:]

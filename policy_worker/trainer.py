@@ -19,7 +19,7 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import Beside, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.micro_batch import Columns, Layout, MicroBatch, TrainSample, collate
+from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch
@@ -50,9 +50,10 @@ class Trainer:
         train = config.train
         self.group, self.schedule = group, schedule
         self.sharded = needs_sharding(group.data_ranks, train)
-        self.shares_prompts = all(one.takes_blocks for one in (model, reference) if one is not None)
-        """Whether samples of a micro-batch share their prompts, which all models have to be able to."""
-        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.shares_prompts)
+        takes_blocks = all(one.takes_blocks for one in (model, reference) if one is not None)
+        self.least_spared = LEAST_SPARED.get(group.device.type) if takes_blocks else None
+        """Part of a step's tokens from which on samples share their prompts; None: never."""
+        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.least_spared)
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.reference = None if reference is None else self._frozen(reference, config)
         grpo = config.grpo if config.is_grpo else None

@@ -30,8 +30,9 @@ Ints = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Ints64 = npt.NDArray[np.int64]
-LEAST_SPARED = 0.05
-"""Part of its tokens that a micro-batch must be spared by shared prompts, for these to be worth it."""
+LEAST_SPARED = {"cpu": 0.05, "cuda": 0.3}
+"""Part of its tokens by which shared prompts must make a micro-batch smaller, to be worth it. Measured on a CPU
+(`benchmarks/layouts.py`); on a GPU a guess, since attention with a mask is not its fastest."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,14 @@ class MicroBatch:
 class Layout:
     """packed: the layout. vocabulary: token ids are below it. device: where the tensors go.
 
-    shares: whether equal prompts are there once, where that pays; for models whose attention takes blocks.
+    least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
+    models whose attention takes no blocks.
     """
 
     packed: bool
     vocabulary: int
     device: torch.device | str = "cpu"
-    shares: bool = False
+    least_spared: float | None = None
 
 
 Columns = Mapping[str, Mapping[int, Tensor]]
@@ -177,9 +179,9 @@ def collate(
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
     width = int(lengths.max(initial=1))
-    prompts = _prompts(segments, layout.shares)
+    prompts = _prompts(segments) if layout.least_spared is not None else [(0, list(range(len(segments))))]
     spared = sum(shared * (len(members) - 1) for shared, members in prompts)
-    one_row = layout.packed or spared >= LEAST_SPARED * lengths.sum() > 0
+    one_row = layout.packed or spared >= (layout.least_spared or 0.0) * lengths.sum() > 0
     if one_row:
         places, blocks = _in_blocks(prompts, lengths, device)
     else:
@@ -215,13 +217,11 @@ def collate(
     )
 
 
-def _prompts(segments: Sequence[Segment], shares: bool) -> list[tuple[int, list[int]]]:
+def _prompts(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
     """Segments that are alike up to their first learned token: how many tokens that is, and which segments they are.
 
     Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts.
     """
-    if not shares:
-        return [(0, list(range(len(segments))))]
     found: dict[bytes, list[int]] = {}
     sizes = []
     for number, segment in enumerate(segments):

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from policy_worker.errors import SampleTooLongError
-from policy_worker.model.micro_batch import LEAST_SPARED
 from schema.config import Config
 
 Rows = list[int]
@@ -171,11 +170,11 @@ def _units(rows: Rows, alike: Sequence[int] | None) -> list[Rows]:
 
 
 def alike_of(
-    groups: Sequence[int], prompts: Sequence[int], tokens: Sequence[int], rows: Rows
+    groups: Sequence[int], prompts: Sequence[int], tokens: Sequence[int], rows: Rows, least: float
 ) -> Sequence[int] | None:
-    """The groups, if these rows are spared enough tokens by prompts that their group computes once; else None."""
+    """The groups, if computing prompts once spares these rows at least this part of their tokens; else None."""
     spared = spared_tokens([rows], groups, prompts)
-    return groups if spared >= LEAST_SPARED * sum(tokens[row] for row in rows) > 0 else None
+    return groups if spared >= least * sum(tokens[row] for row in rows) > 0 else None
 
 
 def spared_tokens(batches: Iterable[Rows], groups: Sequence[int], prompts: Sequence[int]) -> int:

@@ -206,9 +206,10 @@ class Grpo:
 
     def _alike(self, table: StepTable, rows: list[int]) -> Sequence[int] | None:
         """The group of each sample, if it pays to compute the prompts of groups once."""
-        if not self._trainer.shares_prompts:
+        least = self._trainer.least_spared
+        if least is None:
             return None
-        return alike_of(table.group, table.prompt_tokens, table.total_tokens, rows)
+        return alike_of(table.group, table.prompt_tokens, table.total_tokens, rows, least)
 
     def _idle(self, table: StepTable, masked: set[int]) -> set[int]:
         """Rows whose loss is zero whatever the model says of them, and that change no count: from the table alone."""

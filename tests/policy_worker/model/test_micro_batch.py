@@ -52,7 +52,7 @@ def test_a_prompt_is_there_once():
         sample_of(([11, 12, 15, 16, 17, 18], [0, 0, 1, 0, 1, 1])),
         sample_of(([11, 12, 19], [0, 0, 1])),
     ]
-    batch = collate(samples, [0, 1, 2, 3], Layout(False, 61, shares=True))
+    batch = collate(samples, [0, 1, 2, 3], Layout(False, 61, least_spared=0.05))
     assert batch.input_ids.tolist() == [[11, 12, 15, 16, 17, 13, 21]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 0]]
     assert batch.labels.tolist() == [13, 14, 22, 15, 17, 18, 19]
@@ -62,13 +62,13 @@ def test_a_prompt_is_there_once():
     assert (shared.start, shared.shared, shared.samples, alone.start, alone.shared) == (0, 2, 3, 6, 0)
     assert shared.own.reshape(3, 3).tolist() == [[2, 3, 4], [5, 0, 0], [0, 0, 0]]
     assert shared.back.tolist() == [0, 1, 2, 3]
-    plain = collate(samples[:2], [0, 1], Layout(False, 61, shares=True))
+    plain = collate(samples[:2], [0, 1], Layout(False, 61, least_spared=0.05))
     assert plain.input_ids.shape == (2, 3), "nothing is shared, so nothing is gained by one row"
 
 
 def test_an_empty_micro_batch_predicts_nothing():
     for packed, shares in ((False, False), (True, False), (True, True)):
-        batch = collate([], [], Layout(packed, 61, shares=shares))
+        batch = collate([], [], Layout(packed, 61, least_spared=0.05 if shares else None))
         assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
         assert batch.index.shape == batch.labels.shape == (0,)
         assert batch.n_samples == 0
@@ -130,7 +130,7 @@ def test_learned_tokens_are_counted_by_the_version_that_made_them():
 @pytest.mark.parametrize(("packed", "shares"), [(False, False), (True, False), (False, True), (True, True)])
 def test_tokens_see_only_their_own_sequence(packed: bool, shares: bool):
     """Log-probs of a sample are the same alone and in company, up to rounding."""
-    model, layout = tiny_model(packed=packed).to(DEVICE), Layout(packed, 61, DEVICE, shares)
+    model, layout = tiny_model(packed=packed).to(DEVICE), Layout(packed, 61, DEVICE, 0.05 if shares else None)
     rng = np.random.default_rng(0)
     prompt = [5, 6, 7, 8]
     samples = [

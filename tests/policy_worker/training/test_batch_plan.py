@@ -79,9 +79,9 @@ def test_a_piece_without_anything_that_counts_is_no_optimizer_step():
 
 def test_samples_of_a_group_are_computed_together_where_their_prompts_weigh():
     groups, lengths, prompts = [0, 0, 0, 1, 1, 1], [9, 5, 7, 8, 6, 6], [2, 2, 2, 4, 4, 4]
-    assert alike_of(groups, prompts, lengths, list(range(6))) is groups
-    assert alike_of(groups, prompts, lengths, [0, 3]) is None
-    assert alike_of(groups, [1] * 6, [100] * 6, list(range(6))) is None
+    assert alike_of(groups, prompts, lengths, list(range(6)), 0.2) is groups
+    assert alike_of(groups, prompts, lengths, [0, 3], 0.2) is None
+    assert alike_of(groups, [1] * 6, [100] * 6, list(range(6)), 0.05) is None
     rule = Batching(samples=3, max_tokens=None, packed=False)
 
     def cut(rule: Batching, ranks: int = 1, alike: list[int] | None = groups) -> list[list[list[int]]]:

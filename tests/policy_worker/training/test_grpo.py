@@ -103,7 +103,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
     samples = with_common_prompts(random_samples(12, n_masked=2))
     metrics, gradients = trained(group, samples, {"mini_batch": 5, **options})
-    assert metrics["shared_fraction"] > 0.1
+    assert (metrics["shared_fraction"] > 0.1) == (group.device.type == "cpu")
     model = tiny_model()
     loss = grpo_loss(model.lm, samples, make_config(options).grpo)
     loss.backward()
