@@ -196,8 +196,7 @@ def opo(outcomes: Outcomes, options: Options) -> list[float]:
     """
     found = [0.0] * len(outcomes.scores)
     for rows in outcomes.rows_by_group():
-        total = sum(outcomes.tokens[row] for row in rows)
-        baseline = math.fsum(outcomes.tokens[row] * outcomes.scores[row] for row in rows) / total
+        baseline = _mean([outcomes.scores[row] for row in rows], [outcomes.tokens[row] for row in rows])
         for row in rows:
             found[row] = outcomes.scores[row] - baseline
     return found
@@ -255,7 +254,18 @@ def _centred(scores: list[float]) -> list[float]:
 
 def _means(scores: list[float]) -> list[float]:
     """The mean for each; 0 for a single score."""
-    return [math.fsum(scores) / len(scores) if len(scores) > 1 else 0.0] * len(scores)
+    return [_mean(scores, [1] * len(scores)) if len(scores) > 1 else 0.0] * len(scores)
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    """Σ weight · value / Σ weight, from the first value on: exactly that one where all are equal.
+
+    Rounded otherwise, equal scores of 0.7 would all be a little off their mean, and a group that says nothing would
+    seem to say something.
+    """
+    first = values[0]
+    moved = math.fsum(weight * (value - first) for weight, value in zip(weights, values, strict=True))
+    return first + moved / sum(weights)
 
 
 def _std(scores: list[float]) -> float:
@@ -459,7 +469,7 @@ def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
     One token alone only loses its mean.
     """
     total = sum(tokens)
-    mean = math.fsum(n * value for n, value in zip(tokens, values, strict=True)) / max(total, 1)
+    mean = _mean(values, tokens) if total else 0.0
     squares = math.fsum(n * (value - mean) ** 2 for n, value in zip(tokens, values, strict=True))
     return [(value - mean) * _scale(squares, total) for value in values]
 

@@ -239,15 +239,14 @@ def cispo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """
     ratio = _ratio(tokens)
     weight = clip(ratio.detach())
-    logprobs = torch.where(tokens.mask, tokens.logprobs, torch.zeros_like(tokens.logprobs))
-    return TokenLoss(-weight * _advantages(tokens) * logprobs, ratio, weight != ratio)
+    return TokenLoss(-weight * _advantages(tokens) * _inside(tokens.logprobs, tokens), ratio, weight != ratio)
 
 
 @policy_loss("reinforce")
 def reinforce(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """−A log π: no ratio, so no correction for staleness. Source: Williams 1992, "REINFORCE"."""
-    logprobs = torch.where(tokens.mask, tokens.logprobs, torch.zeros_like(tokens.logprobs))
-    return TokenLoss(-_advantages(tokens) * logprobs, _ratio(tokens), torch.zeros_like(tokens.mask))
+    loss = -_advantages(tokens) * _inside(tokens.logprobs, tokens)
+    return TokenLoss(loss, _ratio(tokens), torch.zeros_like(tokens.mask))
 
 
 @policy_loss("geo_mean", loss_type="seq-mean-token-mean")
@@ -286,6 +285,11 @@ def sapo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     return TokenLoss(-gate * advantages, ratio, torch.zeros_like(tokens.mask))
 
 
+def _inside(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """The same, 0 outside of the mask: 0 · NaN in a backward pass is NaN."""
+    return torch.where(tokens.mask, values, torch.zeros_like(values))
+
+
 def _ratio(tokens: PolicyTokens) -> Tensor:
     """ρ, 1 outside of the mask."""
     return _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -293,13 +297,12 @@ def _ratio(tokens: PolicyTokens) -> Tensor:
 
 def _advantages(tokens: PolicyTokens) -> Tensor:
     """A, 0 outside of the mask."""
-    return torch.where(tokens.mask, tokens.advantages, torch.zeros_like(tokens.advantages))
+    return _inside(tokens.advantages, tokens)
 
 
 def _log_ratio(tokens: PolicyTokens) -> Tensor:
     """log π − log π_old, 0 outside of the mask (so that no NaN there reaches a gradient)."""
-    difference = tokens.logprobs - tokens.old_logprobs
-    return torch.where(tokens.mask, difference, torch.zeros_like(difference))
+    return _inside(tokens.logprobs - tokens.old_logprobs, tokens)
 
 
 def _clipped(ratio: Tensor, tokens: PolicyTokens, clip: Clip) -> tuple[Tensor, Tensor]:
@@ -334,7 +337,9 @@ def policy_objective(
         assert tokens.ref_logprobs is not None
         kl = tokens.full_kl
         if kl is None:
-            kl = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_type)
+            kl = kl_penalty(
+                _inside(tokens.logprobs, tokens), _inside(tokens.ref_logprobs, tokens), config.kl_type
+            )
         if config.unbiased_kl_estimate:
             kl = _ratio(tokens) * kl
         per_token = per_token + config.kl_beta * kl
@@ -373,8 +378,7 @@ class Correction:
     def weights(self, tokens: PolicyTokens) -> Tensor:
         """exp(clamp(log π_old − log π_behaviour, ±20)) of each token or summed over its sequence, capped; [K]."""
         assert tokens.behaviour_logprobs is not None
-        difference = tokens.old_logprobs - tokens.behaviour_logprobs
-        log_ratio = torch.where(tokens.mask, difference, torch.zeros_like(difference))
+        log_ratio = _inside(tokens.old_logprobs - tokens.behaviour_logprobs, tokens)
         if self.kind == "sequence":
             log_ratio = log_ratio.new_zeros(tokens.n_samples).index_add(0, tokens.sample, log_ratio)[
                 tokens.sample

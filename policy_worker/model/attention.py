@@ -105,9 +105,8 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None) -> list[
         if block.shared:
             pairs = zip(shared[1:], others, strict=True)
             others = [torch.cat([of_all.expand(block.samples, -1, -1, -1), own], 2) for of_all, own in pairs]
-            if (
-                query.is_cuda and how["enable_gqa"]
-            ):  # with a mask the slowest kernel alone takes groups of heads
+            if query.is_cuda and how["enable_gqa"]:
+                # With a mask, only the slowest kernel takes fewer heads of keys than of queries.
                 others = [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in others]
                 how["enable_gqa"] = False
         out = scaled_dot_product_attention(query, *others, block.mask, is_causal=block.mask is None, **how)

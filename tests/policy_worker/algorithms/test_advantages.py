@@ -182,6 +182,18 @@ def test_rewards_of_tokens_add_to_the_score():
     assert found[0].tolist() == [2.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, one in ESTIMATORS.items() if one.over_outcomes and name != "remax"]
+)
+@pytest.mark.parametrize("score", [0.7, 0.1, 1 / 3])
+def test_a_group_of_equal_scores_says_nothing_at_all(name: str, score: float):
+    for n in (3, 5, 6, 7):
+        found = AdvantageConfig(estimator_of(name)).of_step(
+            [score] * n, [0] * n, [3, 1, 4, 2, 5, 2, 7][:n], (), alone
+        )
+        assert not any(found.by_sample), n
+
+
 def test_clip_comes_last():
     config = AdvantageConfig(estimator_of("grpo"), Options(unbiased_advantage=True), clip=0.5)
     assert config.of_step([3.0, 1.0], [0, 0], [1, 1], [], alone).by_sample == [0.5, -0.5]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from policy_worker.algorithms.losses import (
     POLICY_LOSSES,
     Clip,
+    Correction,
     KlType,
     LossConfig,
     Normalizers,
@@ -161,10 +163,13 @@ def test_gspo_gradient_reaches_each_token_with_the_ratio_of_its_sequence():
     assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.2)] * 2, rel=1e-12)
 
 
-@pytest.mark.parametrize("variant", ["grpo", "gspo"])
-def test_nothing_outside_of_the_mask_matters(variant: str):
+@pytest.mark.parametrize("kl_type", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
+def test_nothing_outside_of_the_mask_matters(variant: str, kl_type: KlType):
     rng = np.random.default_rng(0)
-    values = {name: rng.normal(-2, 0.3, 6) for name in ("logprobs", "old_logprobs", "advantages")}
+    names = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "entropy")
+    values = {name: rng.normal(-2, 0.3, 6) for name in names}
+    config = LossConfig(variant, CLIP, "token-mean", None, 0.1, 0.1, 0.1, kl_type, unbiased_kl_estimate=True)
     mask = torch.tensor([True, True, False, True, False, True])
     results = []
     for rubbish in (7.0, math.nan):
@@ -174,10 +179,13 @@ def test_nothing_outside_of_the_mask_matters(variant: str):
         batch = tokens(
             [1.0] * 6, [1.0] * 6, logprobs=logprobs, mask=mask, sample=sample, n_samples=2, **vectors
         )
-        loss = torch.where(mask, policy_loss_of(variant).loss_fn(batch, CLIP).loss, 0.0).sum()
+        batch = replace(batch, weights=Correction("sequence", 2.0).weights(batch))
+        loss, parts = policy_objective(batch, Normalizers(tokens=4, samples=2), config)
         loss.backward()
         assert logprobs.grad is not None
-        results.append((loss.item(), logprobs.grad.tolist()))
+        results.append(
+            (loss.item(), logprobs.grad.tolist(), {name: part.item() for name, part in parts.items()})
+        )
     assert results[0] == results[1]
     assert results[0][1][2] == results[0][1][4] == 0.0
 
