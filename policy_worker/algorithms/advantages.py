@@ -196,7 +196,8 @@ def opo(outcomes: Outcomes, options: Options) -> list[float]:
     """
     found = [0.0] * len(outcomes.scores)
     for rows in outcomes.rows_by_group():
-        baseline = _mean([outcomes.scores[row] for row in rows], [outcomes.tokens[row] for row in rows])
+        lengths = [outcomes.tokens[row] for row in rows]
+        baseline = mean_of([outcomes.scores[row] for row in rows], lengths)
         for row in rows:
             found[row] = outcomes.scores[row] - baseline
     return found
@@ -254,16 +255,16 @@ def _centred(scores: list[float]) -> list[float]:
 
 def _means(scores: list[float]) -> list[float]:
     """The mean for each; 0 for a single score."""
-    return [_mean(scores, [1] * len(scores)) if len(scores) > 1 else 0.0] * len(scores)
+    return [mean_of(scores) if len(scores) > 1 else 0.0] * len(scores)
 
 
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Σ weight · value / Σ weight, from the first value on: exactly that one where all are equal.
+def mean_of(values: Sequence[float], weights: Sequence[int] | None = None) -> float:
+    """Σ weight · value / Σ weight, or the plain mean: exactly the value where all are equal.
 
     Rounded otherwise, equal scores of 0.7 would all be a little off their mean, and a group that says nothing would
     seem to say something.
     """
-    first = values[0]
+    first, weights = values[0], weights or [1] * len(values)
     moved = math.fsum(weight * (value - first) for weight, value in zip(weights, values, strict=True))
     return first + moved / sum(weights)
 
@@ -469,7 +470,7 @@ def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
     One token alone only loses its mean.
     """
     total = sum(tokens)
-    mean = _mean(values, tokens) if total else 0.0
+    mean = mean_of(values, tokens) if total else 0.0
     squares = math.fsum(n * (value - mean) ** 2 for n, value in zip(tokens, values, strict=True))
     return [(value - mean) * _scale(squares, total) for value in values]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -65,6 +65,21 @@ class PolicyTokens:
     behaviour_logprobs: Tensor | None = None
     weights: Tensor | None = None
     full_kl: Tensor | None = None
+
+    def inside(self) -> PolicyTokens:
+        """The same with 0 for every number outside of the mask, so that no formula and no gradient meets NaN there.
+
+        Masking what comes out of a formula is not enough: 0 · NaN in its backward pass is NaN again.
+        """
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self,
+            **{
+                name: torch.where(self.mask, value, torch.zeros_like(value))
+                for name, value in found.items()
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "sample_tokens"
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,7 @@ class TokenLoss:
 # ---- policy losses, by name -------------------------------------------------------------------------------------
 
 LossFn = Callable[[PolicyTokens, Clip], TokenLoss]
+"""All numbers of the tokens are 0 outside of their mask."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +220,10 @@ def grpo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     arXiv 2505.24034, eq. 5.
     """
     ratio = _ratio(tokens)
-    advantages = _advantages(tokens)
+    advantages = tokens.advantages
     if clip.rho is not None:
         return TokenLoss(-ratio.clamp(max=clip.rho) * advantages, ratio, ratio > clip.rho)
-    loss, clipped = _clipped(ratio, tokens, clip)
+    loss, clipped = _clipped(ratio, advantages, clip)
     bound = -clip.dual * advantages
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(loss, bound), loss)
@@ -224,10 +240,10 @@ def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     mean over sequences by definition, whatever `loss_type` says.
     Source: GSPO, arXiv 2507.18071, eq. 7 and 14 to 16.
     """
-    log_ratio = _log_ratio(tokens)
+    log_ratio = tokens.logprobs - tokens.old_logprobs
     mean = segment_mean(log_ratio, tokens.mask, tokens.sample, tokens.n_samples)[tokens.sample].detach()
     ratio = (log_ratio - log_ratio.detach() + mean).clamp(max=GSPO_LOG_RATIO_MAX).exp()
-    loss, clipped = _clipped(ratio, tokens, clip)
+    loss, clipped = _clipped(ratio, tokens.advantages, clip)
     return TokenLoss(loss, ratio, clipped)
 
 
@@ -239,14 +255,13 @@ def cispo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """
     ratio = _ratio(tokens)
     weight = clip(ratio.detach())
-    return TokenLoss(-weight * _advantages(tokens) * _inside(tokens.logprobs, tokens), ratio, weight != ratio)
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, ratio, weight != ratio)
 
 
 @policy_loss("reinforce")
 def reinforce(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """−A log π: no ratio, so no correction for staleness. Source: Williams 1992, "REINFORCE"."""
-    loss = -_advantages(tokens) * _inside(tokens.logprobs, tokens)
-    return TokenLoss(loss, _ratio(tokens), torch.zeros_like(tokens.mask))
+    return TokenLoss(-tokens.advantages * tokens.logprobs, _ratio(tokens), torch.zeros_like(tokens.mask))
 
 
 @policy_loss("geo_mean", loss_type="seq-mean-token-mean")
@@ -256,16 +271,14 @@ def geo_mean(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     Each token of a sequence has the sequence's loss, with its mean advantage; the mean over its tokens is that again.
     Source: GMPO, arXiv 2507.20673, eq. 4, with the clip of verl's `geo_mean`.
     """
-    log_ratio, advantages = _log_ratio(tokens), _advantages(tokens)
+    log_ratio, advantages = _log_ratio(tokens), tokens.advantages
     sign = advantages.sign()
     bounded = log_ratio.clamp(-clip.low if clip.low >= 0 else None, clip.high if clip.high >= 0 else math.inf)
     kept = sign * torch.minimum(sign * log_ratio, sign * bounded)
     segments = (tokens.mask, tokens.sample, tokens.n_samples)
     ratio = segment_mean(kept, *segments).exp()[tokens.sample]
     mean = segment_mean(advantages, *segments)[tokens.sample]
-    return TokenLoss(
-        -mean * ratio, log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), kept != log_ratio
-    )
+    return TokenLoss(-mean * ratio, log_ratio.exp(), kept != log_ratio)
 
 
 SAPO_TEMPERATURES = 1.0, 1.05
@@ -278,36 +291,25 @@ def sapo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
 
     Source: SAPO, arXiv 2511.20347, eq. 5 and 6.
     """
-    ratio, advantages = _ratio(tokens), _advantages(tokens)
+    ratio, advantages = _ratio(tokens), tokens.advantages
     up, down = SAPO_TEMPERATURES
     tau = torch.where(advantages > 0, torch.full_like(ratio, up), torch.full_like(ratio, down))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return TokenLoss(-gate * advantages, ratio, torch.zeros_like(tokens.mask))
 
 
-def _inside(values: Tensor, tokens: PolicyTokens) -> Tensor:
-    """The same, 0 outside of the mask: 0 · NaN in a backward pass is NaN."""
-    return torch.where(tokens.mask, values, torch.zeros_like(values))
-
-
 def _ratio(tokens: PolicyTokens) -> Tensor:
-    """ρ, 1 outside of the mask."""
-    return _log_ratio(tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-
-def _advantages(tokens: PolicyTokens) -> Tensor:
-    """A, 0 outside of the mask."""
-    return _inside(tokens.advantages, tokens)
+    """ρ."""
+    return _log_ratio(tokens).exp()
 
 
 def _log_ratio(tokens: PolicyTokens) -> Tensor:
-    """log π − log π_old, 0 outside of the mask (so that no NaN there reaches a gradient)."""
-    return _inside(tokens.logprobs - tokens.old_logprobs, tokens)
+    """log ρ = clamp(log π − log π_old, ±20)."""
+    return (tokens.logprobs - tokens.old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def _clipped(ratio: Tensor, tokens: PolicyTokens, clip: Clip) -> tuple[Tensor, Tensor]:
+def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """(−min(ρA, clip(ρ)A), where the clipped branch is the smaller one)."""
-    advantages = _advantages(tokens)
     plain = ratio * advantages
     bounded = clip(ratio) * advantages
     return -torch.minimum(plain, bounded), bounded < plain
@@ -325,7 +327,7 @@ def policy_objective(
         A scalar to call `backward` on, and detached scalars: sums over tokens ("loss" is already the share; keys
         that begin with "max_" are maxima).
     """
-    policy = policy_loss_of(config.variant)
+    policy, tokens = policy_loss_of(config.variant), tokens.inside()
     result = policy.loss_fn(tokens, config.clip)
     weights = token_weights(
         policy.loss_type or config.loss_type, tokens.sample_tokens, norm, config.unbiased_loss_max_tokens
@@ -337,9 +339,7 @@ def policy_objective(
         assert tokens.ref_logprobs is not None
         kl = tokens.full_kl
         if kl is None:
-            kl = kl_penalty(
-                _inside(tokens.logprobs, tokens), _inside(tokens.ref_logprobs, tokens), config.kl_type
-            )
+            kl = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_type)
         if config.unbiased_kl_estimate:
             kl = _ratio(tokens) * kl
         per_token = per_token + config.kl_beta * kl
@@ -366,8 +366,8 @@ def policy_objective(
 class Correction:
     """Weights of the policy loss between π_old, recomputed by the trainer, and the policy that made the tokens.
 
-    kind: a ratio for each token, or the product over its sequence. cap: where weights are cut. drops: a weight above
-    the cap is 0 instead, so the token has no loss (it still counts in N).
+    kind: a ratio for each token, or the product over those of its sequence that count. cap: where weights are cut.
+    drops: a weight above the cap is 0 instead, so the token has no loss (it still counts in N).
     Sources: decoupled PPO, arXiv 2505.24298 (AReaL), eq. 5; truncated importance sampling, as verl has it.
     """
 
@@ -378,7 +378,8 @@ class Correction:
     def weights(self, tokens: PolicyTokens) -> Tensor:
         """exp(clamp(log π_old − log π_behaviour, ±20)) of each token or summed over its sequence, capped; [K]."""
         assert tokens.behaviour_logprobs is not None
-        log_ratio = _inside(tokens.old_logprobs - tokens.behaviour_logprobs, tokens)
+        difference = tokens.old_logprobs - tokens.behaviour_logprobs
+        log_ratio = torch.where(tokens.mask, difference, torch.zeros_like(difference))
         if self.kind == "sequence":
             log_ratio = log_ratio.new_zeros(tokens.n_samples).index_add(0, tokens.sample, log_ratio)[
                 tokens.sample
@@ -427,9 +428,10 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
 def adapted(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
     """The next coefficient of an adaptive KL: β (1 + clip(kl / target − 1, ±0.2) · samples / horizon).
 
+    Samples beyond the horizon count as the horizon: β stays positive, and changes by a fifth at most.
     Source: Ziegler et al., arXiv 1909.08593, §2.2.
     """
-    return beta * (1 + max(-0.2, min(kl / target - 1, 0.2)) * samples / horizon)
+    return beta * (1 + max(-0.2, min(kl / target - 1, 0.2)) * min(samples / horizon, 1.0))
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from policy_worker.algorithms.advantages import mean_of
 from policy_worker.algorithms.losses import LOG_RATIO_BOUND
 from schema.wire.batch import StepTable
 
@@ -127,5 +128,5 @@ class SampleMasks:
             groups.setdefault(table.group[row], []).append(row)
         low = -math.inf if self.mean_score_above is None else self.mean_score_above
         high = math.inf if self.mean_score_below is None else self.mean_score_below
-        means = {group: math.fsum(scores[row] for row in rows) / len(rows) for group, rows in groups.items()}
+        means = {group: mean_of([scores[row] for row in rows]) for group, rows in groups.items()}
         return {row for group, rows in groups.items() if not low < means[group] < high for row in rows}

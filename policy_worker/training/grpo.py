@@ -154,7 +154,7 @@ class Grpo:
             table.response_tokens,
             samples,
             lambda sums: trainer.group.reduce(sums, "sum"),
-            self._token_rewards(samples, kl := self._kl_rewards(samples, columns)),
+            self._token_rewards(samples, kl := self._kl(samples, columns)),
             table.baseline,
             table.source,
         )
@@ -165,10 +165,9 @@ class Grpo:
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
-        for number, mini_batch in enumerate(plan):
-            norm = normalizers(table, tokens, mini_batch.rows)
-            if not norm.tokens:  # all are left out
-                continue
+        normed = [(mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan]
+        # A mini-batch whose tokens are all left out makes no optimizer step.
+        for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
                 out = trainer.forward(
                     batch, self._temperature, head if self._loss.kl_type == "full" else None
@@ -333,12 +332,14 @@ class Grpo:
         return columns, head
 
     def _token_rewards(
-        self, samples: Mapping[int, TrainSample], kl: dict[int, Tensor] | None
+        self, samples: Mapping[int, TrainSample], kl: Mapping[int, Tensor] | None
     ) -> dict[int, Tensor] | None:
-        """What the tokens of this rank's samples earn next to the scores, which the last ones earn."""
+        """What tokens of this rank's samples earn next to the scores, which the last ones earn: −β KL, and parts."""
+        beta = self._trainer.kl_coefficient
+        penalty = None if kl is None else {row: -beta * values for row, values in kl.items()}
         earned = {row: torch.from_numpy(one.earned) for row, one in samples.items() if one.earned is not None}
         if not earned:
-            return kl
+            return penalty
         if self._advantages.estimator.over_tokens is None:
             if not self._said_parts:
                 self._said_parts = True
@@ -346,29 +347,28 @@ class Grpo:
                     "reward functions say where in the answers rewards were earned, which an estimator of one "
                     "advantage per sample cannot use: train.train_policy.advantage_estimator"
                 )
-            return kl
-        return earned | {row: earned.get(row, 0.0) + rewards for row, rewards in (kl or {}).items()}
+            return penalty
+        return earned | {row: earned.get(row, 0.0) + rewards for row, rewards in (penalty or {}).items()}
 
-    def _kl_rewards(self, samples: Mapping[int, TrainSample], columns: Columns) -> dict[int, Tensor] | None:
-        """−β KL of each token of this rank's samples, between π_old and the reference."""
+    def _kl(self, samples: Mapping[int, TrainSample], columns: Columns) -> Mapping[int, Tensor] | None:
+        """The KL of each token of this rank's samples, between π_old and the reference; None: no reward has one."""
         if not self._kl_in_reward.beta:
             return None
-        beta, kind = self._trainer.kl_coefficient, cast(KlType, self._kl_in_reward.type)
         if REWARD_KL in columns:
-            return {row: -beta * kl for row, kl in columns[REWARD_KL].items()}
-        old = columns.get(OLD, {})
+            return columns[REWARD_KL]
+        old, kind = columns.get(OLD, {}), cast(KlType, self._kl_in_reward.type)
         return {
-            row: -beta * kl_penalty(old.get(row, sample.learned_logprobs), columns[REFERENCE][row], kind)
+            row: kl_penalty(old.get(row, sample.learned_logprobs), columns[REFERENCE][row], kind)
             for row, sample in samples.items()
         }
 
-    def _reward_kl(self, rewards: Mapping[int, Tensor] | None) -> Metrics:
+    def _reward_kl(self, kl_of_rows: Mapping[int, Tensor] | None) -> Metrics:
         """β of this step and the KL that it was for; β adapts to it. A collective if there is a KL in the reward."""
         trainer, term = self._trainer, self._kl_in_reward
-        if rewards is None:
+        if kl_of_rows is None:
             return {}
         beta = trainer.kl_coefficient
-        means = [float(values.mean()) / -beta for values in rewards.values()]
+        means = [float(values.mean()) for values in kl_of_rows.values()]
         total, samples = trainer.group.reduce([math.fsum(means), float(len(means))], "sum")
         kl = total / max(samples, 1)
         if trainer.adapts_kl:

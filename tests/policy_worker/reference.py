@@ -105,7 +105,8 @@ def grpo_loss(
         whole = full_kl(lm, frozen, sample, temperature) if how.kl_type == "full" else []
         if how.kl_beta:
             for i, (logprob, _, old) in enumerate(facts):
-                weight = torch.exp(logprob - old) if how.unbiased_kl_estimate else 1.0
+                start = logprob.detach() if how.recomputes_old else old
+                weight = torch.exp(logprob - start) if how.unbiased_kl_estimate else 1.0
                 kl = whole[i] if whole else _kl(logprob - known[place[id(sample)]][i], how.kl_type)
                 losses[i] = losses[i] + how.kl_beta * weight * kl
         losses = [
@@ -158,7 +159,8 @@ def _token_loss(
         old = float(logprob.detach())
     low, high = 1 - how.epsilon_low, 1 + how.epsilon_high
     if how.variant == "gspo":
-        mean = sum(float(lp.detach()) - o for lp, _, o in facts) / len(facts)
+        moved = [0.0 if how.recomputes_old else float(lp.detach()) - made for lp, _, made in facts]
+        mean = sum(moved) / len(moved)
         ratio = torch.exp(logprob - logprob.detach() + mean)
     else:
         ratio = torch.exp(logprob - old)

@@ -17,6 +17,7 @@ from policy_worker.algorithms.losses import (
     Normalizers,
     PolicyTokens,
     TokenLoss,
+    adapted,
     k3,
     kl_penalty,
     masked_max,
@@ -188,6 +189,14 @@ def test_nothing_outside_of_the_mask_matters(variant: str, kl_type: KlType):
         )
     assert results[0] == results[1]
     assert results[0][1][2] == results[0][1][4] == 0.0
+
+
+def test_an_adaptive_coefficient_by_hand():
+    assert adapted(0.1, 0.2, 0.1, 100, 1000) == pytest.approx(0.1 * 1.02)
+    assert adapted(0.1, 0.0, 0.1, 100, 1000) == pytest.approx(0.1 * 0.98)
+    assert adapted(0.1, 0.11, 0.1, 100, 1000) == pytest.approx(0.1 * 1.01)
+    # with five horizons of samples in a step it would be 0, and with more it would be negative
+    assert adapted(0.1, 0.0, 0.1, 5000, 1000) == pytest.approx(0.08)
 
 
 def test_k3_by_hand():

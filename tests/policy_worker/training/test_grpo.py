@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,11 @@ def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | 
 
 
 def trained(
-    group: Group, samples: Sequence[Sample], grpo: dict[str, Any], train: dict[str, Any] | None = None
+    group: Group,
+    samples: Sequence[Sample],
+    grpo: dict[str, Any],
+    train: dict[str, Any] | None = None,
+    change: Callable[[Grpo], None] = lambda _: None,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """(metrics, gradient of each parameter on the CPU) of one optimizer step with plain descent: lr 1, no clipping.
 
@@ -62,6 +66,7 @@ def trained(
     algorithm = make_grpo(
         group, make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}), encode_step(samples)
     )
+    change(algorithm)
     found: dict[str, torch.Tensor] = {}
     trainer = algorithm._trainer
     hook = trainer.optimizer.adamw.register_step_pre_hook(
