@@ -66,23 +66,30 @@ class RankEnvironment:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1
+    """Ranks of this replica on this machine."""
 
     @staticmethod
     def of_environ() -> RankEnvironment:
         """Raises `SettingsError` for values that are not whole numbers or contradict each other."""
         try:
-            rank, world, local = (
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+            rank, local, ranks_here = (
                 int(os.environ.get(name, default))
-                for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+                for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", world))
             )
         except ValueError as error:
-            raise SettingsError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}") from None
-        if not 0 <= rank < world or local < 0:
-            raise SettingsError(f"RANK = {rank}, LOCAL_RANK = {local} do not fit WORLD_SIZE = {world}")
+            names = "RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+            raise SettingsError(f"{names} must be whole numbers: {error}") from None
+        if not 0 <= rank < world or not 0 <= local < ranks_here:
+            raise SettingsError(
+                f"RANK = {rank} of WORLD_SIZE = {world} and LOCAL_RANK = {local} of LOCAL_WORLD_SIZE = {ranks_here} "
+                f"contradict each other"
+            )
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
         if missing:
             raise SettingsError(f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment")
-        return RankEnvironment(rank, world, local)
+        return RankEnvironment(rank, world, local, ranks_here)
 
 
 def set_up_logging(rank: int) -> None:

@@ -10,7 +10,9 @@ micro-batches; over data ranks FSDP2 averages, hence the factor of their number.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -22,10 +24,13 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
-from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch
+from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from schema.config import Config
+from schema.config.layout import reference_layout
+
+log = logging.getLogger(__name__)
 
 HIDDEN = "hidden"
 """The column with the reference model's hidden states, [n_i, D] of each sample."""
@@ -54,6 +59,10 @@ class Trainer:
         self.least_spared = LEAST_SPARED.get(group.device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.least_spared)
+        self._reference_is_apart = reference_layout(config) is not None
+        self._reference_layout = replace(
+            self._layout, device=group.second_device() if self._reference_is_apart else group.device
+        )
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.reference = None if reference is None else self._frozen(reference, config)
         grpo = config.grpo if config.is_grpo else None
@@ -69,8 +78,10 @@ class Trainer:
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         model.requires_grad_(False).eval()
         offload = config.reference.offload
-        if self.group.data_ranks == 1 and not offload:
-            return model.to(self.group.device)
+        if self._reference_is_apart:
+            log.info("reference model: on %s, whole", self._reference_layout.device)
+        if self._reference_is_apart or (self.group.data_ranks == 1 and not offload):
+            return model.to(self._reference_layout.device)
         return apply_fsdp(model, self.group.mesh(), config.train, frozen=True, offload=offload)
 
     def _check_alike(self) -> None:
@@ -91,10 +102,14 @@ class Trainer:
 
     @torch.no_grad()
     def reset_reference(self, optimizer: bool) -> None:
-        """The reference model becomes a copy of the present one; optimizer: whose state is forgotten too."""
+        """The reference model becomes a copy of the present one; optimizer: whose state is forgotten too.
+
+        A collective if it has devices of its own.
+        """
         assert self.reference is not None
+        part = whole if self._reference_is_apart else local_of
         for new, old in zip(self.model.parameters(), self.reference.parameters(), strict=True):
-            local_of(old).copy_(local_of(new))
+            part(old).copy_(part(new))
         if optimizer:
             self.optimizer.forget()
 
@@ -139,9 +154,11 @@ class Trainer:
         batches: the rows of each micro-batch, equally many on each rank. columns, head: see `forward`.
         """
         found: list[dict[int, Tensor]] = [{} for _ in fields]
+        layout = self._reference_layout if model is self.reference else self._layout
         for rows in batches:
-            batch = collate([samples[row] for row in rows], rows, self._layout, columns)
-            outputs = model(batch, temperature, beside(batch, head), "hidden" in fields)
+            batch = collate([samples[row] for row in rows], rows, layout, columns)
+            with torch.accelerator.device_index(layout.device.index):
+                outputs = model(batch, temperature, beside(batch, head), "hidden" in fields)
             sizes = [samples[row].learned_tokens for row in rows]
             for field, of_rows in zip(fields, found, strict=True):
                 of_rows.update(zip(rows, getattr(outputs, field).cpu().split(sizes), strict=True))

@@ -23,6 +23,7 @@ from launcher.preflight.memory import Cache, Part, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.restarts import Role
 from schema.config import Config, Problem
+from schema.config.layout import reference_layout
 from schema.config.secrets import MASK, masked
 
 HOST = "host"
@@ -152,7 +153,9 @@ def _memory_of(
         mesh, ranks = config.policy.parallelism, len(replica.processes)
         shards = max(1, ranks // mesh.dp_replicate_size)
         data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
-        return _Memory(device, memory.trainer(config, model, shards, data_ranks))
+        second = gpus[ranks + spec.rank * data_ranks // ranks] if gpus and reference_layout(config) else ""
+        apart = f"GPU {second}" if second else ""
+        return _Memory(device, memory.trainer(config, model, shards, data_ranks, apart))
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
     return _Memory(device)
@@ -206,7 +209,10 @@ def _sum_up(planned: Planned, capacity: Capacity) -> None:
         # The first device stands for all of a rollout replica: each holds the same.
         others = process.gpus[1:] if process.role == Role.ROLLOUT else ()
         for device in (process.device, *(f"GPU {name}" for name in others)):
-            used[device] = used.get(device, 0) + sum(part.bytes for part in process.memory)
+            used.setdefault(device, 0)
+            for part in process.memory:
+                place = part.device or device
+                used[place] = used.get(place, 0) + part.bytes
     planned.capacity = {HOST: capacity.host_free}
     planned.capacity |= {f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus}
 
@@ -247,6 +253,9 @@ def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
             "lower train.train_policy.mini_batch (or write max_token_len_per_mini_batch), shard over more ranks "
             "(policy.parallelism.dp_shard_size), or take a smaller model"
         )
+    if any(part.device == device for process in planned.processes for part in process.memory):
+        hint = "leave placement.reference out: then the reference model is sharded over the policy's devices"
+        return Problem("placement.reference", message, used, hint)
     return Problem("policy.model_name_or_path", message, used, hint)
 
 
@@ -295,7 +304,9 @@ def _memory_lines(planned: Planned) -> Iterator[str]:
         total = sum(part.bytes for part in process.memory)
         yield f"  {process.name} on {process.device}: {size_text(total)}"
         for part in process.memory:
-            yield f"    {part.name:<27}{size_text(part.bytes):>10}  {part.formula}"
+            yield f"    {part.name:<27}{size_text(part.bytes):>10}  {part.formula}" + (
+                f" (on {part.device})" if part.device else ""
+            )
         cache = process.cache
         if cache is not None:
             full = min(cache.tokens // cache.sequence_tokens, cache.sequences)

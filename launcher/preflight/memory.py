@@ -36,11 +36,12 @@ CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One line of an estimate."""
+    """One line of an estimate. device: where it is, if not on the device of its process."""
 
     name: str
     bytes: int
     formula: str
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,13 @@ class Cache:
         return min(self.room, self.sequences * self.sequence_tokens * self.per_token)
 
 
-def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> tuple[Part, ...]:
-    """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own."""
+def trainer(
+    config: Config, model: LocalModel, shards: int, data_ranks: int, apart: str = ""
+) -> tuple[Part, ...]:
+    """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own.
+
+    apart: the device on which the rank has a reference model whole.
+    """
     train, n = config.train, model.parameters
     master, param = BYTES[train.master_dtype], BYTES[train.param_dtype]
     each = f"{n:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
@@ -80,10 +86,11 @@ def trainer(config: Config, model: LocalModel, shards: int, data_ranks: int) -> 
             parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
     if config.has_reference:
         own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
+        parted = 1 if apart else shards
         words = (
-            f"{n:,} x {param} B" + (f" / {shards}" if shards > 1 else "") + (", if as large" if own else "")
+            f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
         )
-        parts.append(Part("reference model", n * param // shards, words))
+        parts.append(Part("reference model", n * param // parted, words, apart))
     return (*parts, *_activations(config, model, param, data_ranks))
 
 

@@ -76,6 +76,11 @@ def local_of(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter on every rank. A collective if it is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def set_last_micro_batch(model: torch.nn.Module, last: bool) -> None:
     """Gradients are reduced once per optimizer step, in the backward of its last micro-batch."""
     if isinstance(model, FSDPModule):

@@ -38,6 +38,9 @@ class Group:
     def __init__(self, environment: RankEnvironment, control_timeout: float = 600.0) -> None:
         self.rank, self.world = environment.rank, environment.world
         self.device = pick_device(environment.local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._ranks_here = environment.local_world
         _initialise(environment, self.device)
         self.sizes = MeshSizes(dp_shard=self.world)
         self._mesh: DeviceMesh | None = None
@@ -64,6 +67,14 @@ class Group:
     def leads_unit(self) -> bool:
         """Whether this is the rank that fetches and counts for its share of a batch."""
         return self.sizes.unit(self.rank)[0] == self.rank
+
+    def second_device(self) -> torch.device:
+        """Of the devices after those of all ranks here that of this data rank; the CPU on a machine without GPUs.
+
+        Raises:
+            SettingsError: there are fewer.
+        """
+        return pick_device(self._ranks_here + self.data_rank)
 
     def set_control_timeout(self, seconds: float) -> None:
         """A collective, before `arrange`; called by all ranks with the same value."""
@@ -180,22 +191,20 @@ def _broadcast(data: bytes, group: Any) -> memoryview:
     return memoryview(buffer.numpy())
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this rank, or the CPU where there is none.
+def pick_device(number: int) -> torch.device:
+    """One of the accelerators that this process sees, or the CPU where there is none.
 
     Raises:
-        SettingsError: more ranks on this machine than it has GPUs.
+        SettingsError: it sees fewer.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    if number >= torch.cuda.device_count():
         raise SettingsError(
-            f"LOCAL_RANK = {local_rank}, but this process sees {torch.cuda.device_count()} GPUs: start fewer "
-            f"ranks or widen CUDA_VISIBLE_DEVICES"
+            f"this rank needs GPU {number} of those in CUDA_VISIBLE_DEVICES, and this process sees "
+            f"{torch.cuda.device_count()}: start fewer ranks or widen CUDA_VISIBLE_DEVICES"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", number)
 
 
 def _initialise(environment: RankEnvironment, device: torch.device) -> None:

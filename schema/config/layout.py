@@ -18,13 +18,19 @@ from schema.config.sections.policy import ParallelismConfig
 
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
-    """What one role asks for. `name` is that of its key in `[placement]` and of its section."""
+    """What one role asks for. `name` is that of its key in `[placement]`; `sized_by`: the role whose mesh it has."""
 
     name: str
     replicas: int
     unit: int
     shards: int | None
     listed: Devices
+    sized_by: str
+
+    @property
+    def section(self) -> str:
+        """The section that says how many devices it takes."""
+        return f"{self.sized_by}.parallelism"
 
     @property
     def key(self) -> str:
@@ -56,19 +62,39 @@ def policy_layout(config: Config) -> RoleLayout:
     """The policy replicas."""
     mesh = config.policy.parallelism
     shards = None if mesh.dp_shard_size == -1 else mesh.dp_shard_size
-    return RoleLayout("policy", mesh.n_init_replicas, _unit(mesh), shards, config.placement.policy)
+    return RoleLayout("policy", mesh.n_init_replicas, _unit(mesh), shards, config.placement.policy, "policy")
 
 
 def rollout_layout(config: Config) -> RoleLayout:
     """The rollout replicas; -1 means one there."""
     mesh = config.rollout.parallelism
     shards = max(1, mesh.dp_shard_size)
-    return RoleLayout("rollout", mesh.n_init_replicas, _unit(mesh), shards, config.placement.rollout)
+    return RoleLayout(
+        "rollout", mesh.n_init_replicas, _unit(mesh), shards, config.placement.rollout, "rollout"
+    )
+
+
+def reference_layout(config: Config) -> RoleLayout | None:
+    """The reference model where it has devices of its own: one for each data rank of the policy."""
+    policy, listed = policy_layout(config), config.placement.reference
+    if not (config.has_reference and listed) or sorted(flat(listed)) == sorted(policy.devices):
+        return None
+    shards = policy.shards
+    if shards is None and policy.listed:
+        shards = max(1, len(policy.devices) // (policy.replicas * policy.unit))
+    copies = config.policy.parallelism.dp_replicate_size
+    return RoleLayout("reference", policy.replicas, copies, shards, listed, "policy")
 
 
 def layouts(config: Config) -> list[RoleLayout]:
-    """The roles that this job has: policy, and rollout unless it is supervised."""
+    """The roles with processes of their own: policy, and rollout unless the job is supervised."""
     return [policy_layout(config), *([rollout_layout(config)] if config.is_grpo else [])]
+
+
+def placed_roles(config: Config) -> list[RoleLayout]:
+    """Those, and a reference model that has devices of its own."""
+    reference = reference_layout(config)
+    return [*layouts(config), *([reference] if reference else [])]
 
 
 def _unit(mesh: ParallelismConfig) -> int:

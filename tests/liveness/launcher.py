@@ -93,6 +93,7 @@ watch(
         "placement.rollout": ([2], [3]),
     },
 )
+watch(processes, changed(vllm, {"train.train_policy.kl_beta": 0.1}), {"placement.reference": ([2], [3])})
 watch(processes, changed(vllm, {"policy.parallelism.dp_shard_size": -1}), {"placement.gpus_per_node": (2, 4)})
 watch(
     processes,

@@ -23,7 +23,15 @@ NAMES = (
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*NAMES, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        *NAMES,
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -53,9 +61,15 @@ def test_rank_environment(environ: pytest.MonkeyPatch):
     environ.setenv("MASTER_ADDR", "127.0.0.1")
     environ.setenv("MASTER_PORT", "1")
     environ.setenv("LOCAL_RANK", "1")
-    assert RankEnvironment.of_environ() == RankEnvironment(3, 4, 1)
+    assert RankEnvironment.of_environ() == RankEnvironment(3, 4, 1, 4)
+    environ.setenv("LOCAL_WORLD_SIZE", "2")
+    assert RankEnvironment.of_environ() == RankEnvironment(3, 4, 1, 2)
+    environ.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SettingsError, match="LOCAL_RANK = 2 of LOCAL_WORLD_SIZE = 2 contradict"):
+        RankEnvironment.of_environ()
+    environ.setenv("LOCAL_RANK", "1")
     environ.setenv("RANK", "4")
-    with pytest.raises(SettingsError, match="do not fit WORLD_SIZE = 4"):
+    with pytest.raises(SettingsError, match="RANK = 4 of WORLD_SIZE = 4"):
         RankEnvironment.of_environ()
     environ.setenv("RANK", "one")
     with pytest.raises(SettingsError, match="whole numbers"):

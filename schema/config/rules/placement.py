@@ -5,10 +5,17 @@ than its replicas take. What the machine itself has is another matter (`launcher
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from schema.config.layout import RoleLayout, layouts, mesh_text
+from schema.config.layout import (
+    RoleLayout,
+    mesh_text,
+    placed_roles,
+    policy_layout,
+    reference_layout,
+    rollout_layout,
+)
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.sections.placement import flat
@@ -33,8 +40,8 @@ def roles_exist(config: Config) -> Iterator[Problem]:
         absent += [("rollout", *other), ("reference", *other), ("critic", *other), ("reward_model", *other)]
     else:
         if not config.has_reference:
-            kl = "train.train_policy.kl_beta"
-            absent.append(("reference", kl, "0.0", f"{kl} = 0.001"))
+            kl, reward = "train.train_policy.kl_beta", "train.train_policy.kl_in_reward.beta"
+            absent.append(("reference", kl, f"0.0, {reward} = 0.0", f"{kl} = 0.001"))
         if not config.critic.enable:
             absent.append(("critic", "critic.enable", "false", f"critic.enable = true and {_ESTIMATOR}"))
         if not config.reward_model.enable:
@@ -50,7 +57,7 @@ def roles_exist(config: Config) -> Iterator[Problem]:
 
 def devices_are_distinct(config: Config) -> Iterator[Problem]:
     """A device stands once in a role: two replicas or two ranks of one role cannot have the same GPU."""
-    for role in layouts(config):
+    for role in placed_roles(config):
         twice = sorted(device for device, count in Counter(role.devices).items() if count > 1)
         if twice:
             message = f"device {_names(twice)} is listed more than once in {role.key} = {role.listed}"
@@ -60,14 +67,13 @@ def devices_are_distinct(config: Config) -> Iterator[Problem]:
 def sharing_is_asked_for(config: Config) -> list[Problem]:
     """Roles meet on a device exactly when `share` says so."""
     share, key = config.placement.share, "placement.share"
-    policy, *others = layouts(config)
-    if not others:
+    if not config.is_grpo:
         if share == "none":
             return []
         message = f'is "{share}", but train.train_policy.type = "sft" has no rollout replicas to share with'
         hint = f'write {key} = "none"'
         return [Problem(key, message, share, hint, related=("train.train_policy.type",))]
-    rollout = others[0]
+    policy, rollout = policy_layout(config), rollout_layout(config)
     if not policy.listed or not rollout.listed:
         return []
     both = sorted(set(policy.devices) & set(rollout.devices))
@@ -84,7 +90,7 @@ def sharing_is_asked_for(config: Config) -> list[Problem]:
 
 
 def other_roles_share_too(config: Config) -> Iterator[Problem]:
-    """Critic and reference may live with the policy, which they train with; any other company is sharing."""
+    """The critic may live with the policy, which it trains with; any other company is sharing."""
     placement = config.placement
     if placement.share != "none":
         return
@@ -106,6 +112,30 @@ def other_roles_share_too(config: Config) -> Iterator[Problem]:
             hint = 'write placement.share = "memory", or lists without common devices'
             related = (f"placement.{other}", "placement.share")
             yield Problem(key, message, lists[0], hint, related=related)
+
+
+def reference_is_apart(config: Config) -> Iterator[Problem]:
+    """The reference model has the policy's devices or others, not some of them."""
+    reference, policy = reference_layout(config), policy_layout(config)
+    both = sorted(set(reference.devices) & set(policy.devices)) if reference else []
+    if not reference or not both:
+        return
+    message = f"{reference.listed} and {policy.key} = {policy.listed} have device {_names(both)} in common"
+    hint = f"write {reference.key} = [], which is sharded over the policy's devices, or devices of its own"
+    yield Problem(reference.key, message, reference.listed, hint, related=(policy.key,))
+
+
+def reference_is_whole(config: Config) -> Iterator[Problem]:
+    """A reference model on devices of its own is neither sharded nor moved."""
+    reference = reference_layout(config)
+    if reference and config.reference.offload:
+        key = "reference.offload"
+        message = (
+            f"true frees memory of the policy's devices, and {reference.key} = {reference.listed} uses none"
+        )
+        yield Problem(
+            key, message, True, f"write {key} = false, or {reference.key} = []", related=(reference.key,)
+        )
 
 
 def devices_are_there(config: Config) -> Iterator[Problem]:
@@ -133,11 +163,11 @@ def devices_are_there(config: Config) -> Iterator[Problem]:
 
 def lists_fit_replicas(config: Config) -> list[Problem]:
     """A list has exactly the devices that the replicas of its role take; -1 takes what the list gives."""
-    return [problem for role in layouts(config) if role.listed for problem in _misfit(config, role)]
+    return [problem for role in placed_roles(config) if role.listed for problem in _misfit(config, role)]
 
 
 def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
-    section = f"{role.name}.parallelism"
+    section = role.section
     replicas, given = f"{section}.n_init_replicas", len(role.devices)
     related = (section,)
     if role.nested and len(role.listed) != role.replicas:
@@ -145,7 +175,9 @@ def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
         hint = f"write {replicas} = {len(role.listed)}"
         return [Problem(role.key, message, role.listed, hint, related=related)]
     parts = [len(item) for item in role.listed if isinstance(item, list)]
-    mesh = mesh_text(config.policy.parallelism if role.name == "policy" else config.rollout.parallelism)
+    mesh = mesh_text((config.rollout if role.name == "rollout" else config.policy).parallelism)
+    if role.name == "reference":
+        mesh = "one for each data rank of the policy"
     if len(set(parts)) > 1:
         message = f"gives its replicas {_names(parts)} devices, but each takes as many as the others ({mesh})"
         return [Problem(role.key, message, role.listed, "give each as many devices", related=related)]
@@ -162,13 +194,19 @@ def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
     return [Problem(role.key, message, role.listed, _fitting(config, role, given), related=related)]
 
 
+def most_devices(takes: Mapping[str, int], shared: bool) -> int:
+    """Devices of a job whose roles take so many. shared: policy and rollout may meet on each."""
+    together = [takes.get(role, 0) for role in ("policy", "rollout")]
+    return (max(together) if shared else sum(together)) + takes.get("reference", 0)
+
+
 def _fitting(config: Config, role: RoleLayout, given: int) -> str:
     """What to change so that a role takes the devices that its list names."""
-    section, unit = f"{role.name}.parallelism", role.unit * (role.shards or 1)
+    section, unit = role.section, role.unit * (role.shards or 1)
     hint = f"name {role.replicas * unit} devices"
     if given and given % (role.replicas * role.unit) == 0 and role.name == "policy":
         return f"write {section}.dp_shard_size = {given // (role.replicas * role.unit)}, or {hint}"
-    if given and given % unit == 0 and not role.nested:
+    if given and given % unit == 0 and not role.nested and role.name != "reference":
         return f"write {section}.n_init_replicas = {given // unit}, or {hint}"
     if (
         role.name == "rollout"
@@ -184,12 +222,12 @@ def _fitting(config: Config, role: RoleLayout, given: int) -> str:
 
 def devices_suffice(config: Config) -> Iterator[Problem]:
     """Where the machines' GPUs are stated, the roles fit upon them together."""
-    placement, roles = config.placement, layouts(config)
+    placement, roles = config.placement, placed_roles(config)
     if not placement.gpus_per_node or all(role.listed for role in roles):
         return
     total = placement.nodes * placement.gpus_per_node
     takes = {role.name: len(role.devices) or role.replicas * role.unit * (role.shards or 1) for role in roles}
-    needed = max(takes.values()) if placement.share != "none" else sum(takes.values())
+    needed = most_devices(takes, shared=placement.share != "none")
     if needed <= total:
         return
     key = "placement.gpus_per_node"
@@ -199,15 +237,15 @@ def devices_suffice(config: Config) -> Iterator[Problem]:
     )
     message = f"{nodes} GPUs are fewer than the {needed} that the roles take ({parts})"
     hint = f"write {key} = {-(-needed // placement.nodes)}, or fewer replicas or smaller ones"
-    if len(roles) > 1 and placement.share == "none" and max(takes.values()) <= total:
+    if len(roles) > 1 and placement.share == "none" and most_devices(takes, shared=True) <= total:
         hint += ', or placement.share = "memory"'
-    related = tuple(f"{role.name}.parallelism" for role in roles)
+    related = tuple(dict.fromkeys(role.section for role in roles))
     yield Problem(key, message, placement.gpus_per_node, hint, related=related)
 
 
 def no_device_is_idle(config: Config) -> Iterator[Problem]:
     """Where all devices are stated and all roles are listed, a device that nobody has is a mistake."""
-    placement, roles = config.placement, layouts(config)
+    placement, roles = config.placement, placed_roles(config)
     if placement.gpus_per_node is None or not all(role.listed for role in roles):
         return
     total, used = placement.nodes * placement.gpus_per_node, _named(config)
@@ -268,6 +306,8 @@ PLACEMENT_RULES = (
     devices_are_distinct,
     sharing_is_asked_for,
     other_roles_share_too,
+    reference_is_apart,
+    reference_is_whole,
     devices_are_there,
     lists_fit_replicas,
     devices_suffice,

@@ -55,9 +55,10 @@ class PlacementConfig(Section):
     )
     reference: Devices = key(
         [],
-        "Devices of the reference model. Empty: the policy's.",
+        "Devices of the reference model, one for each data rank of the policy (dp_replicate_size * dp_shard_size): "
+        "it is whole on each. Empty, or the policy's: sharded like the policy, on its devices.",
+        acts="process: `CUDA_VISIBLE_DEVICES` of policy processes; log: `reference model: on`.",
         example=[2, 3],
-        unbuilt="a reference model on devices of its own",
     )
     critic: Devices = key(
         [], "Devices of the critic. Empty: the policy's.", example=[2, 3], unbuilt="a critic"

@@ -147,6 +147,42 @@ def test_a_list_that_leaves_too_little_is_named():
     assert "placement.policy leaves 1" in problem.message
 
 
+KL = {"train_policy": {"kl_beta": 0.1}}
+
+
+def test_a_reference_model_has_one_device_for_each_rank_of_the_policy():
+    job = config(train=KL, policy={"parallelism": {"dp_shard_size": -1}}, placement={"reference": [1, 3]})
+    ranks = place(job, Machine(cores=8, gpus=("a", "b", "c", "d", "e")))[0].processes
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in ranks] == ["a,c,b,d"] * 2
+    assert shown(job, 5) == {"policy-0": (0, 2, 1, 3), "rollout-0": (4,)}
+    same = config(train=KL, placement={"policy": [1], "reference": [1]})
+    assert shown(same, 2) == {"policy-0": (1,), "rollout-0": (0,)}
+    shared = config(
+        train=KL, placement={"share": "memory", "rollout": [1], "reference": [1], "gpus_per_node": 2}
+    )
+    assert shown(shared, 2) == {"policy-0": (0, 1), "rollout-0": (1,)}
+
+
+def test_ranks_with_the_same_samples_share_a_reference_model():
+    mesh = {"parallelism": {"tp_size": 2, "dp_shard_size": 2}}
+    job = config(train=KL, policy=mesh, placement={"policy": [0, 1, 2, 3], "reference": [5, 4]})
+    assert shown(job, 7)["policy-0"] == (0, 1, 2, 3, 5, 4)
+
+
+def test_a_reference_model_with_too_few_or_absent_devices_is_refused():
+    job = config(train=KL, policy={"parallelism": {"dp_shard_size": -1}}, placement={"reference": [1]})
+    problem = refusal(job, 4)
+    assert problem.key == "placement.reference"
+    assert problem.message.startswith(
+        "names 1 devices, and policy.parallelism.dp_shard_size = -1 makes 2 data ranks"
+    )
+    assert problem.hint.endswith("or write policy.parallelism.dp_shard_size = 1")
+    assert refusal(config(train=KL, placement={"reference": [4]}), 4).message.startswith(
+        "names device 4, and"
+    )
+    assert "has no GPU" in refusal(config(train=KL, placement={"reference": [2]}), 0).message
+
+
 def test_devices_that_are_not_there_are_named():
     job = config(placement={"policy": [0], "rollout": [5]})
     problem = refusal(job, 2)

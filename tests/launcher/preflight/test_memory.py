@@ -53,6 +53,8 @@ def test_sharded_in_bfloat16() -> None:
 def test_a_reference_model_is_kept_as_well() -> None:
     with_kl = {"param_dtype": "bfloat16", "train_policy": {"mini_batch": 4, "kl_beta": 0.1}}
     assert parts(job(**with_kl), MODEL, 2, 2)["reference model"] == 1000
+    *_, apart = (part for part in trainer(job(**with_kl), MODEL, 2, 2, "GPU 3") if part.device)
+    assert (apart.name, apart.bytes, apart.device) == ("reference model", 2000, "GPU 3")
 
 
 def test_several_micro_batches_keep_whole_gradients() -> None:

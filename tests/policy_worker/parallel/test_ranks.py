@@ -190,6 +190,26 @@ def test_an_offloaded_reference_gives_the_same(group: Group):
 
 
 @pytest.mark.slow
+def test_a_whole_reference_on_devices_of_its_own_equals_a_sharded_one(tmp_path: Path, group: Group):
+    options: dict[str, Any] = {
+        "grpo": GRPO | {"kl_beta": 0.1, "kl_type": "full", "reference_reset_interval": 2},
+        "train": {"optm_lr": 1e-2, "optm_warmup_steps": 0},
+    }
+    apart = {
+        "placement": {"policy": [0, 1], "reference": [2, 3]},
+        "policy": {"parallelism": {"dp_shard_size": 2}},
+    }
+    expected, metrics = run_here(group, steps=4, **options)
+    saved = {"save": str(tmp_path / "s"), "save_step": 3}
+    run(tmp_path / "2", 2, steps=3, sections=apart, **saved, **options)
+    state = str(tmp_path / "s" / "step-00000003")
+    for sections in (apart, {}):
+        found, later = run_here(group, first_step=3, steps=4, restore=state, sections=sections, **options)
+        assert later[0]["reference_kl"] == pytest.approx(metrics[3]["reference_kl"], rel=1e-3)
+        assert_equal(found, expected, 1e-4)
+
+
+@pytest.mark.slow
 def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: Group):
     state = str(tmp_path / "state" / "step-00000000")
     straight, _ = run_here(group, steps=3)

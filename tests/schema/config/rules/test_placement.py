@@ -18,6 +18,8 @@ from schema.config.rules.placement import (
     memory_is_divided,
     no_device_is_idle,
     other_roles_share_too,
+    reference_is_apart,
+    reference_is_whole,
     roles_exist,
     sharing_is_asked_for,
 )
@@ -26,7 +28,9 @@ from tests.schema.remedies import Case, cases, check_case, config_of, written
 
 VLLM = {"rollout.backend": "vllm"}
 SHARED = VLLM | {"placement.share": "memory"}
-P, R = "placement.policy", "placement.rollout"
+P, R, REF = "placement.policy", "placement.rollout", "placement.reference"
+KL = {"train.train_policy.kl_beta": 0.1}
+SHARDS = "policy.parallelism.dp_shard_size"
 
 GPUS = "placement.gpus_per_node"
 FAULTS = {
@@ -53,6 +57,8 @@ FAULTS = {
             *("device 0 in common", f"{P} = [0]"),
         ),
     ],
+    reference_is_apart: [({REF: [0, 1], P: [1, 2], SHARDS: 2} | KL, f"{P} = [1, 2]", "device 1 in common")],
+    reference_is_whole: [({"reference.offload": True, REF: [1]} | KL, "true", f"{REF} = [1]")],
     devices_are_there: [
         ({"placement.critic": [4], GPUS: 4, "critic.enable": True}, "device 4"),
         ({R: [7], P: [0], GPUS: 4}, "device 7", f"{GPUS} = 4", "placement.nodes = 1", "4 devices"),
@@ -74,11 +80,15 @@ FAULTS = {
         ({R: [[1, 2]]} | VLLM, "names 2 devices", "n_init_replicas = 1 of 1"),
         ({R: [1, 2, 3]}, "names 3 devices", "take 1"),
         ({R: [[]]}, "names 0 devices"),
+        ({REF: [1, 2, 3], SHARDS: 2} | KL, "names 3 devices", "policy.parallelism.n_init_replicas = 1 of 2"),
+        ({REF: [2], P: [0, 1], SHARDS: -1} | KL, "names 1 devices", "take 2"),
     ],
     devices_suffice: [
         ({GPUS: 1}, "1 GPUs are fewer than the 2", "policy 1, rollout 1"),
         ({GPUS: 2, P: [0, 1], "policy.parallelism.dp_shard_size": 2}, "2 GPUs are fewer than the 3"),
         ({GPUS: 2, "policy.parallelism.dp_shard_size": 4} | SHARED, "fewer than the 4"),
+        ({GPUS: 2, REF: [1]} | KL, "2 GPUs are fewer than the 3", "policy 1, rollout 1, reference 1"),
+        ({GPUS: 1, REF: [0]} | KL | SHARED, "1 GPUs are fewer than the 2"),
     ],
     no_device_is_idle: [
         ({GPUS: 4, P: [0], R: [1]}, "device 2, 3 of 4", f"{P} = [0]", f"{R} = [1]"),
@@ -107,7 +117,11 @@ SOUND: list[dict[str, Any]] = [
     SHARED | {P: [0], R: [0], GPUS: 1},
     SHARED | {GPUS: 1, "rollout.gpu_memory_utilization": 0.9},
     {GPUS: 0},
-    {"placement.reference": [2], "train.train_policy.kl_beta": 0.1},
+    {REF: [2]} | KL,
+    {REF: [3, 2], P: [0, 1], SHARDS: 2, R: [4], GPUS: 5} | KL,
+    {REF: [[2, 3]], P: [0, 1], SHARDS: -1} | KL,
+    {REF: [1, 0], P: [0, 1], SHARDS: 2, "reference.offload": True} | KL,  # the policy's: sharded over them
+    SHARED | {REF: [1], P: [0], R: [0, 1], "rollout.parallelism.tp_size": 2} | KL,
     {"placement.critic": [2], "critic.enable": True},
     {P: [0], "placement.critic": [0], "critic.enable": True},
     {P: [0], R: [1], "placement.reward_model": [[2]], "reward_model.enable": True, GPUS: 3},
