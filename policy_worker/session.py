@@ -82,7 +82,9 @@ class Caller:
     ) -> None:
         self.shutdown, self.patience, self._session = shutdown, patience, session
         self.url = environment.url
-        self._client = Client(environment.url, environment.token)
+        self.client = lambda: Client(environment.url, environment.token)
+        """Makes one for another thread, which does not wait for a lost controller."""
+        self._client = self.client()
 
     def call(self, call: Call[T]) -> T:
         """Send one call.

@@ -112,7 +112,9 @@ def _algorithm(
             recorder = _recorder(config, reply, trainer.group.world, resumption, payloads)
             source.keep = recorder.keep
             caller.troubles.append(recorder.trouble)
-    return Grpo(config, trainer, source)
+    algorithm = Grpo(config, trainer, source)
+    source.look_ahead(caller.client().send, algorithm.rows_of)
+    return algorithm
 
 
 def _recorder(

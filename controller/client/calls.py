@@ -140,14 +140,22 @@ def report_update(publication_id: int, request: m.UpdateReport) -> Call[None]:
 
 
 def step_batch(
-    step: int, policy_epoch: int, samples: Sequence[int] | Literal["all", "none"] = "all", wait_s: float = 0.0
+    step: int,
+    policy_epoch: int,
+    samples: Sequence[int] | Literal["all", "none"] = "all",
+    wait_s: float = 0.0,
+    *,
+    ahead: bool = False,
 ) -> Call[bytes | None]:
     """The batch of a step as `schema.wire.batch` bytes; None when the wait is over and it is not ready.
 
-    `samples` are rows of the table; "none" answers with the table alone.
+    `samples` are rows of the table; "none" answers with the table alone. ahead: what it would be if the step before
+    were committed now; None as soon as that is.
     """
     wanted = samples if isinstance(samples, str) else ",".join(map(str, samples))
     params: dict[str, str | int | float] = {"policy_epoch": policy_epoch, "samples": wanted, "wait_s": wait_s}
+    if ahead:
+        params["ahead"] = True
     path = f"/v1/steps/{step}/batch"
     return Call("GET", path, lambda a: None if a.status == 204 else a.body, params=params, wait_s=wait_s)
 

@@ -121,7 +121,7 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
     the configuration's functions; should a broken replica invent others, a batch has MOST_REWARDS columns all the
     same.
     """
-    assert all(group.state is State.BATCHED for group in groups)
+    assert all(group.state in (State.READY, State.BATCHED) for group in groups)
     rows = [(g, meta) for g, group in enumerate(groups) for _, meta in sorted(group.samples.items())]
     headers = [meta.header for _, meta in rows]
     names = sorted({name for header in headers for name in header.rewards})[:MOST_REWARDS]

@@ -362,15 +362,7 @@ class Ledger:
         batch = self.batch(self.table.committed)
         if batch is not None:
             return Assembled(self.table.committed, batch)
-        table = self.table
-        result = choose(
-            table.committed,
-            table.by_deadline,
-            table.by_state[State.LEASED].values(),
-            self.params.groups_per_step,
-            more_to_come=not (table.exhausted or table.closed or table.committed >= table.total_steps),
-            drop_surplus=self.params.oversample > 1.0,
-        )
+        result = self._choose(self.table.committed)
         if isinstance(result, Waiting):
             return self._wait_or_drop(result, now)
         if self._check_consumption(result.groups):
@@ -382,6 +374,21 @@ class Ledger:
         for group in result.surplus:
             self.table.drop(group, DropReason.SURPLUS)
         return Assembled(result.step, self.batch(result.step) or [])
+
+    def forecast(self) -> Assembled | Waiting:
+        """What the batch after the next one would be if that were committed now. Changes nothing."""
+        return self._choose(self.table.committed + 1)
+
+    def _choose(self, step: int) -> Assembled | Waiting:
+        table = self.table
+        return choose(
+            step,
+            table.by_deadline,
+            table.by_state[State.LEASED].values(),
+            self.params.groups_per_step,
+            more_to_come=not (table.exhausted or table.closed or step >= table.total_steps),
+            drop_surplus=self.params.oversample > 1.0,
+        )
 
     def _check_consumption(self, groups: Sequence[Group]) -> bool:
         """The safety net: no chosen group may hold tokens beyond the bound. Admission makes this impossible."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.errors import ApiError
-from controller.ledger.assembly import Place, Waiting, build_table, places
+from controller.ledger.assembly import Assembled, Place, Waiting, build_table, places
 from controller.ledger.ledger import Ledger
 from controller.ledger.replay import lost_payloads
 from controller.state.job import Job
@@ -84,6 +84,34 @@ class StepService:
                 return None
             await job.batch_signal.wait(seen, left)
 
+    async def ahead(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
+        """What the batch of `step` would be if the one before were committed now; None once it is, or after the wait.
+
+        A trainer fetches it while it is at work: what it gets then is what it need not wait for. Nothing is decided
+        by it, and the batch may still become another one.
+
+        Raises `ApiError`.
+        """
+        job, loop = self._job, asyncio.get_running_loop()
+        ledger = job.require_ledger()
+        give_up = loop.time() + wait_s
+        while True:
+            job.store.require()
+            seen = job.batch_signal.generation
+            self.check_epoch(epoch)
+            table, left = ledger.table, give_up - loop.time()
+            if ledger.batch(step - 1) is not None:
+                forecast = ledger.forecast()
+                if isinstance(forecast, Assembled):
+                    key = (step, table.timeline, epoch)
+                    batch = Batch(build_table(*key, forecast.groups), places(forecast.groups))
+                    await job.save()  # payloads that were taken before may be on their way to the store
+                    frames, gone = await self._payloads(batch, rows)
+                    return None if gone else encode_batch(batch.table, frames)
+            if left <= 0 or job.closing or step <= table.committed or job.ended:
+                return None
+            await job.batch_signal.wait(seen, left)
+
     def _assemble(self, ledger: Ledger, step: int) -> Batch | None:
         job = self._job
         job.settle()  # data that ran out before the first step is a failure, not a batch without samples
@@ -113,6 +141,16 @@ class StepService:
 
     async def _with_payloads(self, batch: Batch, rows: Sequence[int] | None) -> bytes | None:
         """The table with payloads; None if some of these are gone: their groups are made again."""
+        frames, gone = await self._payloads(batch, rows)
+        if gone:
+            self._job.store.require()  # a successor may have removed them while this process was suspended
+            self._make_again(batch, gone)
+            await self._job.save()
+            return None
+        return encode_batch(batch.table, frames)
+
+    async def _payloads(self, batch: Batch, rows: Sequence[int] | None) -> tuple[list[memoryview], set[str]]:
+        """Payloads of these rows (None: all), and the groups of those that are gone."""
         table = batch.table
         wanted = range(table.n_samples) if rows is None else rows
         outside = [row for row in wanted if not 0 <= row < table.n_samples]
@@ -130,13 +168,7 @@ class StepService:
                 gone.add(key[0])
             else:
                 frames.append(memoryview(part)[start:end])
-        gone |= await self._without_file(frames)
-        if gone:
-            self._job.store.require()  # a successor may have removed them while this process was suspended
-            self._make_again(batch, gone)
-            await self._job.save()
-            return None
-        return encode_batch(table, frames)
+        return frames, gone | await self._without_file(frames)
 
     async def _without_file(self, frames: Sequence[memoryview]) -> set[str]:
         """Groups of those frames that stand for a file which is not there any more."""
@@ -167,6 +199,7 @@ class StepService:
         work = self._work(step, request.metrics)
         groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
+            job.batch_signal.notify()  # whoever looks ahead of this step is behind it now
             job.samples.trained(step, job.progress.timeline, groups, request.samples)
             job.trained(m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), *work)
         finished = job.progress.finished or job.ended

@@ -210,7 +210,8 @@ def _free(config: Config, listed: list[RoleLayout], count: int) -> list[int]:
 
 def _no_gpus(listed: list[RoleLayout]) -> Problem:
     keys = " and ".join(role.key for role in listed)
-    message = f"{keys} name devices, and this machine has no GPU that the installed torch can use"
+    names = f"{keys} name" if len(listed) > 1 else "names"
+    message = f"{names} devices, and this machine has no GPU that the installed torch can use"
     hint = f"leave {keys} out: without GPUs all processes share the cores"
     return Problem(listed[0].key, message, listed[0].listed, hint, related=tuple(r.key for r in listed[1:]))
 

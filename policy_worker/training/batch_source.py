@@ -9,6 +9,7 @@ net, so a contradiction is an error and no filter.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,6 +20,7 @@ from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
+from policy_worker.training.lookahead import Frames, Lookahead, line_of
 from schema.wire.batch import StepTable, decode_batch
 from schema.wire.frame import FrameError
 from schema.wire.payload_file import resolve
@@ -28,8 +30,8 @@ log = logging.getLogger(__name__)
 
 FETCH = 2.0
 """Seconds that one question for payloads of a batch may wait."""
-
-Frames = Sequence[bytes | memoryview]
+AHEAD = 60.0
+"""The same for what the next batch would be, which is asked for again until that is decided."""
 
 
 class DataEnded(Exception):
@@ -43,6 +45,8 @@ class Batches(Protocol):
     """
 
     bound: int
+    ahead_fraction: float
+    """Of the samples fetched last, on all ranks, the part that was there before they were asked for."""
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective."""
@@ -73,6 +77,32 @@ class BatchSource:
         self.keep: Callable[[StepTable, Frames], None] | None = None
         """Called with every table and all its payloads before they are trained on. This rank asks for all then."""
         self._frames: Frames | None = None
+        self.lookahead: Lookahead | None = None
+        self.ahead_fraction = 0.0
+
+    def look_ahead(
+        self,
+        call: Callable[[Call[bytes | None]], bytes | None],
+        rows_of: Callable[[StepTable], Sequence[int]],
+    ) -> None:
+        """From now on fetch the next batch while a step trains, where a rank is a unit of its own.
+
+        call: for another thread. rows_of: the rows that this rank computes of a table.
+        """
+        if self._group.data_ranks < self._group.world or self.keep is not None:
+            return
+
+        def ask(step: int, rows: Sequence[int] | Literal["none"]) -> tuple[StepTable, Frames] | None:
+            while True:
+                began = time.monotonic()
+                if data := call(api.step_batch(step, self._epoch, rows, wait_s=AHEAD, ahead=True)):
+                    table, frames = _decode(data)
+                    check_table(table, step, self.bound)
+                    return table, frames
+                if time.monotonic() - began < AHEAD / 2:  # answered before the wait was over
+                    return None
+
+        self.lookahead = Lookahead(ask, self._decoded, rows_of)
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective.
@@ -81,10 +111,12 @@ class BatchSource:
             BadBatchError: the table breaks the staleness bound, or is of another step.
         """
         if self._group.world == 1:  # alone, so all payloads are ours: they come along
-            data = self._ask(step, "all", wait_s)
+            here = self.lookahead is not None and self.lookahead.guessed()
+            data = self._ask(step, "none" if here else "all", wait_s)
             if data is None:
                 return None
-            table, self._frames = _decode(data)
+            table, frames = _decode(data)
+            self._frames = None if here else frames
         else:
             text = self._group.lead(lambda: self._table_text(step, wait_s))
             if text is None:
@@ -114,17 +146,24 @@ class BatchSource:
         Raises:
             BadBatchError: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound.
         """
-        frames = self._group.share(self._fetch(table, rows) if self._group.leads_unit else None)
-        (gone,) = self._group.reduce([float(frames is None)], "max")
+        ahead = self.lookahead.take(table) if self.lookahead is not None else {}
+        missing = [row for row in rows if row not in ahead]
+        frames = self._group.share(self._fetch(table, missing) if self._group.leads_unit else None)
+        counts = [float(frames is None), len(rows) - len(missing), len(rows)]
+        gone, n_ahead, n_rows = self._group.reduce(counts, "sum")
         if gone or frames is None:
             log.warning("the batch of step %d is not there any more: waiting for it again", table.step)
             return None
-        if len(frames) != len(rows):
-            raise BadBatchError(f"asked for {len(rows)} samples of step {table.step}, got {len(frames)}")
-        return {
-            row: train_sample(table, row, self._whole(table, row, frame), self.bound)
-            for row, frame in zip(rows, frames, strict=True)
-        }
+        if len(frames) != len(missing):
+            raise BadBatchError(f"asked for {len(missing)} samples of step {table.step}, got {len(frames)}")
+        self.ahead_fraction = n_ahead / max(n_rows, 1)
+        if self.lookahead is not None:
+            self.lookahead.begin(table.step + 1)
+        found = dict(zip(missing, frames, strict=True))
+        return {row: ahead[row] if row in ahead else self._decoded(table, row, found[row]) for row in rows}
+
+    def _decoded(self, table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
+        return train_sample(table, row, self._whole(table, row, frame), self.bound)
 
     def _fetch(self, table: StepTable, rows: Sequence[int]) -> Frames | None:
         """The frames of these rows, None if the batch is another one by now, or none."""
@@ -242,10 +281,7 @@ def decode_payload(table: StepTable, row: int, frame: bytes | memoryview) -> Tra
         header.index, header.total_tokens, header.response_tokens, header.oldest_version, header.newest_version,
         header.score, header.baseline,
     )  # fmt: skip
-    claimed = (
-        table.index[row], table.total_tokens[row], table.response_tokens[row], table.oldest_version[row],
-        table.newest_version[row], table.score[row], table.is_baseline(row),
-    )  # fmt: skip
+    claimed = line_of(table, row)[1:]
     if found != claimed:
         raise BadBatchError(
             f"sample {row} of step {table.step} is not what the table says: index, tokens, response tokens, "

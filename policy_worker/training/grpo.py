@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -72,6 +72,17 @@ FRESH = "fresh"
 """That with 1 for tokens of the weights that the step begins with."""
 
 
+class Planned(NamedTuple):
+    """What the table alone says of a step. learned, alike: of each row. masks: rows by what masks them."""
+
+    learned: list[bool]
+    masks: Mapping[str, set[int]]
+    masked: set[int]
+    idle: set[int]
+    alike: Sequence[int] | None
+    plan: list[MiniBatch]
+
+
 class Grpo:
     """One training step at a time; the loop around it waits for batches, commits and publishes."""
 
@@ -119,21 +130,7 @@ class Grpo:
     def train_on(self, table: StepTable) -> Metrics | None:
         """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone."""
         trainer = self._trainer
-        learned = [counts(table, row) for row in range(table.n_samples)]
-        masks = self._masks.rows(table)
-        masked = set[int]().union(*masks.values())
-        idle = self._idle(table, masked)
-        alike = self._alike(table, [row for row in table.sampled if learned[row] and row not in idle])
-        plan = plan_step(
-            table.total_tokens,
-            learned,
-            self._batching,
-            data_ranks=trainer.data_ranks,
-            step=table.step,
-            idle=idle,
-            dealt=table.sampled,
-            alike=alike,
-        )
+        learned, masks, masked, idle, alike, plan = self._planned(table)
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
             samples = self._source.payloads(table, self._with_peers(table, learned, mine))
@@ -161,6 +158,7 @@ class Grpo:
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         metrics.facts = self._facts(plan, learned, table, tokens, alike)
+        metrics.facts["ahead_fraction"] = self._source.ahead_fraction
         metrics.facts |= {
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }
@@ -195,6 +193,29 @@ class Grpo:
                 self._wanted,
             )
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
+
+    def rows_of(self, table: StepTable) -> Sequence[int]:
+        """The rows of a table whose payloads this rank needs. Of the table alone, so any thread may ask."""
+        planned = self._planned(table)
+        return self._with_peers(table, planned.learned, rows_of(planned.plan, self._trainer.data_rank))
+
+    def _planned(self, table: StepTable) -> Planned:
+        learned = [counts(table, row) for row in range(table.n_samples)]
+        masks = self._masks.rows(table)
+        masked = set[int]().union(*masks.values())
+        idle = self._idle(table, masked)
+        alike = self._alike(table, [row for row in table.sampled if learned[row] and row not in idle])
+        plan = plan_step(
+            table.total_tokens,
+            learned,
+            self._batching,
+            data_ranks=self._trainer.data_ranks,
+            step=table.step,
+            idle=idle,
+            dealt=table.sampled,
+            alike=alike,
+        )
+        return Planned(learned, masks, masked, idle, alike, plan)
 
     def _with_peers(self, table: StepTable, learned: Sequence[bool], rows: Sequence[int]) -> Sequence[int]:
         """These rows and, where prefixes are compared, all others of their groups that count."""

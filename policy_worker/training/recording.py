@@ -14,7 +14,8 @@ from pathlib import Path
 
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.training.batch_source import Frames, check_table, train_sample
+from policy_worker.training.batch_source import check_table, train_sample
+from policy_worker.training.lookahead import Frames
 from schema.wire import batch_file
 from schema.wire.batch import StepTable
 from schema.wire.batch_file import Facts
@@ -61,6 +62,8 @@ class BatchRecorder:
 
 class RecordedBatches:
     """`Batches` out of files, for one rank of a replay. Nothing is ever waited for."""
+
+    ahead_fraction = 0.0
 
     def __init__(self, folder: Path, bound: int) -> None:
         self.bound = bound

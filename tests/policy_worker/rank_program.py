@@ -1,8 +1,10 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {mesh, grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers}.
+OPTIONS is JSON: {mesh, grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers,
+ahead}.
 `mesh` has the sizes of dimensions, by default all ranks shard. `answers` says for a rank what becomes of its first
-fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). Rank 0
+fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now).
+`ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". Rank 0
 writes gradients of the last step, weights and metrics to OUT as safetensors and JSON; all ranks come to the same.
 """
 
@@ -77,12 +79,30 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         rows = named[wanted] if wanted in named else [int(row) for row in wanted.split(",")]
         return encode_batch(table, [encode_sample(samples[row]) for row in rows])
 
-    algorithm = Grpo(config, trainer, BatchSource(group, answer, 1, 8))
+    def guess(call: Any) -> bytes:
+        """What the controller sends of the batch after the next one."""
+        assert call.params["ahead"]
+        others = {"right": 0, "partly": 1, "wrong": len(samples)}[options["ahead"]]
+        table = make_table(samples, step=int(call.path.split("/")[3]))
+        names = [f"e9-{name}" if g < others else name for g, name in enumerate(table.group_ids)]
+        wanted = call.params["samples"]
+        rows = [] if wanted == "none" else [int(row) for row in wanted.split(",")]
+        frames = [encode_sample(samples[row]) for row in rows]
+        return encode_batch(table.model_copy(update={"group_ids": names}), frames)
+
+    source = BatchSource(group, answer, 1, 8)
+    algorithm = Grpo(config, trainer, source)
+    if "ahead" in options:
+        source.look_ahead(guess, algorithm.rows_of)
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
     trainer.optimizer.adamw.register_step_pre_hook(keep)
     first, last = options.get("first_step", 0), options.get("steps", 1)
-    metrics = [train_step(algorithm, step) for step in range(first, last)]
+    metrics = []
+    for step in range(first, last):
+        if step > first and source.lookahead is not None:
+            assert source.lookahead.guessed(10.0)
+        metrics.append(train_step(algorithm, step))
     assert not answers
     assert group.gather(metrics) == [metrics] * group.world
     if "save" in options:

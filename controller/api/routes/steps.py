@@ -33,10 +33,17 @@ def router(controller: Controller) -> APIRouter:
 
     @api.get("/steps/{step}/batch", responses={**FRAME_ANSWER, 204: {"description": "not ready yet"}})
     async def batch(
-        request: Request, step: Number, policy_epoch: Since, samples: str = "all", wait_s: WaitSeconds = 0.0
+        request: Request,
+        step: Number,
+        policy_epoch: Since,
+        samples: str = "all",
+        wait_s: WaitSeconds = 0.0,
+        ahead: bool = False,
     ) -> Response:
+        """ahead: what it would be if the step before were committed now, which decides nothing."""
         require(request, POLICY)
-        data = await unless_gone(request, service.batch(step, policy_epoch, _rows(samples), wait_s))
+        find = service.ahead if ahead else service.batch
+        data = await unless_gone(request, find(step, policy_epoch, _rows(samples), wait_s))
         return nothing() if data is None else frame_reply(data)
 
     @api.post("/steps/{step}/commit", **models(m.CommitReply, m.CommitRequest))

@@ -53,6 +53,23 @@ def batch(ledger: Ledger, now: float = 0.0) -> Assembled:
     return assembled
 
 
+def test_a_forecast_is_the_next_batch_and_changes_nothing() -> None:
+    ledger = make(staleness_bound=2)
+    groups = lease(ledger, 5)
+    fill_each(ledger, [groups[0], groups[1], groups[3]])
+    first = batch(ledger)
+    assert isinstance(ledger.forecast(), Waiting), "one group is ready, and others are being made"
+    fill(ledger, groups[4])
+    guess = ledger.forecast()
+    assert isinstance(guess, Assembled)
+    assert (guess.step, guess.groups) == (1, [groups[3], groups[4]])
+    assert {group.state for group in guess.groups} == {State.READY}
+    assert batch(ledger) == first
+    fill(ledger, groups[2])  # a group with a nearer deadline comes late: the guess was wrong
+    ledger.commit(0)
+    assert batch(ledger).groups == [groups[2], groups[3]]
+
+
 def train(ledger: Ledger) -> list[Group]:
     assembled = batch(ledger)
     ledger.commit(assembled.step)

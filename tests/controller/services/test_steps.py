@@ -10,6 +10,7 @@ import pytest
 
 from controller.client import Refused
 from controller.client import calls as api
+from controller.ledger.group import State
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.sample import decode_sample
@@ -57,6 +58,48 @@ def test_groups_whose_payloads_the_store_has_lost_are_made_again_once(stage: Sta
     assert (again.group_id, again.attempt) == ("e0-p1", 2)
     rollout.finish([again])
     assert trainer.batch(0) is not None
+
+
+def test_the_next_batch_is_guessed_while_a_step_trains(stage: Stage) -> None:
+    served, trainer, rollout = stage.at_work()
+    service, epoch = served.controller.steps, trainer.reply.policy_epoch
+
+    def ahead(step: int, rows: list[int] | None = None) -> bytes | None:
+        return trainer.client.send(api.step_batch(step, epoch, rows or "all", ahead=True))
+
+    first, second = rollout.lease(2).groups, rollout.lease(2).groups
+    assert len(second) == 2
+    rollout.finish(first)
+    assert ahead(1) is None, "no step trains yet"
+    assert trainer.batch(0) is not None
+
+    async def meanwhile() -> bytes | None:
+        waits = asyncio.create_task(service.ahead(1, epoch, None, 30.0))
+        await asyncio.to_thread(rollout.finish, second)
+        return await waits
+
+    guess = served.run(meanwhile())
+    assert guess is not None
+    assert decode_batch(ahead(1, [1]) or b"")[1] == [decode_batch(guess)[1][1]]
+    states = served.job.require_ledger().table.by_state
+    assert (len(states[State.BATCHED]), len(states[State.READY])) == (2, 2)
+
+    async def until_the_commit() -> bytes | None:
+        waits = asyncio.create_task(service.ahead(2, epoch, None, 30.0))
+        await asyncio.to_thread(trainer.commit, 0)
+        await asyncio.to_thread(trainer.batch, 1)
+        await asyncio.to_thread(trainer.commit, 1)
+        await asyncio.to_thread(trainer.batch, 2, 0.0)
+        return await waits
+
+    assert ahead(1) is not None
+    assert served.run(until_the_commit()) is None
+    assert (
+        refused(trainer.client.send, api.step_batch(3, epoch + 1, ahead=True)).code is ErrorCode.STALE_EPOCH
+    )
+    table, frames = decode_batch(guess)
+    assert table.step == 1
+    assert [decode_sample(frame).header.total_tokens for frame in frames] == table.total_tokens
 
 
 @pytest.mark.parametrize("rows", [[4], [-1], [0, 1, 0]])
