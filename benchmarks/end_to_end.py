@@ -29,11 +29,10 @@ sys.path[0:1] = [str(QUICKSTART), str(ROOT)]  # not this directory: `controller`
 
 from report import Phase
 
+from benchmarks.trl_venv import trl_python
 from controller.data.synthetic import AdditionOptions, AdditionSource
 from schema.config import Config, load_config
 
-# torch first and alone: what follows must be content with its CPU build. math-verify is for our rewards.
-TRL_PACKAGES = (["torch==2.13.0"], ["trl==1.16.*", "transformers==5.19.*", "math-verify>=0.9,<1"])
 JOB_TIMEOUT = 1200.0  # seconds that one job may take: ten times what it takes on two cores
 
 
@@ -59,25 +58,13 @@ def run(command: list[str], log: Path, env: dict[str, str] | None = None) -> str
     return done.stdout
 
 
-def trl_python(venv: Path, work: Path) -> Path:
-    """The interpreter of TRL's environment, made if it is not there."""
-    python, ready = venv / "bin" / "python", venv / ".installed"
-    if not ready.exists():
-        print(f"making {venv} for TRL (a few minutes, once) …", flush=True)
-        run([sys.executable, "-m", "venv", str(venv)], work / "venv.log")
-        for packages in TRL_PACKAGES:
-            run([str(python), "-m", "pip", "install", "--quiet", *packages], work / "pip.log")
-        ready.touch()
-    return python
-
-
 class Bench:
     """One benchmark: a working directory with a warm-started model, and a run of each trainer on demand."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options, self.work = options, work
         self.warm_model = work / "sft" / "final"
-        self.trl = trl_python(options.trl_venv.absolute(), work)
+        self.trl = trl_python(options.trl_venv.absolute())
 
     def cosmos(self, config: str, name: str, model: Path, *settings: str) -> Phase:
         """One job of cosmos-launch."""

@@ -1,7 +1,7 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
 OPTIONS is JSON: {mesh, grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers,
-ahead}.
+ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
 `mesh` has the sizes of dimensions, by default all ranks shard. `answers` says for a rank what becomes of its first
 fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now).
 `ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". Rank 0
@@ -30,6 +30,7 @@ from schema.wire.batch import encode_batch
 from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import (
+    cut_short,
     make_config,
     make_table,
     random_samples,
@@ -61,6 +62,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
     samples = with_common_prompts(random_samples(**options["samples"]))
+    if config.grpo.sample_masks.truncated:
+        samples = cut_short(samples)
     if config.grpo.min_filter_prefix_tokens:
         samples = with_shared_prefixes(samples)
     answers = options.get("answers", {}).get(str(group.rank), [])
@@ -115,16 +118,20 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     return tensors, metrics
 
 
-def main(out: Path, options: dict[str, Any]) -> None:
+def main(out: Path, options: Any) -> None:
     torch.set_num_threads(1)
+    several = isinstance(options, list)
     group = Group(RankEnvironment.of_environ())
     try:
-        if "mesh" in options:
+        if not several and "mesh" in options:
             group.arrange(MeshSizes(**options["mesh"]))
-        tensors, metrics = train(group, options)
-        if group.leads:
-            save_file(tensors, out / "tensors.safetensors")
-            (out / "metrics.json").write_text(json.dumps(metrics))
+        for number, case in enumerate(options if several else [options]):
+            tensors, metrics = train(group, case)
+            if group.leads:
+                folder = out / str(number) if several else out
+                folder.mkdir(exist_ok=True)
+                save_file(tensors, folder / "tensors.safetensors")
+                (folder / "metrics.json").write_text(json.dumps(metrics))
         group.barrier()
     finally:
         group.close()
