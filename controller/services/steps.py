@@ -44,6 +44,8 @@ class StepService:
         self._job = job
         self._batch: Batch | None = None
         """The one assembled last."""
+        self._guess: Batch | None = None
+        """What was last said to be the next one."""
 
     def check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
@@ -103,8 +105,7 @@ class StepService:
             if ledger.batch(step - 1) is not None:
                 forecast = ledger.forecast()
                 if isinstance(forecast, Assembled):
-                    key = (step, table.timeline, epoch)
-                    batch = Batch(build_table(*key, forecast.groups), places(forecast.groups))
+                    batch = self._guess = _batch(self._guess, (step, table.timeline, epoch), forecast)
                     await job.save()  # payloads that were taken before may be on their way to the store
                     frames, gone = await self._payloads(batch, rows)
                     return None if gone else encode_batch(batch.table, frames)
@@ -133,11 +134,11 @@ class StepService:
         if isinstance(assembled, Waiting):
             # dropping stragglers may have ended the data
             return self._assemble(ledger, step) if table.finished else None
-        names, known = [group.id for group in assembled.groups], self._batch
-        if known is None or _key(known.table) != (*key, names):
-            self._batch = known = Batch(build_table(*key, assembled.groups), places(assembled.groups))
+        batch = _batch(self._batch, key, assembled)
+        if batch is not self._batch:
+            self._batch = batch
             job.lease_signal.notify()  # the slots of this step are taken, those of the next are open
-        return known
+        return batch
 
     async def _with_payloads(self, batch: Batch, rows: Sequence[int] | None) -> bytes | None:
         """The table with payloads; None if some of these are gone: their groups are made again."""
@@ -244,5 +245,12 @@ class StepService:
         return m.CheckpointReply(durable_steps=durable, scores=scores)
 
 
-def _key(table: StepTable) -> tuple[int, int, int, list[str]]:
-    return table.step, table.timeline, table.policy_epoch, table.group_ids
+def _batch(known: Batch | None, key: tuple[int, int, int], assembled: Assembled) -> Batch:
+    """The batch of these groups, or `known` if it is the same. key: step, timeline, policy epoch."""
+    groups, where = assembled.groups, places(assembled.groups)
+    names = [group.id for group in groups]
+    if known is not None and known.places == where:
+        table = known.table
+        if (table.step, table.timeline, table.policy_epoch, table.group_ids) == (*key, names):
+            return known
+    return Batch(build_table(*key, groups), where)

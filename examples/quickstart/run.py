@@ -106,6 +106,10 @@ def main() -> None:
     out = (options.out or Path("outputs") / time.strftime("quickstart-%Y%m%d-%H%M%S")).absolute()
     if any((out / name).exists() for name in ("model", "sft", "grpo")):
         parser.error(f"--out {out} holds a quickstart already: name another directory")
+    if any(setting.replace(" ", "") == "validation.enable=false" for setting in options.set):
+        parser.error(
+            "--set validation.enable=false: the answers shown at the end are those of the validation"
+        )
     signal.signal(signal.SIGTERM, on_sigterm)
 
     began = time.time()

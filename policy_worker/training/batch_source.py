@@ -45,8 +45,8 @@ class Batches(Protocol):
     """
 
     bound: int
-    ahead_fraction: float
-    """Of the samples fetched last, on all ranks, the part that was there before they were asked for."""
+    ahead_fraction: float | None
+    """Of the samples fetched last, on all ranks, the part that was there before; None: all are."""
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective."""

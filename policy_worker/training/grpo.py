@@ -158,7 +158,8 @@ class Grpo:
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
         metrics.facts = self._facts(plan, learned, table, tokens, alike)
-        metrics.facts["ahead_fraction"] = self._source.ahead_fraction
+        if (ahead := self._source.ahead_fraction) is not None:
+            metrics.facts["ahead_fraction"] = ahead
         metrics.facts |= {
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }

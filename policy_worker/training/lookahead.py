@@ -18,6 +18,8 @@ from schema.wire.batch import StepTable
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 30.0
+"""Seconds that a batch waits for what was asked for ahead; then it is fetched as ever."""
 TRIES = 3
 """Times that the guess may change between its table and its payloads."""
 
@@ -51,7 +53,7 @@ class Lookahead:
         self._ask, self._decode, self._rows_of = ask, decode, rows_of
         self._thread: threading.Thread | None = None
         self._guessed = threading.Event()
-        """Whether a guess is there: what remains takes a bounded time."""
+        """Whether a guess is there, and its payloads are on their way."""
         self._found: dict[Line, TrainSample] = {}
 
     def begin(self, step: int) -> None:
@@ -82,13 +84,13 @@ class Lookahead:
             log.info("nothing of step %d is fetched ahead: %s", step, error)
 
     def guessed(self, timeout: float = 0.0) -> bool:
-        """Whether there is, or will be soon, something to take; waits for it so many seconds."""
+        """Whether there is, or will be soon, something to take; waits so many seconds for that."""
         return self._guessed.wait(timeout)
 
     def take(self, table: StepTable) -> dict[int, TrainSample]:
-        """By row, the samples of a batch that are there. Waits for what is on its way."""
+        """By row, the samples of a batch that are there. Waits for what is on its way, not for ever."""
         if self._thread is not None and self.guessed():
-            self._thread.join()
+            self._thread.join(PATIENCE)
         found, self._found = self._found, {}
         lines = ((row, line_of(table, row)) for row in range(table.n_samples) if found)
         return {row: found[line] for row, line in lines if line in found}

@@ -23,7 +23,8 @@ def start_ranks(
             arguments(rank) if callable(arguments) else arguments,
             {
                 **os.environ, **devices, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment,
+                "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, **environment,
             },
         )
         for rank in range(world)
