@@ -82,9 +82,12 @@ class Caller:
     ) -> None:
         self.shutdown, self.patience, self._session = shutdown, patience, session
         self.url = environment.url
-        self.client = lambda: Client(environment.url, environment.token)
-        """Makes one for another thread, which does not wait for a lost controller."""
+        self._environment = environment
         self._client = self.client()
+
+    def client(self) -> Client:
+        """A new one, for another thread; it does not wait for a lost controller."""
+        return Client(self._environment.url, self._environment.token)
 
     def call(self, call: Call[T]) -> T:
         """Send one call.
@@ -139,7 +142,7 @@ class Session(Caller):
 
     def __init__(self, environment: Environment, shutdown: ShutdownRequest, world: int) -> None:
         super().__init__(environment, shutdown)
-        self._environment, self._world = environment, world
+        self._world = world
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._fatal: PolicyError | None = None
@@ -321,7 +324,7 @@ class Session(Caller):
         self.close()
 
     def _beat(self) -> None:
-        with Client(self._environment.url, self._environment.token) as client:
+        with self.client() as client:
             while not self._closed.wait(self.reply.heartbeat_interval):
                 self._beat_once(client, self.reply)
 

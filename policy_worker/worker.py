@@ -113,7 +113,7 @@ def _algorithm(
             source.keep = recorder.keep
             caller.troubles.append(recorder.trouble)
     algorithm = Grpo(config, trainer, source)
-    source.look_ahead(caller.client().send, algorithm.rows_of)
+    source.look_ahead(caller.client().send, algorithm.rows_needed)
     return algorithm
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from controller.errors import ApiError
@@ -44,8 +44,8 @@ class StepService:
         self._job = job
         self._batch: Batch | None = None
         """The one assembled last."""
-        self._guess: Batch | None = None
-        """What was last said to be the next one."""
+        self._forecast: Batch | None = None
+        """What the next one would be, as it was asked for last."""
 
     def check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
@@ -70,46 +70,54 @@ class StepService:
 
         Raises `ApiError`.
         """
-        job, loop = self._job, asyncio.get_running_loop()
-        ledger = job.require_ledger()
-        give_up = loop.time() + wait_s
-        while True:
-            job.store.require()
-            seen = job.batch_signal.generation
-            self.check_epoch(epoch)
+        ledger = self._job.require_ledger()
+
+        async def find() -> bytes | None:
             batch = self._assemble(ledger, step)
-            await job.save()
-            if batch is not None and (data := await self._with_payloads(batch, rows)) is not None:
-                return data
-            left = give_up - loop.time()
-            if left <= 0 or job.closing:
-                return None
-            await job.batch_signal.wait(seen, left)
+            await self._job.save()
+            return None if batch is None else await self._with_payloads(batch, rows)
+
+        return await self._poll(find, epoch, wait_s)
 
     async def ahead(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
         """What the batch of `step` would be if the one before were committed now; None once it is, or after the wait.
 
-        A trainer fetches it while it is at work: what it gets then is what it need not wait for. Nothing is decided
-        by it, and the batch may still become another one.
+        A trainer fetches it while it is at work. Nothing is decided by it: the batch may still become another one.
 
         Raises `ApiError`.
         """
-        job, loop = self._job, asyncio.get_running_loop()
+        job = self._job
         ledger = job.require_ledger()
+
+        async def find() -> bytes | None:
+            forecast = None if ledger.batch(step - 1) is None else ledger.forecast()
+            if not isinstance(forecast, Assembled):
+                return None
+            batch = self._forecast = _batch(self._forecast, (step, ledger.table.timeline, epoch), forecast)
+            await job.save()  # payloads that were taken before may be on their way to the store
+            frames, gone = await self._payloads(batch, rows)
+            return None if gone else encode_batch(batch.table, frames)
+
+        return await self._poll(find, epoch, wait_s, lambda: step <= ledger.table.committed or job.ended)
+
+    async def _poll(
+        self,
+        find: Callable[[], Awaitable[bytes | None]],
+        epoch: int,
+        wait_s: float,
+        over: Callable[[], bool] = lambda: False,
+    ) -> bytes | None:
+        """What `find` finds, asked again whenever groups have changed; None after the wait, or when it is `over`."""
+        job, loop = self._job, asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         while True:
             job.store.require()
             seen = job.batch_signal.generation
             self.check_epoch(epoch)
-            table, left = ledger.table, give_up - loop.time()
-            if ledger.batch(step - 1) is not None:
-                forecast = ledger.forecast()
-                if isinstance(forecast, Assembled):
-                    batch = self._guess = _batch(self._guess, (step, table.timeline, epoch), forecast)
-                    await job.save()  # payloads that were taken before may be on their way to the store
-                    frames, gone = await self._payloads(batch, rows)
-                    return None if gone else encode_batch(batch.table, frames)
-            if left <= 0 or job.closing or step <= table.committed or job.ended:
+            if (data := await find()) is not None:
+                return data
+            left = give_up - loop.time()
+            if left <= 0 or job.closing or over():
                 return None
             await job.batch_signal.wait(seen, left)
 
@@ -200,7 +208,7 @@ class StepService:
         work = self._work(step, request.metrics)
         groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
-            job.batch_signal.notify()  # whoever looks ahead of this step is behind it now
+            job.batch_signal.notify()  # requests for a forecast of the next step end
             job.samples.trained(step, job.progress.timeline, groups, request.samples)
             job.trained(m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), *work)
         finished = job.progress.finished or job.ended

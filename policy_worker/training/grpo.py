@@ -195,7 +195,7 @@ class Grpo:
             )
         return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
 
-    def rows_of(self, table: StepTable) -> Sequence[int]:
+    def rows_needed(self, table: StepTable) -> Sequence[int]:
         """The rows of a table whose payloads this rank needs. Of the table alone, so any thread may ask."""
         planned = self._planned(table)
         return self._with_peers(table, planned.learned, rows_of(planned.plan, self._trainer.data_rank))

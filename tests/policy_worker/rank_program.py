@@ -96,7 +96,7 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     source = BatchSource(group, answer, 1, 8)
     algorithm = Grpo(config, trainer, source)
     if "ahead" in options:
-        source.look_ahead(guess, algorithm.rows_of)
+        source.look_ahead(guess, algorithm.rows_needed)
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
     trainer.optimizer.adamw.register_step_pre_hook(keep)
