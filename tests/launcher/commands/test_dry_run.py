@@ -118,6 +118,23 @@ def test_devices_of_a_machine_with_gpus(here: Path, monkeypatch: pytest.MonkeyPa
     assert found.warnings == []
 
 
+def test_a_reference_model_is_counted_on_devices_of_its_own(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = ("0", "1", "2", "3", "4")
+    capacity = Capacity(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"3": 1})
+    found = planned(
+        Machine(8, gpus), capacity, monkeypatch,
+        train={"param_dtype": "float32", "train_policy": {"kl_beta": 0.1}},
+        policy={"parallelism": {"tp_size": 1, "dp_shard_size": 2}},
+        placement={"policy": [0, 1], "reference": [3, 2], "rollout": [4]},
+    )  # fmt: skip
+    assert found.used["GPU 3"] == found.used["GPU 2"] == N * 4, "whole on each"
+    (problem,) = found.warnings
+    assert problem.key == "placement.reference"
+    assert "GPU 3" in problem.message
+
+
 def test_what_does_not_fit_is_a_warning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(Machine(2), Capacity(GIB, GIB // 2), monkeypatch)
     (warning,) = found.warnings
