@@ -26,9 +26,11 @@ def resolved(config: Config) -> dict[str, Any]:
     """
     data = config.to_dict()
     train, policy = data["train"], data["train"]["train_policy"]
-    model = data["policy"]
-    model["model_name_or_path"] = _source(model["model_name_or_path"])
-    model["tokenizer_name_or_path"] = _source(model["tokenizer_name_or_path"])
+    for section in ("policy", "reference", "critic"):
+        for key in {"model_name_or_path", "tokenizer_name_or_path"} & data[section].keys():
+            data[section][key] = _source(data[section][key])
+    for key in {"variant", "advantage_estimator"} & policy.keys():
+        policy[key] = _reward(policy[key])
     for dataset in (policy["dataset"], data["validation"]["dataset"], data["evaluation"]["dataset"]):
         if not dataset["name"].startswith("synthetic:"):
             dataset["name"] = _source(dataset["name"])

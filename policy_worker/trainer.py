@@ -1,8 +1,11 @@
-"""Models, optimizer and schedule of this rank, and the verbs of a training step, for every algorithm.
+"""Models, optimizers and schedules of this rank, and the verbs of a training step, for every algorithm.
 
-    score: forward, of the model that is trained or of a frozen one                    log-probs, before training
-    for batch in micro_batches(…):  forward ─▶ (the algorithm's loss) ─▶ backward      gradients add up
-    step: clip ─▶ AdamW                                                                once per optimizer step
+    score: forward, of a model that is trained or of a frozen one          log-probs or values, before training
+    for batch in micro_batches(…):  forward ─▶ (the loss) ─▶ backward      gradients add up
+    step: clip ─▶ AdamW                                                    once per optimizer step
+
+The trainer is the policy with a frozen reference model next to it, where a KL term needs one, and a critic, which is
+trained by the same verbs, where advantages need values.
 
 A micro-batch's loss is already divided by the counts of the whole optimizer step, so losses add up over
 micro-batches; over data ranks FSDP2 averages, hence the factor of their number.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,13 +26,13 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import Beside, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
-from policy_worker.model.model import PolicyModel
+from policy_worker.model.model import Backbone, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from schema.config import Config
-from schema.config.layout import reference_layout
+from schema.config import Config, CriticConfig, TrainingConfig
+from schema.config.layout import critic_layout, reference_layout
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,126 @@ def beside(batch: MicroBatch, head: Tensor | None) -> Beside | None:
     return None if head is None else Beside(batch.columns[HIDDEN], head)
 
 
-class Trainer:
+class TrainedModel:
+    """A model that learns, on this rank: sharded, with optimizer and schedule.
+
+    takes_blocks: whether every model that the layout serves does. device: where it is; None: that of the rank.
+    """
+
+    def __init__(
+        self,
+        model: Backbone,
+        keys: TrainingConfig | CriticConfig,
+        group: Group,
+        schedule: Schedule,
+        *,
+        packed: bool,
+        takes_blocks: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group, self.schedule = group, schedule
+        own, device = device is not None, device or group.device
+        self.sharded = needs_sharding(group.data_ranks, keys)
+        self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
+        """Part of a step's tokens from which on samples share their prompts; None: never."""
+        self._layout = Layout(packed, model.vocabulary, device, self.least_spared)
+        with torch.accelerator.device_index(device.index):
+            mesh = (group.second_mesh() if own else group.mesh()) if self.sharded else None
+            self.model = model.to(device) if mesh is None else apply_fsdp(model, mesh, keys)
+            self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(keys))
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a batch this rank trains on."""
+        return self.group.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares a batch is cut."""
+        return self.group.data_ranks
+
+    def micro_batches(
+        self,
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+        columns: Columns = MappingProxyType({}),
+    ) -> Iterator[MicroBatch]:
+        """Tensors of this rank's micro-batches of one optimizer step (at least one, the same number on each rank).
+
+        batches: the rows of each, out of `samples`. columns: what `score` found for them. Gradients are reduced in
+        the backward of the last one.
+        """
+        for number, rows in enumerate(batches, 1):
+            set_last_micro_batch(self.model, number == len(batches))
+            yield collate([samples[row] for row in rows], rows, self._layout, columns)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss."""
+        with span("backward"):
+            (loss * self.data_ranks).backward()
+
+    def step(self, step: int) -> float:
+        """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: see `Optimizer.step`.
+        """
+        with span("optimizer"):
+            return self.optimizer.step(self.schedule.factor(step))
+
+    def lr(self, step: int) -> float:
+        """Learning rate of a training step."""
+        return self.optimizer.peak_lr * self.schedule.factor(step)
+
+
+class Critic(TrainedModel):
+    """The value model. With devices of its own (`placement.critic`) it is sharded over those of all data ranks."""
+
+    def __init__(self, model: ValueModel, config: Config, group: Group, schedule: Schedule) -> None:
+        apart = critic_layout(config) is not None
+        super().__init__(
+            model,
+            config.critic,
+            group,
+            schedule,
+            packed=config.train.sequence_packing,
+            takes_blocks=model.takes_blocks,
+            device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
+        )
+        if apart:
+            log.info("critic: on %s", self._layout.device)
+
+    @torch.no_grad()
+    def values(
+        self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
+    ) -> dict[int, Tensor]:
+        """By row, what is expected of each learned token of each sample, on the CPU. A collective; see `score`."""
+        found: dict[int, Tensor] = {}
+        for rows in batches:
+            batch = collate([samples[row] for row in rows], rows, self._layout)
+            sizes = [samples[row].learned_tokens for row in rows]
+            found.update(zip(rows, self.forward(batch).cpu().split(sizes), strict=True))
+        return found
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """The value of what stands before each of the batch's K labels, with gradient."""
+        with span("critic forward"), self._here():
+            values: Tensor = self.model(batch)
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        with self._here():
+            super().backward(loss)
+
+    def step(self, step: int) -> float:
+        with self._here():
+            return super().step(step)
+
+    def _here(self) -> AbstractContextManager[None]:
+        return torch.accelerator.device_index(self._layout.device.index)
+
+
+class Trainer(TrainedModel):
     """See the module's docstring. reference: the frozen model of the KL terms, in the type it computes in."""
 
     def __init__(
@@ -51,19 +174,22 @@ class Trainer:
         group: Group,
         schedule: Schedule,
         reference: PolicyModel | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        train = config.train
-        self.group, self.schedule = group, schedule
-        self.sharded = needs_sharding(group.data_ranks, train)
-        takes_blocks = all(one.takes_blocks for one in (model, reference) if one is not None)
-        self.least_spared = LEAST_SPARED.get(group.device.type) if takes_blocks else None
-        """Part of a step's tokens from which on samples share their prompts; None: never."""
-        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.least_spared)
+        models = (model, reference, None if critic is None else critic.model)
+        super().__init__(
+            model,
+            config.train,
+            group,
+            schedule,
+            packed=config.train.sequence_packing,
+            takes_blocks=all(one.takes_blocks for one in models if one is not None),
+        )
+        self.critic = critic
         self._reference_is_apart = reference_layout(config) is not None
         self._reference_layout = replace(
-            self._layout, device=group.second_device() if self._reference_is_apart else group.device
+            self._layout, device=group.other_device(1) if self._reference_is_apart else group.device
         )
-        self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.reference = None if reference is None else self._frozen(reference, config)
         grpo = config.grpo if config.is_grpo else None
         self.reset_interval = (grpo.reference_reset_interval or 0) if grpo and reference is not None else 0
@@ -73,7 +199,6 @@ class Trainer:
         """β of the KL in the reward, as it is now."""
         if self.reset_interval:
             self._check_alike()
-        self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(train))
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         model.requires_grad_(False).eval()
@@ -113,31 +238,6 @@ class Trainer:
         if optimizer:
             self.optimizer.forget()
 
-    @property
-    def data_rank(self) -> int:
-        """Which share of a batch this rank trains on."""
-        return self.group.data_rank
-
-    @property
-    def data_ranks(self) -> int:
-        """Into how many shares a batch is cut."""
-        return self.group.data_ranks
-
-    def micro_batches(
-        self,
-        samples: Mapping[int, TrainSample],
-        batches: Sequence[Sequence[int]],
-        columns: Columns = MappingProxyType({}),
-    ) -> Iterator[MicroBatch]:
-        """Tensors of this rank's micro-batches of one optimizer step (at least one, the same number on each rank).
-
-        batches: the rows of each, out of `samples`. columns: what `score` found for them. Gradients are reduced in
-        the backward of the last one.
-        """
-        for number, rows in enumerate(batches, 1):
-            set_last_micro_batch(self.model, number == len(batches))
-            yield collate([samples[row] for row in rows], rows, self._layout, columns)
-
     @torch.no_grad()
     def score(
         self,
@@ -174,21 +274,3 @@ class Trainer:
         with span("forward"):
             outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head))
         return outputs
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss."""
-        with span("backward"):
-            (loss * self.data_ranks).backward()
-
-    def step(self, step: int) -> float:
-        """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping.
-
-        Raises:
-            NonFiniteGradientError: see `Optimizer.step`.
-        """
-        with span("optimizer"):
-            return self.optimizer.step(self.schedule.factor(step))
-
-    def lr(self, step: int) -> float:
-        """Learning rate of a training step."""
-        return self.optimizer.peak_lr * self.schedule.factor(step)

@@ -16,12 +16,12 @@ from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import load_model, load_reference
+from policy_worker.model.model import load_critic, load_model, load_reference
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Caller, Session
-from policy_worker.trainer import Trainer
+from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
@@ -91,7 +91,11 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
     reference = load_reference(config, model) if config.has_reference else None
-    return Trainer(model, config, group, _schedule(config, total_steps), reference)
+    critic = None
+    if config.has_critic:
+        schedule = Schedule.of_config(config.critic, total_steps)
+        critic = Critic(load_critic(config, model), config, group, schedule)
+    return Trainer(model, config, group, Schedule.of_config(config.train, total_steps), reference, critic)
 
 
 def _algorithm(
@@ -166,18 +170,6 @@ def _tell(
             raise
 
     return m.RegisterReply.model_validate(group.lead(register))
-
-
-def _schedule(config: Config, total_steps: int) -> Schedule:
-    train = config.train
-    return Schedule(
-        total_steps=total_steps,
-        warmup_steps=train.optm_warmup_steps,
-        warmup_start_factor=train.optm_warmup_start_factor,
-        decay_ratio=train.optm_decay_ratio,
-        decay_type=train.optm_decay_type,
-        min_factor=train.optm_min_lr_factor,
-    )
 
 
 def _arrange(config: Config, group: Group) -> None:

@@ -54,7 +54,7 @@ def _stage(bench: Bench, trainer: Trainer) -> None:
 
 def _write(bench: Bench, trainer: Trainer) -> None:
     """The model alone, written from pinned memory and loaded back over spoiled weights."""
-    pieces = Staging(bench.device).copy(pieces_of(model_state(trainer)))
+    pieces = Staging(bench.device).copy(pieces_of(model_state(trainer.model)))
     expected = {piece.key: piece.data.clone() for piece in pieces}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model-00000.safetensors"
@@ -63,8 +63,8 @@ def _write(bench: Bench, trainer: Trainer) -> None:
             for parameter in trainer.model.parameters():
                 parameter.zero_()
         with StateFiles([path]) as files:
-            loading = bench.wall(lambda: load_model_state(trainer, files))
-    found = model_state(trainer)
+            loading = bench.wall(lambda: load_model_state(trainer.model, files))
+    found = model_state(trainer.model)
     right = all(torch.equal(found[key].cpu(), tensor) for key, tensor in expected.items())
     n_bytes = sum(tensor.nbytes for tensor in expected.values()) / 1e9
     bench.check("written, loaded and equal", right, gb=n_bytes, write_s=seconds, load_s=loading)

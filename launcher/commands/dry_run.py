@@ -23,7 +23,7 @@ from launcher.preflight.memory import Cache, Part, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.restarts import Role
 from schema.config import Config, Problem
-from schema.config.layout import reference_layout
+from schema.config.layout import apart_layouts
 from schema.config.secrets import MASK, masked
 
 HOST = "host"
@@ -153,8 +153,10 @@ def _memory_of(
         mesh, ranks = config.policy.parallelism, len(replica.processes)
         shards = max(1, ranks // mesh.dp_replicate_size)
         data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
-        second = gpus[ranks + spec.rank * data_ranks // ranks] if gpus and reference_layout(config) else ""
-        apart = f"GPU {second}" if second else ""
+        apart = {}
+        for number, role in enumerate(apart_layouts(config) if gpus else ()):
+            mine = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
+            apart[role.name] = f"GPU {mine}"
         return _Memory(device, memory.trainer(config, model, shards, data_ranks, apart))
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
@@ -253,9 +255,11 @@ def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
             "lower train.train_policy.mini_batch (or write max_token_len_per_mini_batch), shard over more ranks "
             "(policy.parallelism.dp_shard_size), or take a smaller model"
         )
-    if any(part.device == device for process in planned.processes for part in process.memory):
-        hint = "leave placement.reference out: then the reference model is sharded over the policy's devices"
-        return Problem("placement.reference", message, used, hint)
+    names = {part.name for process in planned.processes for part in process.memory if part.device == device}
+    if names:
+        role = "reference" if "reference model" in names else "critic"
+        hint = f"leave placement.{role} out: then it is sharded over the policy's devices"
+        return Problem(f"placement.{role}", message, used, hint)
     return Problem("policy.model_name_or_path", message, used, hint)
 
 

@@ -3,11 +3,11 @@
     redis (if embedded) ─ controller ─ policy-0 (ranks 0 … n-1) ─ rollout-0 … rollout-k
 
 GPUs are numbered from 0 in the order of CUDA_VISIBLE_DEVICES; the first `placement.gpus_per_node` of them are
-used. Roles that `[placement]` lists get exactly those; a reference model's are the policy's too, one for each rank,
-after its own. The others are dealt in this order: what rollout replicas need is set aside, `dp_shard_size = -1` takes
-what is left, policy replicas get the first free devices and rollout replicas the next. No GPU is ever given to two
-replicas, unless `placement.share` allows it: then each role is dealt over all devices, and one policy and one
-rollout replica may meet on each. Without GPUs everything runs on CPU and -1 means one rank.
+used. Roles that `[placement]` lists get exactly those; those of a reference model and a critic are the policy's too,
+one for each rank, after its own. The others are dealt in this order: what rollout replicas need is set aside,
+`dp_shard_size = -1` takes what is left, policy replicas get the first free devices and rollout replicas the next. No
+GPU is ever given to two replicas, unless `placement.share` allows it: then each role is dealt over all devices, and
+one policy and one rollout replica may meet on each. Without GPUs everything runs on CPU and -1 means one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from launcher.plan.machine import Machine
 from launcher.restarts import Role
 from schema.config import Config, Problem
-from schema.config.layout import RoleLayout, placed_roles, policy_layout, reference_layout, rollout_layout
+from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout, rollout_layout
 from schema.config.rules.placement import COMFORTABLE_SHARE, PLACEMENT_RULES, SHARE_KEY
 
 MOST_ON_CPU = 256
@@ -43,7 +43,7 @@ class ProcessSpec:
 class Replica:
     """Processes that live and die together. `rendezvous`: its ranks need a fresh MASTER_PORT at each start.
 
-    devices: its GPUs by the numbers that `[placement]` uses, those of a reference model last; empty on CPU.
+    devices: its GPUs by the numbers that `[placement]` uses, those of reference model and critic last; empty on CPU.
     """
 
     name: str
@@ -78,8 +78,7 @@ def needs(config: Config, gpus: int) -> Needs:
     per_rollout = (rollout.size or 1) if rollout else 0
     ranks = policy.size
     if ranks is None:
-        reference = reference_layout(config)
-        left = gpus - (len(reference.devices) if reference else 0)
+        left = gpus - sum(len(role.devices) for role in apart_layouts(config))
         if policy.listed:
             left = len(policy.devices)
         elif rollout is not None and not shared:
@@ -117,7 +116,8 @@ def place(config: Config, machine: Machine) -> list[Replica]:
     threads = str(cpu_threads(config, machine, workers))
     common = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
     replicas, profiled = [], config.profiler.enable_nsys
-    policies = [(*mine, *own) for mine, own in zip(devices["policy"], devices["reference"], strict=True)]
+    apart = [devices[role.name] for role in apart_layouts(config)]
+    policies = [sum(parts, ()) for parts in zip(devices["policy"], *apart, strict=True)]
     for index, mine in enumerate(policies):
         env = {**common, **_visible(tuple(gpus[device] for device in mine))}
         replicas.append(_policy(f"policy-{index}", wanted.policy_ranks, env, mine, profiled))
@@ -140,10 +140,10 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
     devices = tuple(there[:world]) if gpus else ()
     if gpus and len(devices) < world:
         raise PlacementError(_too_few_to_replay(role, world, len(there), listed, len(gpus)))
-    if gpus and (reference := reference_layout(config)):
-        if len(reference.devices) < (copies := _data_ranks(config, world)):
-            raise PlacementError(_unlike_the_policy(config, len(reference.devices), copies))
-        devices += tuple(reference.devices[:copies])
+    for other in apart_layouts(config) if gpus else ():
+        if len(other.devices) < (copies := _data_ranks(config, world)):
+            raise PlacementError(_unlike_the_policy(other, copies))
+        devices += tuple(other.devices[:copies])
     if beyond := sorted(device for device in devices if device >= len(gpus)):
         raise PlacementError(_beyond(role, beyond, len(gpus)))
     workers = wanted.policy_replicas * world + wanted.rollout_replicas
@@ -170,11 +170,11 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
     """Role -> devices of each replica; empty tuples when it has none of its own, or the job runs on CPU."""
     roles = {role.name: role for role in placed_roles(config)}
     listed = [role for role in roles.values() if role.listed]
-    dealt: dict[str, list[tuple[int, ...]]] = {"reference": [()] * wanted.policy_replicas}
+    dealt: dict[str, list[tuple[int, ...]]] = {}
     if not count:
         if listed:
             raise PlacementError(_no_gpus(listed))
-        return dealt | {role.name: [()] * role.replicas for role in roles.values()}
+        return {role.name: [()] * role.replicas for role in roles.values()}
     for role in listed:
         if beyond := sorted(device for device in role.devices if device >= count):
             raise PlacementError(_beyond(role, beyond, count))
@@ -193,16 +193,15 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
                 raise PlacementError(_too_few(config, wanted, listed, len(free), count))
             dealt[name] = role.dealt(mine)
             start += 0 if shared else totals[name]
-    own, copies = sum(map(len, dealt["reference"])), _data_ranks(config, totals["policy"])
-    if own and own != copies:
-        raise PlacementError(_unlike_the_policy(config, own, copies))
+    for role in apart_layouts(config):
+        if len(role.devices) != (copies := _data_ranks(config, totals["policy"])):
+            raise PlacementError(_unlike_the_policy(role, copies))
     return dealt
 
 
 def _free(config: Config, listed: list[RoleLayout], count: int) -> list[int]:
     """Devices of the roles that have no list, in the order in which they are dealt."""
-    reference = reference_layout(config)
-    alone = set(reference.devices) if reference else set[int]()
+    alone = {device for role in apart_layouts(config) for device in role.devices}
     named = [device for role in listed for device in role.devices if device not in alone]
     others = sorted(set(range(count)) - alone - set(named))
     return (named if config.placement.share != "none" else []) + others
@@ -222,11 +221,11 @@ def _data_ranks(config: Config, ranks: int) -> int:
     return ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size)
 
 
-def _unlike_the_policy(config: Config, own: int, ranks: int) -> Problem:
-    key, listed = "placement.reference", config.placement.reference
+def _unlike_the_policy(role: RoleLayout, ranks: int) -> Problem:
+    own = len(role.devices)
     message = f"names {own} devices, and policy.parallelism.dp_shard_size = -1 makes {ranks} data ranks here"
     hint = f"name {ranks} devices, one for each, or write policy.parallelism.dp_shard_size = {own}"
-    return Problem(key, message, listed, hint, related=("policy.parallelism.dp_shard_size",))
+    return Problem(role.key, message, role.listed, hint, related=("policy.parallelism.dp_shard_size",))
 
 
 def _beyond(role: RoleLayout, beyond: list[int], count: int) -> Problem:

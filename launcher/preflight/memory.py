@@ -20,16 +20,20 @@ and what the allocator keeps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from launcher.preflight.models import LocalModel
 from schema.config import Config
+from schema.config.sections.optimizer import PrecisionKeys
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
 """A process before it holds anything: Python with torch and transformers, or with the web service (measured)."""
 LOGIT_CHUNK = 2**25
 """Logits that the trainer has in memory at once (policy_worker.model.logprobs)."""
+NOWHERE: Mapping[str, str] = MappingProxyType({})
 CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
 """Shares of memory that the embedded engine's cache may take (rollout_worker.engines.transformers)."""
 
@@ -65,37 +69,57 @@ class Cache:
 
 
 def trainer(
-    config: Config, model: LocalModel, shards: int, data_ranks: int, apart: str = ""
+    config: Config, model: LocalModel, shards: int, data_ranks: int, apart: Mapping[str, str] = NOWHERE
 ) -> tuple[Part, ...]:
     """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own.
 
-    apart: the device on which the rank has a reference model whole.
+    apart: role to its device, of `reference` and `critic`, where they have devices of their own.
     """
-    train, n = config.train, model.parameters
-    master, param = BYTES[train.master_dtype], BYTES[train.param_dtype]
+    n, param = model.parameters, BYTES[config.train.param_dtype]
+    parts = _trained(config.train, model, shards)
+    if _is_cast(config.train, shards) and _micro_batches(config, data_ranks) > 1:
+        reduce = BYTES[config.train.fsdp_reduce_dtype]
+        parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
+    if config.has_critic:
+        own = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
+        parts += [
+            replace(
+                part,
+                name=f"critic: {part.name}",
+                formula=part.formula + (", if as large" if own else ""),
+                device=apart.get("critic", ""),
+            )
+            for part in _trained(config.critic, model, shards)
+        ]
+    if config.has_reference:
+        alone = apart.get("reference", "")
+        own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
+        parted = 1 if alone else shards
+        words = (
+            f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
+        )
+        parts.append(Part("reference model", n * param // parted, words, alone))
+    return (*parts, *_activations(config, model, param, data_ranks))
+
+
+def _is_cast(keys: PrecisionKeys, shards: int) -> bool:
+    return shards > 1 or keys.param_dtype != keys.master_dtype
+
+
+def _trained(keys: PrecisionKeys, model: LocalModel, shards: int) -> list[Part]:
+    """Weights, gradients and optimizer of a model that learns."""
+    n, master = model.parameters, BYTES[keys.master_dtype]
     each = f"{n:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
     parts = [
         Part("weights that are updated", n * master // shards, each),
         Part("gradients", n * master // shards, each),
         Part("optimizer (AdamW)", 2 * n * master // shards, f"2 x {each}"),
     ]
-    if shards > 1 or train.param_dtype != train.master_dtype:
-        parts.append(_gathered(config, model, param))
-        if _micro_batches(config, data_ranks) > 1:
-            reduce = BYTES[train.fsdp_reduce_dtype]
-            parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
-    if config.has_reference:
-        own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
-        parted = 1 if apart else shards
-        words = (
-            f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
-        )
-        parts.append(Part("reference model", n * param // parted, words, apart))
-    return (*parts, *_activations(config, model, param, data_ranks))
+    return [*parts, _gathered(keys, model, BYTES[keys.param_dtype])] if _is_cast(keys, shards) else parts
 
 
-def _gathered(config: Config, model: LocalModel, param: int) -> Part:
-    if config.train.fsdp_reshard_after_forward == "never":
+def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> Part:
+    if keys.fsdp_reshard_after_forward == "never":
         return Part("gathered weights", model.parameters * param, f"{model.parameters:,} x {param} B")
     held = model.rest + min(2 * model.layer, model.parameters - model.rest)
     return Part("gathered weights", held * param, f"(outside the layers + two layers) {held:,} x {param} B")

@@ -1,7 +1,7 @@
 """Advantages of the samples of a training step, from their rewards, by the name of the estimator.
 
     over outcomes   one reward per sample in, one advantage per sample out, spread over its response tokens
-    over tokens     one reward per token in, one advantage per token out
+    over tokens     one reward per token in (and the critic's value of each), one advantage per token out
 
     shape the rewards ─▶ estimate ─▶ whiten over the step's tokens ─▶ clip
 
@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from policy_worker.errors import BadBatchError, OwnCodeFailedError, SettingsError
 from schema.util.own_code import OwnCodeError, is_own, load_function
@@ -69,11 +70,23 @@ class Options:
 
     unbiased_advantage: bool = False
     gamma: float = 1.0
+    gae_lambda: float = 1.0
+
+
+@dataclass(frozen=True)
+class TokenOutcomes:
+    """What the generated tokens of each sample of this rank earned, [n_i] each, in the order of generation.
+
+    values: what the critic expected before each token, of the same shapes; empty without a critic.
+    """
+
+    rewards: Sequence[Tensor]
+    values: Sequence[Tensor] = ()
 
 
 OutcomeEstimator = Callable[[Outcomes, Options], Sequence[float]]
 """(the n scored samples, options) -> one advantage each, [n]."""
-TokenEstimator = Callable[[Sequence[Tensor], Options], Sequence[Tensor]]
+TokenEstimator = Callable[[TokenOutcomes, Options], Sequence[Tensor]]
 """(rewards of the tokens of each sample, options) -> advantages of the same shapes."""
 
 
@@ -279,24 +292,41 @@ def _std(scores: list[float]) -> float:
 
 
 @token_estimator("reinforce_plus_plus", whitens=True)
-def reinforce_plus_plus(rewards: Sequence[Tensor], options: Options) -> list[Tensor]:
+def reinforce_plus_plus(tokens: TokenOutcomes, options: Options) -> list[Tensor]:
     """The discounted return G_t = r_t + γ G_{t+1}, then whitened over the tokens of the step.
 
     Tokens are those that the policy generated, so a return passes tool output unchanged.
     Source: REINFORCE++, arXiv 2501.03262, §3.1.
     """
-    return [discounted(values, options.gamma) for values in rewards]
+    return discounted(tokens.rewards, options.gamma)
 
 
-def discounted(rewards: Tensor, gamma: float) -> Tensor:
-    """G_t = Σ_{u ≥ t} γ^(u − t) r_u of one sample, [n]."""
-    if gamma == 1.0:
-        return rewards.flip(0).cumsum(0).flip(0)
-    found, carried = torch.empty_like(rewards), 0.0
-    for position in range(len(rewards) - 1, -1, -1):
-        carried = float(rewards[position]) + gamma * carried
-        found[position] = carried
-    return found
+@token_estimator("gae", whitens=True)
+def gae(tokens: TokenOutcomes, options: Options) -> list[Tensor]:
+    """Generalised advantages A_t = δ_t + γ λ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, V = 0 after the last token; then
+    whitened over the tokens of the step.
+
+    V_t is the value of what stands before token t. The next token is the next one that the policy generated, so
+    values and advantages pass tool output and the turns of others unchanged.
+    Source: GAE, arXiv 1506.02438, eq. 16. Raises `BadBatchError`: there are no values.
+    """
+    if len(tokens.values) != len(tokens.rewards):
+        raise BadBatchError('train.train_policy.advantage_estimator = "gae" needs the values of a critic')
+    deltas = [
+        rewards + options.gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
+        for rewards, values in zip(tokens.rewards, tokens.values, strict=True)
+    ]
+    return discounted(deltas, options.gamma * options.gae_lambda)
+
+
+def discounted(rewards: Sequence[Tensor], gamma: float) -> list[Tensor]:
+    """G_t = Σ_{u ≥ t} γ^(u − t) r_u of each sample, [n_i] each."""
+    if not rewards:
+        return []
+    sums = pad_sequence([one.flip(0) for one in rewards])  # [longest, samples], last tokens first
+    for position in range(1, len(sums)):
+        sums[position] += gamma * sums[position - 1]
+    return [sums[: len(one), sample].flip(0) for sample, one in enumerate(rewards)]
 
 
 # ---- from an estimator to the advantages of a step --------------------------------------------------------------
@@ -349,11 +379,12 @@ class Advantages:
     """Of all samples of a step: one number each, and where tokens differ one for each token of this rank's samples.
 
     by_sample: [n], in the order of the table; with `by_token` the means over the tokens of each.
-    by_token: row to [n_i].
+    by_token: row to [n_i]. returns: what the critic should have expected of each token, likewise; where it is asked.
     """
 
     by_sample: list[float]
     by_token: Mapping[int, Tensor] | None = None
+    returns: Mapping[int, Tensor] = field(default_factory=dict)
 
     def of_tokens(self, rows: Sequence[int], sample: Tensor, like: Tensor) -> Tensor:
         """One for each token, [K], of the samples at `rows`; sample: index into `rows` of each token, in order."""
@@ -387,6 +418,7 @@ class AdvantageConfig:
         token_rewards: Mapping[int, Tensor] | None = None,
         greedy: Sequence[bool] = (),
         sources: Sequence[str] = (),
+        values: Mapping[int, Tensor] | None = None,
     ) -> Advantages:
         """The advantages of a step. A collective for estimators over tokens, and with `token_rewards`.
 
@@ -397,6 +429,7 @@ class AdvantageConfig:
             token_rewards: for each of them rewards of its tokens, [n_i], in addition to its score.
             greedy: which samples are the baselines of their groups, [n]: they take no part but for that; empty: none.
             sources: where the prompt of each sample comes from, [n]; empty: there is but one.
+            values: the critic's, of each token of the rows, [n_i]; None: without a critic.
         """
         based = {row for row, is_greedy in enumerate(greedy) if is_greedy}
         bases = {groups[row]: score for row in based if (score := scores[row]) is not None}
@@ -416,9 +449,8 @@ class AdvantageConfig:
         )
         shaped = dict(zip(chosen, outcomes.scores, strict=True))
         if self.estimator.over_tokens is not None:
-            return self._over_tokens(
-                shaped, tokens, sorted(set(rows) & shaped.keys()), token_rewards or {}, reduce
-            )
+            mine = sorted(set(rows) & shaped.keys())
+            return self._over_tokens(shaped, tokens, mine, token_rewards or {}, values, reduce)
         if token_rewards is not None:
             added = reduce(
                 [float(token_rewards[row].sum()) if row in token_rewards else 0.0 for row in chosen]
@@ -443,6 +475,7 @@ class AdvantageConfig:
         tokens: Sequence[int],
         mine: Sequence[int],
         rewards: Mapping[int, Tensor],
+        values: Mapping[int, Tensor] | None,
         reduce: Reduce,
     ) -> Advantages:
         """A score is the reward of its sample's last token."""
@@ -453,15 +486,18 @@ class AdvantageConfig:
                 rewards[row].double() if row in rewards else torch.zeros(tokens[row], dtype=torch.float64)
             )
             whole.append(torch.cat([reward[:-1], reward[-1:] + scores[row]]))
-        found = list(self.estimator.over_tokens(whole, self.options))
+        expected = [values[row].double() for row in mine] if values is not None else []
+        found = list(self.estimator.over_tokens(TokenOutcomes(whole, expected), self.options))
+        returns = [gained + value for gained, value in zip(found, expected, strict=True)] if expected else []
         if self._whitens:
             found = whiten_tokens(found, reduce)
         if self.clip is not None:
-            found = [values.clamp(-self.clip, self.clip) for values in found]
+            found = [one.clamp(-self.clip, self.clip) for one in found]
         means = [0.0] * len(tokens)
-        for row, values in zip(mine, found, strict=True):
-            means[row] = float(values.mean())
-        return Advantages(reduce(means), dict(zip(mine, found, strict=True)))
+        for row, one in zip(mine, found, strict=True):
+            means[row] = float(one.mean())
+        by_row = dict(zip(mine, returns, strict=True)) if returns else {}
+        return Advantages(reduce(means), dict(zip(mine, found, strict=True)), by_row)
 
 
 def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:

@@ -362,6 +362,15 @@ def policy_objective(
     }
 
 
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """½ max((v − R)², (v_old + clip(v − v_old, ± c) − R)²) of each token, [K]; all [K].
+
+    Source: the clipped value loss of PPO's reference implementation (Engstrom et al., arXiv 2005.12729, §3).
+    """
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
+
+
 @dataclass(frozen=True)
 class Correction:
     """Weights of the policy loss between π_old, recomputed by the trainer, and the policy that made the tokens.

@@ -3,7 +3,7 @@
     <run_dir>/checkpoints/
       step-00000020/               complete, or it does not have this name
         model-00000.safetensors      what rank 0 held of the model (`storage`)
-        optimizer-00000.safetensors  and of the optimizer
+        optimizer-00000.safetensors  and of the optimizer; `critic-…`, `critic_optimizer-…`, `reference-…` likewise
         rng-00000.safetensors        random states of rank 0 (`rng`)
         ledger.json                  LedgerSnapshot: frontier and untrained positions
         export/                      the model for transformers, with `train.ckpt.export_safetensors`
@@ -99,6 +99,7 @@ class Manifest(_Facts):
     contents: list[str] = Field(description="train.ckpt.save_contents when it was written.")
     exported: bool
     schedule: ScheduleFacts | None
+    critic_schedule: ScheduleFacts | None = None
     data: DataFacts | None
     kl_coefficient: float | None = Field(
         default=None, description="Of the KL in the reward, as it had adapted."
@@ -134,7 +135,7 @@ def named_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def state_file(kind: str, rank: int) -> str:
-    """kind: the first part of the keys in it, `model`, `optimizer` or `reference`."""
+    """kind: the first part of the keys in it, such as `model`, `optimizer` or `critic`."""
     return f"{kind}-{rank:05d}.safetensors"
 
 

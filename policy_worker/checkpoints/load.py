@@ -17,18 +17,19 @@ from typing import Literal
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, ScheduleFacts, state_files
 from policy_worker.checkpoints.state import (
+    CRITIC,
+    CRITIC_OPTIMIZER,
     MODEL,
     OPTIMIZER,
     REFERENCE,
     load_model_state,
     load_optimizer_state,
-    load_reference_state,
     restore_rng,
 )
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.trainer import Trainer
+from policy_worker.trainer import TrainedModel, Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.prompts import PromptFile, PromptFileError
@@ -78,16 +79,18 @@ def schedule_of(facts: ScheduleFacts) -> Schedule:
     return Schedule(**facts.model_dump(exclude={"peak_lr"}))
 
 
-def schedule_differences(saved: ScheduleFacts, configured: ScheduleFacts) -> list[str]:
-    """`name: checkpoint's value, configuration's value` of each field that differs."""
+def schedule_differences(
+    saved: ScheduleFacts, configured: ScheduleFacts, section: str = "train"
+) -> list[str]:
+    """`name: checkpoint's value, configuration's value` of each field that differs; section: of the keys."""
     before, now = saved.model_dump(), configured.model_dump()
     names = {
-        "peak_lr": "train.optm_lr",
+        "peak_lr": f"{section}.optm_lr",
         "total_steps": "total steps",
-        "min_factor": "train.optm_min_lr_factor",
+        "min_factor": f"{section}.optm_min_lr_factor",
     }
     return [
-        f"{names.get(name, f'train.optm_{name}')}: {before[name]!r} in the checkpoint, {now[name]!r} configured"
+        f"{names.get(name, f'{section}.optm_{name}')}: {before[name]!r} in the checkpoint, {now[name]!r} configured"
         for name in before
         if before[name] != now[name]
     ]
@@ -161,18 +164,23 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
             check_data(manifest.data, None if rows is None else rows.at(resumption.step))
         if parts.weights == "state":
             with StateFiles(state_files(resumption.path, MODEL)) as files:
-                load_model_state(trainer, files)
+                load_model_state(trainer.model, files)
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
                 load_optimizer_state(trainer, files)
         if parts.extra and resumption.step:
             _restore_reference(resumption, trainer)
+        if parts.weights == "state" or resumption.own:
+            _restore_critic(resumption, trainer, parts.optimizer)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
     if parts.extra:
         if manifest.kl_coefficient is not None and trainer.adapts_kl:
             trainer.kl_coefficient = manifest.kl_coefficient
-        _restore_schedule(manifest, trainer, config)
+        takes = config.train.ckpt.load_schedule
+        _restore_schedule("train", manifest.schedule, trainer, takes)
+        if trainer.critic is not None:
+            _restore_schedule("critic", manifest.critic_schedule, trainer.critic, takes)
         group = trainer.group
         restore_rng(
             resumption.path, rank=group.rank, saved_world=manifest.world, seed=config.effective_seed,
@@ -193,8 +201,26 @@ def _restore_reference(resumption: Resumption, trainer: Trainer) -> None:
             f"{trainer.reset_interval} has reset it before step {resumption.step}: leave the key out, or begin the "
             f"run anew from its export"
         )
+    assert trainer.reference is not None
     with StateFiles(files) as opened:
-        load_reference_state(trainer, opened)
+        load_model_state(trainer.reference, opened, REFERENCE)
+
+
+def _restore_critic(resumption: Resumption, trainer: Trainer, optimizer: bool) -> None:
+    """The critic, where this job and the checkpoint have one; else it begins anew, and that is said."""
+    critic = trainer.critic
+    if critic is None:
+        return
+    weights, moments = (state_files(resumption.path, kind) for kind in (CRITIC, CRITIC_OPTIMIZER))
+    if not weights:
+        if trainer.group.leads:
+            log.warning("checkpoint %s holds no critic: it begins anew", resumption.path)
+        return
+    with StateFiles(weights) as files:
+        load_model_state(critic.model, files, CRITIC)
+    if optimizer and moments:
+        with StateFiles(moments) as files:
+            load_optimizer_state(critic, files, CRITIC_OPTIMIZER)
 
 
 def _check_model(manifest: Manifest, trainer: Trainer) -> None:
@@ -206,21 +232,20 @@ def _check_model(manifest: Manifest, trainer: Trainer) -> None:
         )
 
 
-def _restore_schedule(manifest: Manifest, trainer: Trainer, config: Config) -> None:
-    if manifest.schedule is None:
+def _restore_schedule(section: str, saved: ScheduleFacts | None, trained: TrainedModel, takes: bool) -> None:
+    """takes: the saved one is used, else the configured one; what differs is shown."""
+    if saved is None:
         return
-    takes = config.train.ckpt.load_schedule
-    for difference in schedule_differences(
-        manifest.schedule, schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
-    ):
-        if trainer.group.leads:
+    configured = schedule_facts(trained.schedule, trained.optimizer.peak_lr)
+    for difference in schedule_differences(saved, configured, section):
+        if trained.group.leads:
             used = "checkpoint's" if takes else "configured one"
             log.warning(
                 "%s; the %s is used (train.ckpt.load_schedule = %s)", difference, used, str(takes).lower()
             )
     if takes:
-        trainer.schedule = schedule_of(manifest.schedule)
-        trainer.optimizer.set_peak_lr(manifest.schedule.peak_lr)
+        trained.schedule = schedule_of(saved)
+        trained.optimizer.set_peak_lr(saved.peak_lr)
 
 
 def _say(resumption: Resumption, parts: Parts, trainer: Trainer) -> None:

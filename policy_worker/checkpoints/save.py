@@ -20,7 +20,7 @@ from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.export import write_export
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import Found, Manifest, checkpoints_of
+from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.state import MODEL, capture_rng, state_to_save
@@ -31,7 +31,7 @@ from policy_worker.errors import CheckpointSaveError
 from policy_worker.model.model import DTYPES
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
-from policy_worker.trainer import Trainer
+from policy_worker.trainer import TrainedModel, Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from weight_sync import HubNames
@@ -57,6 +57,10 @@ class Rhythm:
             return False
         by_epoch = self.epochs > 0 and epochs // self.epochs > epochs_before // self.epochs
         return last or by_epoch or step % self.steps == 0
+
+
+def _schedule_of(trained: TrainedModel) -> ScheduleFacts:
+    return schedule_facts(trained.schedule, trained.optimizer.peak_lr)
 
 
 class Checkpointer:
@@ -193,9 +197,8 @@ class Checkpointer:
             architecture=type(trainer.model.lm).__name__.removeprefix("FSDP"),
             contents=contents,
             exported=self._settings.export_safetensors,
-            schedule=schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
-            if "extra" in contents
-            else None,
+            schedule=_schedule_of(trainer) if "extra" in contents else None,
+            critic_schedule=_schedule_of(trainer.critic) if trainer.critic and "extra" in contents else None,
             kl_coefficient=trainer.kl_coefficient if "extra" in contents else None,
             data=None if self._data is None else self._data.at(step),
             files={},

@@ -3,6 +3,7 @@
     model.<name>                 parameters and buffers
     optimizer.<name>.<slot>      what AdamW keeps of each parameter
     reference.<name>             the reference model, where it is reset now and then
+    critic.<name>, critic_optimizer.<name>.<slot>       the same of a critic
 
 Numbers of the optimizer that are not tensors (betas, weight decay, …) are the configuration's, and are not kept.
 A reference model that is never reset is loaded from where it came from.
@@ -39,24 +40,16 @@ from torch.distributed.tensor import DTensor
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
-from policy_worker.model.model import PolicyModel
-from policy_worker.trainer import Trainer
+from policy_worker.model.model import Backbone
+from policy_worker.trainer import TrainedModel, Trainer
 from schema.util.atomic_file import usual_mode
 
 MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
+CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
 
 
-def model_state(trainer: Trainer) -> State:
+def model_state(model: Backbone, prefix: str = MODEL) -> State:
     """Parameters and buffers: those of the model itself, not copies. A tied tensor has one name."""
-    return _tensors_of(trainer.model, MODEL)
-
-
-def reference_state(trainer: Trainer) -> State:
-    """The same of the reference model; nothing where there is none."""
-    return {} if trainer.reference is None else _tensors_of(trainer.reference, REFERENCE)
-
-
-def _tensors_of(model: PolicyModel, prefix: str) -> State:
     named = (name for name, _ in model.named_parameters(remove_duplicate=False))
     aliases = set(named) - {name for name, _ in model.named_parameters()}
     return {
@@ -66,67 +59,66 @@ def _tensors_of(model: PolicyModel, prefix: str) -> State:
     }
 
 
-def optimizer_state(trainer: Trainer) -> State:
+def optimizer_state(trained: TrainedModel, prefix: str = OPTIMIZER) -> State:
     """What the optimizer keeps; zeros before its first step."""
-    adamw = trainer.optimizer.adamw
+    adamw = trained.optimizer.adamw
     fresh = not adamw.state
-    found = get_optimizer_state_dict(trainer.model, adamw)
+    found = get_optimizer_state_dict(trained.model, adamw)
     # Torch has made the state by a step at a learning rate of 0, and counted it: the next is the first.
     if fresh:
         for slots in adamw.state.values():
             slots["step"].zero_()
-        found = get_optimizer_state_dict(trainer.model, adamw)
-    return _flatten(found["state"])
+        found = get_optimizer_state_dict(trained.model, adamw)
+    return _flatten(found["state"], prefix)
 
 
-def _flatten(slots: dict[str, dict[str, Any]]) -> State:
+def _flatten(slots: dict[str, dict[str, Any]], prefix: str) -> State:
     return {
-        f"{OPTIMIZER}.{name}.{slot}": value
+        f"{prefix}.{name}.{slot}": value
         for name, values in slots.items()
         for slot, value in values.items()
         if isinstance(value, Tensor)
     }
 
 
-def state_to_save(trainer: Trainer, kinds: Collection[str]) -> dict[str, State]:
+def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, State]:
     """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write.
 
-    A reference model that is reset comes with `extra`.
+    A reference model that is reset comes with `extra`; a critic always, since no export holds it, and its optimizer
+    with that of the policy.
     """
-    makers = {MODEL: model_state, OPTIMIZER: optimizer_state}
-    if "extra" in kinds and trainer.reset_interval:
-        makers[REFERENCE], kinds = reference_state, {*kinds, REFERENCE}
+    found: dict[str, State] = {}
+    if MODEL in contents:
+        found[MODEL] = model_state(trainer.model)
+    if OPTIMIZER in contents:
+        found[OPTIMIZER] = optimizer_state(trainer)
+    if "extra" in contents and trainer.reset_interval and trainer.reference:
+        found[REFERENCE] = model_state(trainer.reference, REFERENCE)
+    if trainer.critic is not None:
+        found[CRITIC] = model_state(trainer.critic.model, CRITIC)
+        if OPTIMIZER in contents:
+            found[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
     return {
-        kind: {k: v for k, v in make(trainer).items() if trainer.group.leads or isinstance(v, DTensor)}
-        for kind, make in makers.items()
-        if kind in kinds
+        kind: {k: v for k, v in state.items() if trainer.group.leads or isinstance(v, DTensor)}
+        for kind, state in found.items()
     }
 
 
-def load_model_state(trainer: Trainer, files: StateFiles) -> None:
+def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) -> None:
     """Raises `CheckpointError`: the weights are of another model."""
-    state = model_state(trainer)
-    _load(files, state, MODEL)
-    loaded = {key.removeprefix(f"{MODEL}."): tensor for key, tensor in state.items()}
-    set_model_state_dict(trainer.model, get_model_state_dict(trainer.model) | loaded)
+    state = model_state(model, prefix)
+    _load(files, state, prefix)
+    loaded = {key.removeprefix(f"{prefix}."): tensor for key, tensor in state.items()}
+    set_model_state_dict(model, get_model_state_dict(model) | loaded)
 
 
-def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
-    """Raises `CheckpointError`: the weights are of another model."""
-    state = reference_state(trainer)
-    _load(files, state, REFERENCE)
-    loaded = {key.removeprefix(f"{REFERENCE}."): tensor for key, tensor in state.items()}
-    assert trainer.reference is not None
-    set_model_state_dict(trainer.reference, get_model_state_dict(trainer.reference) | loaded)
-
-
-def load_optimizer_state(trainer: Trainer, files: StateFiles) -> None:
+def load_optimizer_state(trained: TrainedModel, files: StateFiles, prefix: str = OPTIMIZER) -> None:
     """Raises `CheckpointError`: the state is of another model."""
-    found = get_optimizer_state_dict(trainer.model, trainer.optimizer.adamw)
-    state = _flatten(found["state"])
-    _load(files, state, OPTIMIZER)
-    set_optimizer_state_dict(trainer.model, trainer.optimizer.adamw, found)
-    trainer.optimizer.apply_settings()
+    found = get_optimizer_state_dict(trained.model, trained.optimizer.adamw)
+    state = _flatten(found["state"], prefix)
+    _load(files, state, prefix)
+    set_optimizer_state_dict(trained.model, trained.optimizer.adamw, found)
+    trained.optimizer.apply_settings()
 
 
 def _load(files: StateFiles, state: State, prefix: str) -> None:
@@ -134,9 +126,10 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
     wrong = differences(saved, state)
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        words, section = prefix.replace("_", "'s "), "critic" if prefix.startswith(CRITIC) else "policy"
         raise CheckpointError(
-            f"its {prefix} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
-            f"from with policy.model_name_or_path"
+            f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
+            f"from with {section}.model_name_or_path"
         )
     files.load(state)
 

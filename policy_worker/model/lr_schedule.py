@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from schema.config.sections.optimizer import OptimizerKeys
+
 DecayType = Literal["linear", "cosine", "sqrt", "none", "wsd"]
 
 _REMAINING: Mapping[str, Callable[[float], float]] = {
@@ -51,6 +53,18 @@ class Schedule:
     decay_ratio: float | None = None
     decay_type: DecayType | None = None
     min_factor: float = 0.0
+
+    @staticmethod
+    def of_config(keys: OptimizerKeys, total_steps: int) -> Schedule:
+        """As `[train]` or `[critic]` has it."""
+        return Schedule(
+            total_steps=total_steps,
+            warmup_steps=keys.optm_warmup_steps,
+            warmup_start_factor=keys.optm_warmup_start_factor,
+            decay_ratio=keys.optm_decay_ratio,
+            decay_type=keys.optm_decay_type,
+            min_factor=keys.optm_min_lr_factor,
+        )
 
     @property
     def warmup(self) -> int:

@@ -1,16 +1,17 @@
-"""The model that is trained: a transformers causal LM, asked for log-probs of given tokens instead of logits."""
+"""The models that are trained: a transformers causal LM, asked for log-probs of given tokens instead of logits; and a
+critic, its like with one number for each position in the place of logits."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
@@ -19,6 +20,7 @@ from policy_worker.model.logprobs import Beside, TokenOutputs, token_kl, token_l
 from policy_worker.model.micro_batch import MicroBatch
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.config.sections.model_keys import ModelKeys
 
 log = logging.getLogger(__name__)
 
@@ -27,29 +29,13 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.0
 """Largest difference of two ways to the same logits: far above rounding, far below a softcap or a leak."""
 
 
-class PolicyModel(nn.Module):
-    """`forward` is the one way in: sharding strategies hook on to it."""
+class Backbone(nn.Module):
+    """A transformers model up to its last hidden states; `forward` of its kinds is the one way in, since sharding
+    strategies hook on to it."""
 
-    def __init__(self, lm: PreTrainedModel, dropout: dict[str, float] | None = None) -> None:
-        """dropout: what the model's configuration said before it was switched off, for the export."""
+    def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
-        self.dropout = dropout or {}
-
-    def forward(
-        self,
-        batch: MicroBatch,
-        temperature: float = 1.0,
-        beside: Beside | None = None,
-        with_hidden: bool = False,
-    ) -> TokenOutputs:
-        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
-        hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
-        picked = hidden.flatten(0, 1).index_select(0, batch.index)
-        found = token_logprobs(picked, self._head(), batch.labels, temperature)
-        if beside is not None:
-            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
-        return found._replace(hidden=picked) if with_hidden else found
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = ()) -> Tensor:
         """[R, L, D]. No mask and no cache: sequences in a row are kept apart by blocks, or by their positions."""
@@ -59,18 +45,15 @@ class PolicyModel(nn.Module):
         )
         return cast(Tensor, outputs.last_hidden_state)
 
+    def _picked(self, batch: MicroBatch) -> Tensor:
+        """The states that predict the batch's K labels, [K, D]."""
+        hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
+        return hidden.flatten(0, 1).index_select(0, batch.index)
+
     @property
     def takes_blocks(self) -> bool:
         """Whether its attention takes blocks (see `attention`)."""
         return bool(self.lm.config._attn_implementation == attention.NAME)
-
-    def whole_head(self) -> Tensor:
-        """The output matrix on this rank, wherever its parts are. A collective if it is sharded."""
-        weight = self._head()
-        return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
-
-    def _head(self) -> Tensor:
-        return cast(Tensor, self.lm.get_output_embeddings().weight)
 
     @property
     def vocabulary(self) -> int:
@@ -90,6 +73,53 @@ class PolicyModel(nn.Module):
                 f"{type(self.lm).__name__} does not name its decoder layers: it cannot be sharded"
             )
         return layers
+
+
+class ValueModel(Backbone):
+    """A critic: what it expects the tokens after a position to earn, one number for each. At first it expects 0."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(lm)
+        embeddings = lm.get_input_embeddings().weight
+        width = lm.config.get_text_config().hidden_size
+        self.value_head = nn.Parameter(torch.zeros(width, dtype=embeddings.dtype))
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64)."""
+        picked = self._picked(batch)
+        accurate = torch.promote_types(picked.dtype, torch.float32)
+        return picked.to(accurate) @ self.value_head.to(accurate)
+
+
+class PolicyModel(Backbone):
+    """The policy, a reference model, or any other of whose tokens log-probs are asked for."""
+
+    def __init__(self, lm: PreTrainedModel, dropout: dict[str, float] | None = None) -> None:
+        """dropout: what the model's configuration said before it was switched off, for the export."""
+        super().__init__(lm)
+        self.dropout = dropout or {}
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        beside: Beside | None = None,
+        with_hidden: bool = False,
+    ) -> TokenOutputs:
+        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
+        picked = self._picked(batch)
+        found = token_logprobs(picked, self._head(), batch.labels, temperature)
+        if beside is not None:
+            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
+        return found._replace(hidden=picked) if with_hidden else found
+
+    def whole_head(self) -> Tensor:
+        """The output matrix on this rank, wherever its parts are. A collective if it is sharded."""
+        weight = self._head()
+        return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+
+    def _head(self) -> Tensor:
+        return cast(Tensor, self.lm.get_output_embeddings().weight)
 
 
 def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:
@@ -123,13 +153,57 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
         what = f"reference.model_name_or_path = {name!r}"
     if weights is not None:
         what = f"the export {weights} as a model of {what}"
-    trust = config.policy.trust_remote_code
     dtype = DTYPES[config.train.param_dtype if reference else config.train.master_dtype]
-    _import_modules(config)
+    _import_modules("policy", config.policy, config.policy.model_name_or_path)
+    trust = config.policy.trust_remote_code
+    lm, dropout, surplus = _load(AutoModelForCausalLM, what, name, revision, trust, dtype, weights)
+    if weights is not None and surplus:
+        raise SettingsError(f"{what} has weights that this model does not: {', '.join(surplus[:5])}, …")
+    recompute = config.policy.model_gradient_checkpointing and not reference
+    return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
+
+
+def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
+    """The model of `[critic]` on the CPU, in `critic.master_dtype`, ready to train; its value head begins at 0.
+
+    Raises:
+        SettingsError: as `load_model`, or it reads other tokens than the policy writes.
+    """
+    critic, mine = config.critic, config.policy
+    own = critic.model_name_or_path not in (None, mine.model_name_or_path)
+    name = str(critic.model_name_or_path) if own else mine.model_name_or_path
+    revision = critic.model_revision if own else critic.model_revision or mine.model_revision
+    what = f"{'critic' if own else 'policy'}.model_name_or_path = {name!r}"
+    trust = critic.trust_remote_code or (mine.trust_remote_code and not own)
+    _import_modules("critic", critic, name)
+    lm, _, _ = _load(AutoModel, what, name, revision, trust, DTYPES[critic.master_dtype])
+    model = ValueModel(lm)
+    if model.vocabulary != policy.vocabulary:
+        raise SettingsError(
+            f"{what} has {model.vocabulary} tokens, and policy.model_name_or_path = {mine.model_name_or_path!r} has "
+            f"{policy.vocabulary}: a critic reads what the policy writes; choose a model of the same tokenizer"
+        )
+    prepare_model(model, packed=config.train.sequence_packing, recompute=critic.model_gradient_checkpointing)
+    return model
+
+
+def _load(
+    auto: type[AutoModel | AutoModelForCausalLM],
+    what: str,
+    name: str,
+    revision: str | None,
+    trust: bool,
+    dtype: torch.dtype,
+    weights: str | None = None,
+) -> tuple[PreTrainedModel, dict[str, float], list[str]]:
+    """A transformers model; the dropout that its configuration had; names of weights that it has no use for.
+
+    weights: where they are, if not where the configuration is. Raises `SettingsError` that begins with `what`.
+    """
     try:
         model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
         dropout = _disable_dropout(model_config)
-        lm, loaded = AutoModelForCausalLM.from_pretrained(
+        lm, loaded = auto.from_pretrained(
             name if weights is None else weights,
             revision=revision if weights is None else None,
             trust_remote_code=trust,
@@ -142,32 +216,30 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
     missing = sorted(loaded["missing_keys"])
     if missing:  # transformers would fill them with random numbers
         raise SettingsError(f"{what} lacks weights: {', '.join(missing[:5])}, …")
-    surplus = sorted(loaded["unexpected_keys"])
-    if weights is not None and surplus:
-        raise SettingsError(f"{what} has weights that this model does not: {', '.join(surplus[:5])}, …")
-    recompute = config.policy.model_gradient_checkpointing and not reference
-    return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
+    return lm, dropout, sorted(loaded["unexpected_keys"])
 
 
-def _import_modules(config: Config) -> None:
+def _import_modules(section: str, keys: ModelKeys, name: str) -> None:
     try:
-        import_external(config.policy.external_modules)
+        import_external(keys.external_modules)
     except ExternalModuleError as error:
         raise SettingsError(str(error)) from error
-    if config.policy.trust_remote_code:
-        log.warning(
-            "policy.trust_remote_code = true: code of %s may run here", config.policy.model_name_or_path
-        )
+    if keys.trust_remote_code:
+        log.warning("%s.trust_remote_code = true: code of %s may run here", section, name)
 
 
-def prepare_model(model: PolicyModel, *, packed: bool, recompute: bool) -> PolicyModel:
+AnyModel = TypeVar("AnyModel", bound=Backbone)
+
+
+def prepare_model(model: AnyModel, *, packed: bool, recompute: bool) -> AnyModel:
     """Prove that the shortcuts of this trainer are right for this architecture, and switch it to training.
 
     Raises:
         SettingsError: they are not.
     """
     lm = model.lm.eval()
-    _check_head(model)
+    if isinstance(model, PolicyModel):
+        _check_head(model)
     _use_blocks(model)
     if packed and not model.takes_blocks:
         _check_packing(model)
@@ -201,7 +273,7 @@ def _check_head(model: PolicyModel) -> None:
 
 
 @torch.no_grad()
-def _use_blocks(model: PolicyModel) -> None:
+def _use_blocks(model: Backbone) -> None:
     """Let the model's attention take blocks, if it then computes the same."""
     lm, usual = model.lm, model.lm.config._attn_implementation
     ids, positions = _probe(model, 8)
@@ -223,7 +295,7 @@ def _use_blocks(model: PolicyModel) -> None:
 
 
 @torch.no_grad()
-def _check_packing(model: PolicyModel) -> None:
+def _check_packing(model: Backbone) -> None:
     """State-space and convolution layers carry state across sequences in a row, positions or not."""
     ids, positions = _probe(model, 8)
     packed = model._hidden(ids.repeat(1, 2), positions.repeat(1, 2))[:, 8:]
@@ -233,12 +305,12 @@ def _check_packing(model: PolicyModel) -> None:
     )  # fmt: skip
 
 
-def _probe(model: PolicyModel, length: int) -> tuple[Tensor, Tensor]:
+def _probe(model: Backbone, length: int) -> tuple[Tensor, Tensor]:
     ids = torch.arange(1, length + 1)[None] * 7919 % model.vocabulary
     return ids, torch.arange(length)[None]
 
 
-def _compare(model: PolicyModel, found: Tensor, expected: Tensor, fault: str) -> None:
+def _compare(model: Backbone, found: Tensor, expected: Tensor, fault: str) -> None:
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0)
     if not error <= PROBE_TOLERANCE[expected.dtype]:
         raise SettingsError(

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from policy_worker.errors import NonFiniteGradientError, SettingsError
-from schema.config import TrainingConfig
+from schema.config.sections.optimizer import OptimizerKeys
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """`[train]`'s optimizer keys; grad_norm_clip 0: gradients are not clipped."""
+    """The optimizer keys of `[train]` or `[critic]`; grad_norm_clip 0: gradients are not clipped."""
 
     lr: float
     betas: tuple[float, float]
@@ -28,17 +28,17 @@ class OptimizerSettings:
     grad_norm_clip: float
 
     @staticmethod
-    def of_config(train: TrainingConfig) -> OptimizerSettings:
+    def of_config(keys: OptimizerKeys) -> OptimizerSettings:
         def single(value: object) -> object:
             return value[0] if isinstance(value, list) else value
 
         return OptimizerSettings(
-            lr=float(single(train.optm_lr)),  # type: ignore[arg-type]
-            betas=(train.optm_betas[0], train.optm_betas[1]),
-            epsilon=train.epsilon,
-            weight_decay=train.optm_weight_decay,
-            impl=str(single(train.optm_impl)),
-            grad_norm_clip=train.optm_grad_norm_clip,
+            lr=float(single(keys.optm_lr)),  # type: ignore[arg-type]
+            betas=(keys.optm_betas[0], keys.optm_betas[1]),
+            epsilon=keys.epsilon,
+            weight_decay=keys.optm_weight_decay,
+            impl=str(single(keys.optm_impl)),
+            grad_norm_clip=keys.optm_grad_norm_clip,
         )
 
 

@@ -25,24 +25,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.model.model import DTYPES, AnyModel
 from policy_worker.parallel.mesh import DP_REPLICATE, DP_SHARD
-from schema.config import TrainingConfig
+from schema.config.sections.optimizer import PrecisionKeys
 
 
-def needs_sharding(data_ranks: int, train: TrainingConfig) -> bool:
+def needs_sharding(data_ranks: int, keys: PrecisionKeys) -> bool:
     """Whether there is anything for FSDP2 to do."""
-    return data_ranks > 1 or train.param_dtype != train.master_dtype
+    return data_ranks > 1 or keys.param_dtype != keys.master_dtype
 
 
 def apply_fsdp(
-    model: PolicyModel,
-    mesh: DeviceMesh,
-    train: TrainingConfig,
-    *,
-    frozen: bool = False,
-    offload: bool = False,
-) -> PolicyModel:
+    model: AnyModel, mesh: DeviceMesh, keys: PrecisionKeys, *, frozen: bool = False, offload: bool = False
+) -> AnyModel:
     """Shard `model` in place over the mesh's data dimensions, and move it to the mesh's device.
 
     frozen: nothing of it trains, so it is gathered for its forward alone. offload: between its forwards its weights
@@ -50,11 +45,11 @@ def apply_fsdp(
     """
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[train.param_dtype], reduce_dtype=DTYPES[train.fsdp_reduce_dtype]
+        param_dtype=DTYPES[keys.param_dtype], reduce_dtype=DTYPES[keys.fsdp_reduce_dtype]
     )
     # The root is used last in forward and first in backward: only "always" frees it in between.
-    layers_reshard = frozen or train.fsdp_reshard_after_forward != "never"
-    root_reshard = frozen or train.fsdp_reshard_after_forward == "always"
+    layers_reshard = frozen or keys.fsdp_reshard_after_forward != "never"
+    root_reshard = frozen or keys.fsdp_reshard_after_forward == "always"
     names = mesh.mesh_dim_names or ()
     shards = mesh[DP_REPLICATE, DP_SHARD] if DP_REPLICATE in names else mesh[DP_SHARD]
     for layer in model.decoder_layers():

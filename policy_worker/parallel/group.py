@@ -44,6 +44,7 @@ class Group:
         _initialise(environment, self.device)
         self.sizes = MeshSizes(dp_shard=self.world)
         self._mesh: DeviceMesh | None = None
+        self._second_mesh: DeviceMesh | None = None
         self._control: Any = None
         self._unit: Any = None
         self.set_control_timeout(control_timeout)
@@ -68,13 +69,15 @@ class Group:
         """Whether this is the rank that fetches and counts for its share of a batch."""
         return self.sizes.unit(self.rank)[0] == self.rank
 
-    def second_device(self) -> torch.device:
+    def other_device(self, role: int) -> torch.device:
         """Of the devices after those of all ranks here that of this data rank; the CPU on a machine without GPUs.
+
+        role: 1 for the first role with devices of its own, 2 for the next one.
 
         Raises:
             SettingsError: there are fewer.
         """
-        return pick_device(self._ranks_here + self.data_rank)
+        return pick_device(self._ranks_here + (role - 1) * self.data_ranks + self.data_rank)
 
     def set_control_timeout(self, seconds: float) -> None:
         """A collective, before `arrange`; called by all ranks with the same value."""
@@ -96,6 +99,11 @@ class Group:
         """The one mesh of all ranks. A collective when it is asked for first."""
         self._mesh = self._mesh or device_mesh(self.sizes, self.device.type)
         return self._mesh
+
+    def second_mesh(self) -> DeviceMesh:
+        """The same over other devices, by process groups of its own. A collective when it is asked for first."""
+        self._second_mesh = self._second_mesh or device_mesh(self.sizes, self.device.type)
+        return self._second_mesh
 
     def lead(self, decide: Callable[[], Any]) -> Any:
         """Rank 0 decides, all ranks get the answer (a JSON value). An error of rank 0's ends all of them.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -105,6 +105,7 @@ def plan_step(
     idle: Collection[int] = (),
     dealt: Sequence[int] | None = None,
     alike: Sequence[int] | None = None,
+    owners: Mapping[int, int] | None = None,
 ) -> list[MiniBatch]:
     """Cut a step.
 
@@ -116,6 +117,7 @@ def plan_step(
         dealt: the rows that mini-batches are made of, each counting or not; None: all.
         alike: a number of each row, [n]; rows with the same one are computed together as far as it goes. None: by
             length alone.
+        owners: the data rank of each row, where that is settled (see `owners_of`).
 
     Raises:
         SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
@@ -129,8 +131,21 @@ def plan_step(
             rows = sorted(row for row in order[start : start + size] if counts[row])
             if rows:
                 computed = [row for row in rows if row not in idle] or rows[:1]
-                plan.append(MiniBatch(rows, _cut(computed, tokens, data_ranks, batching, alike)))
+                shares = _shares(computed, tokens, data_ranks, batching.balance, alike)
+                if owners is not None:
+                    shares = [[row for row in computed if owners[row] == rank] for rank in range(data_ranks)]
+                cut = [micro_batches(share, tokens, batching, alike) for share in shares]
+                plan.append(MiniBatch(rows, _equally_many(cut)))
     return plan
+
+
+def owners_of(plan: Sequence[MiniBatch]) -> dict[int, int]:
+    """For each row that is computed the first data rank that trains on it."""
+    found: dict[int, int] = {}
+    for rank in range(len(plan[0].ranks) if plan else 0):
+        for row in rows_of(plan, rank):
+            found.setdefault(row, rank)
+    return found
 
 
 def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
@@ -149,16 +164,15 @@ def plan_pass(
     return _equally_many([micro_batches(rows_of(plan, rank), tokens, batching, alike) for rank in ranks])
 
 
-def _cut(
-    rows: Rows, tokens: Sequence[int], data_ranks: int, batching: Batching, alike: Sequence[int] | None
-) -> list[list[Rows]]:
-    if batching.balance:
-        units = _units(rows, alike)
-        few = len(units) < LEAST_UNITS * data_ranks
-        shares = _longest_first([[row] for row in rows] if few else units, tokens, data_ranks)
-    else:
-        shares = equal_shares(rows, data_ranks)
-    return _equally_many([micro_batches(share, tokens, batching, alike) for share in shares])
+def _shares(
+    rows: Rows, tokens: Sequence[int], data_ranks: int, balance: bool, alike: Sequence[int] | None
+) -> list[Rows]:
+    """The rows of each data rank."""
+    if not balance:
+        return equal_shares(rows, data_ranks)
+    units = _units(rows, alike)
+    few = len(units) < LEAST_UNITS * data_ranks
+    return _longest_first([[row] for row in rows] if few else units, tokens, data_ranks)
 
 
 def _units(rows: Rows, alike: Sequence[int] | None) -> list[Rows]:

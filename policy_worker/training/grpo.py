@@ -1,8 +1,9 @@
 """Group-relative policy optimisation: one training step, as the papers write it.
 
     the table of the step, the payloads of this rank
-    log-probs of the reference model, r_i −= β Σ_t KL_t
+    log-probs of the reference model, r_i −= β Σ_t KL_t; values of the critic
     advantages, such as A_i = (r_i − mean) / std in each group
+    the critic's own optimizer steps (see `critic`), alone while it warms up
     for each mini-batch of the step (mu passes):
         L = Σ over its tokens of w · [ −min(ρA, clip(ρ)A) − c_H H + β KL ] + likelihood of positive samples
         clip the gradient, AdamW
@@ -52,6 +53,7 @@ from policy_worker.training.batch_plan import (
     spared_tokens,
 )
 from policy_worker.training.batch_source import Batches, DataEnded, counts
+from policy_worker.training.critic import RETURN, VALUE, CriticTraining
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
 from schema.util.own_code import is_own
@@ -102,6 +104,8 @@ class Grpo:
         self._masks = SampleMasks(**config.grpo.sample_masks.model_dump())
         self._cap = config.grpo.rollout_correction.cap
         self._min_prefix = config.grpo.min_filter_prefix_tokens
+        self._critic = CriticTraining(config, trainer.critic, self._batching) if trainer.critic else None
+        self._warmup = config.critic.warmup_steps if self._critic else 0
         self._skips_idle = (
             not config.train.metrics_of_all_samples
             and self._loss.vanishes_with_advantage
@@ -154,6 +158,7 @@ class Grpo:
             self._token_rewards(samples, kl := self._kl(samples, columns)),
             table.baseline,
             table.source,
+            values := self._critic.values(table, samples, plan, alike) if self._critic else None,
         )
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
@@ -163,27 +168,19 @@ class Grpo:
         metrics.facts |= {
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }
+        if self._critic and values is not None:
+            counted = [one and row not in masked for row, one in enumerate(learned)]
+            by_row = {VALUE: values, RETURN: advantages.returns}
+            metrics.facts |= self._critic.train_on(table, samples, plan, counted, by_row, alike)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
-        normed = [(mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan]
-        # A mini-batch whose tokens are all left out makes no optimizer step.
-        for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
-            for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
-                out = trainer.forward(
-                    batch, self._temperature, head if self._loss.kl_type == "full" else None
-                )
-                kept.add(batch, out.logprobs)
-                with span("loss"):
-                    facts = policy_tokens(out, batch, table, tokens, advantages, self._correction)
-                    loss, parts = policy_objective(facts, norm, self._loss)
-                trainer.backward(loss)
-                metrics.add(parts)
-                if number == 0:
-                    metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
-            metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
+        warms_up = table.step < self._warmup
+        if not warms_up:
+            self._learn(table, samples, plan, columns, head, advantages, tokens, metrics, kept)
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
         metrics.facts |= self._reward_kl(kl)
-        self.kept = kept.gather(trainer.group, advantages.by_sample, idle)
+        uncomputed = range(table.n_samples) if warms_up else idle
+        self.kept = kept.gather(trainer.group, advantages.by_sample, uncomputed)
         if kept.cut and trainer.group.leads and not self._said_cut:
             self._said_cut = True
             log.warning(
@@ -193,7 +190,35 @@ class Grpo:
                 table.step,
                 self._wanted,
             )
-        return {**metrics.reduce(trainer.group), "lr": trainer.lr(table.step)}
+        return {**metrics.reduce(trainer.group), "lr": 0.0 if warms_up else trainer.lr(table.step)}
+
+    def _learn(
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        columns: Columns,
+        head: Tensor | None,
+        advantages: Advantages,
+        tokens: Sequence[int],
+        metrics: StepMetrics,
+        kept: KeptSamples,
+    ) -> None:
+        """One optimizer step per mini-batch; one whose tokens are all left out makes none."""
+        trainer, beside = self._trainer, head if self._loss.kl_type == "full" else None
+        normed = ((mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan)
+        for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
+            for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
+                out = trainer.forward(batch, self._temperature, beside)
+                kept.add(batch, out.logprobs)
+                with span("loss"):
+                    facts = policy_tokens(out, batch, table, tokens, advantages, self._correction)
+                    loss, parts = policy_objective(facts, norm, self._loss)
+                trainer.backward(loss)
+                metrics.add(parts)
+                if number == 0:
+                    metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
+            metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
 
     def rows_needed(self, table: StepTable) -> Sequence[int]:
         """The rows of a table whose payloads this rank needs. Of the table alone, so any thread may ask."""
@@ -402,7 +427,7 @@ def advantage_config(config: GrpoConfig) -> AdvantageConfig:
     """How advantages are made as the configuration has it. Raises `SettingsError` for an unknown estimator."""
     return AdvantageConfig(
         estimator_of(config.advantage_estimator),
-        Options(config.unbiased_advantage, config.gamma),
+        Options(config.unbiased_advantage, config.gamma, config.gae_lambda),
         Shaping(config.reward_shaping.center, config.reward_shaping.scale, config.reward_shaping.clip),
         whiten=config.whiten_advantages,
         clip=config.advantage_clip,

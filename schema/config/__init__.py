@@ -9,6 +9,7 @@ from schema.config.paths import local_path
 from schema.config.problem import ConfigError, Problem
 from schema.config.root import Config
 from schema.config.rules import check_rules, check_warnings
+from schema.config.sections.critic import CriticConfig
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
 from schema.config.sections.policy import PolicyConfig
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DatasetConfig",
     "EvaluationConfig",
     "GrpoConfig",

@@ -31,13 +31,12 @@ class Estimator:
 
     alone: what the only sample of a prompt gets, of an estimator that compares the samples of a prompt; else empty.
     options: the keys of `[train.train_policy]` that it reads. greedy: whether each group has one more sample, drawn
-    greedily and not trained, whose score it reads. built: whether this build has it.
+    greedily and not trained, whose score it reads.
     """
 
     alone: str = ""
     options: tuple[str, ...] = ()
     greedy: bool = False
-    built: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,14 @@ class Loss:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(alone="its raw score", options=("unbiased_advantage",), built=True),
-    "rloo": Estimator(alone="its raw score", built=True),
-    "reinforce_plus_plus": Estimator(options=("gamma",), built=True),
-    "reinforce_plus_plus_baseline": Estimator(alone="its raw score", built=True),
-    "opo": Estimator(alone="always zero", built=True),
-    "remax": Estimator(greedy=True, built=True),
-    "gpg": Estimator(alone="always zero", built=True),
-    "pass_at_k": Estimator(
-        alone="a second best that does not exist", options=("unbiased_advantage",), built=True
-    ),
+    "grpo": Estimator(alone="its raw score", options=("unbiased_advantage",)),
+    "rloo": Estimator(alone="its raw score"),
+    "reinforce_plus_plus": Estimator(options=("gamma",)),
+    "reinforce_plus_plus_baseline": Estimator(alone="its raw score"),
+    "opo": Estimator(alone="always zero"),
+    "remax": Estimator(greedy=True),
+    "gpg": Estimator(alone="always zero"),
+    "pass_at_k": Estimator(alone="a second best that does not exist", options=("unbiased_advantage",)),
     "gae": Estimator(options=("gamma", "gae_lambda")),
 }
 LOSSES: dict[str, Loss] = {
@@ -74,6 +71,3 @@ LOSSES: dict[str, Loss] = {
     "geo_mean": Loss(clips="sequences", loss_type="seq-mean-token-mean"),
     "sapo": Loss(clips="nothing"),
 }
-OWN_CODE = "path/to/file.py:function"
-"""Among the values that a key takes: any name of this form."""
-BUILT_ESTIMATORS = (*(name for name, row in ESTIMATORS.items() if row.built), OWN_CODE)

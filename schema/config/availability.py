@@ -15,13 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from schema.config.algorithms import OWN_CODE
 from schema.config.key import facts_of
 from schema.config.loading.explain import section_classes
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.util.own_code import is_own
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,6 @@ def _owner(config: Config, key: str) -> tuple[Any, str]:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    if neutral == OWN_CODE and isinstance(value, str) and is_own(value):
-        return True
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 

@@ -76,14 +76,23 @@ def rollout_layout(config: Config) -> RoleLayout:
 
 def reference_layout(config: Config) -> RoleLayout | None:
     """The reference model where it has devices of its own: one for each data rank of the policy."""
-    policy, listed = policy_layout(config), config.placement.reference
-    if not (config.has_reference and listed) or sorted(flat(listed)) == sorted(policy.devices):
+    return _next_to_policy(config, "reference", config.placement.reference) if config.has_reference else None
+
+
+def critic_layout(config: Config) -> RoleLayout | None:
+    """The critic, likewise."""
+    return _next_to_policy(config, "critic", config.placement.critic) if config.has_critic else None
+
+
+def _next_to_policy(config: Config, name: str, listed: Devices) -> RoleLayout | None:
+    policy = policy_layout(config)
+    if not listed or sorted(flat(listed)) == sorted(policy.devices):
         return None
     shards = policy.shards
     if shards is None and policy.listed:
         shards = max(1, len(policy.devices) // (policy.replicas * policy.unit))
     copies = config.policy.parallelism.dp_replicate_size
-    return RoleLayout("reference", policy.replicas, copies, shards, listed, "policy")
+    return RoleLayout(name, policy.replicas, copies, shards, listed, "policy")
 
 
 def layouts(config: Config) -> list[RoleLayout]:
@@ -91,10 +100,14 @@ def layouts(config: Config) -> list[RoleLayout]:
     return [policy_layout(config), *([rollout_layout(config)] if config.is_grpo else [])]
 
 
+def apart_layouts(config: Config) -> list[RoleLayout]:
+    """The models of the policy's processes that have devices of their own, in the order of their devices."""
+    return [layout for layout in (reference_layout(config), critic_layout(config)) if layout]
+
+
 def placed_roles(config: Config) -> list[RoleLayout]:
-    """Those, and a reference model that has devices of its own."""
-    reference = reference_layout(config)
-    return [*layouts(config), *([reference] if reference else [])]
+    """Everything that has devices."""
+    return [*layouts(config), *apart_layouts(config)]
 
 
 def _unit(mesh: ParallelismConfig) -> int:

@@ -81,12 +81,14 @@ def read_facts(name: str, revision: str | None, override: Mapping[str, Any]) -> 
     return _facts(name, data, text)
 
 
-def config_file(name: str, revision: str | None, env: Mapping[str, str] = os.environ) -> Path | None:
-    """The config.json of a local model, or of a hub model that the local cache (`env` says where) holds."""
+def config_file(
+    name: str, revision: str | None, env: Mapping[str, str] = os.environ, file: str = "config.json"
+) -> Path | None:
+    """A file of a local model, or of a hub model that the local cache (`env` says where) holds."""
     path = local_path(name)
     folder = _cached(name, revision or "main", env) if path is None else path
-    file = None if folder is None else folder / "config.json"
-    return file if file is not None and is_file(file) else None
+    found = None if folder is None else folder / file
+    return found if found is not None and is_file(found) else None
 
 
 def _cached(name: str, revision: str, env: Mapping[str, str]) -> Path | None:

@@ -44,7 +44,15 @@ class Config(Section):
     policy: PolicyConfig = cosmos_key(PolicyConfig, "The model that is trained.")
     rollout: RolloutConfig = cosmos_key(RolloutConfig, "Generation of answers.")
     reference: ReferenceConfig = key(ReferenceConfig, "The frozen model of the KL terms.")
-    critic: CriticConfig = key(CriticConfig, "The value model.", unbuilt="a critic")
+    critic: CriticConfig = key(
+        CriticConfig,
+        "The value model.",
+        only="grpo",
+        inside={
+            "model_revision": "refusal: A revision of a critic in a local directory, which has none.",
+            "trust_remote_code": "file: Code that comes with the critic's model.",
+        },
+    )
     reward_model: RewardModelConfig = key(
         RewardModelConfig, "A model that scores answers.", unbuilt="a reward model"
     )
@@ -90,6 +98,11 @@ class Config(Section):
     def has_reference(self) -> bool:
         """Whether a KL term needs the reference model."""
         return self.is_grpo and (self.grpo.kl_beta > 0.0 or self.grpo.kl_in_reward.beta > 0.0)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained next to the policy."""
+        return self.is_grpo and self.critic.enable
 
     @property
     def sft(self) -> SFTDataConfig:

@@ -13,7 +13,7 @@ from typing import Any
 from schema.config.keys import leaf_keys, observable
 from schema.config.root import Config
 
-READ = ("train.", "policy.", "reference.", "rollout.sampling_config.temperature")
+READ = ("train.", "policy.", "reference.", "critic.", "rollout.sampling_config.temperature")
 
 
 def changes_numbers(key: str) -> bool:

@@ -94,6 +94,8 @@ watch(
     },
 )
 watch(processes, changed(vllm, {"train.train_policy.kl_beta": 0.1}), {"placement.reference": ([2], [3])})
+gae = {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}
+watch(processes, changed(vllm, gae), {"placement.critic": ([2], [3])})
 watch(processes, changed(vllm, {"policy.parallelism.dp_shard_size": -1}), {"placement.gpus_per_node": (2, 4)})
 watch(
     processes,

@@ -9,10 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from schema.config import UNAVAILABLE, Config, check_available
-from schema.config.algorithms import OWN_CODE
 from schema.config.availability import refused_by
 from schema.config.keys import acting_keys, fields_of, leaf_keys, observable
-from schema.util.own_code import is_own
 from tests.schema.config_samples import GRPO, SFT, write
 from tests.support.each import check_each
 from tests.support.effort import examples
@@ -67,9 +65,8 @@ def test_what_is_not_built_is_refused_by_name() -> None:
 def _check_refusal(key: str) -> None:
     row, tried = UNAVAILABLE[refused_by(key) or ""], 0
     for value in [*candidates(fields_of(key)[0][1].annotation), *CANDIDATES]:
-        own = isinstance(value, str) and is_own(value) and OWN_CODE in row.neutral
         neutral = refused_by(key) == key and any(
-            own or (isinstance(value, bool) == isinstance(one, bool) and value == one) for one in row.neutral
+            isinstance(value, bool) == isinstance(one, bool) and value == one for one in row.neutral
         )
         said = refusals(key, value)
         if neutral or said is None:

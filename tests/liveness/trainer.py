@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
+from transformers import dynamic_module_utils
 
 from controller.client import Refused
 from controller.client import calls as api
@@ -25,20 +28,21 @@ from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import load_model, load_reference
+from policy_worker.model.model import Backbone, load_critic, load_model, load_reference
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Trainer
+from policy_worker.trainer import Critic, TrainedModel, Trainer
 from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.profiles import Profiles
 from policy_worker.training.sft import Sft
-from policy_worker.worker import _algorithm, _schedule, _seed
+from policy_worker.worker import _algorithm, _seed
 from schema.config import Config
+from schema.config.sections.optimizer import PrecisionKeys
 from schema.wire import messages as m
 from schema.wire.batch_file import folder_of, recorded
 from schema.wire.prompts import write_prompts
@@ -49,6 +53,7 @@ from tests.policy_worker.material import (
     cut_short,
     encode_step,
     random_samples,
+    tiny_critic,
     tiny_model,
     train_step,
     with_shared_prefixes,
@@ -73,8 +78,11 @@ def _trainer(config: Config, place: Place) -> Trainer:
             else load_reference(config, tiny_model())
         )
     model = tiny_model(packed=config.train.sequence_packing)
+    critic = None
+    if config.has_critic:
+        critic = Critic(tiny_critic(), config, place.group, Schedule.of_config(config.critic, 40))
     torch.manual_seed(0)
-    return Trainer(model, config, place.group, Schedule(10), reference)
+    return Trainer(model, config, place.group, Schedule(10), reference, critic)
 
 
 def gradient_of_alike_beginnings(config: Config, place: Place) -> dict[str, np.ndarray]:
@@ -354,12 +362,16 @@ watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 # ---- optimizer and schedule -----------------------------------------------------------------------------------
 
 
-def optimizer_settings(config: Config, place: Place) -> dict[str, Any]:
-    """What torch's optimizer is made with."""
-    optimizer = _trainer(config, place).optimizer
-    (group,) = optimizer.adamw.param_groups
+def optimizer_settings(config: Config, place: Place) -> list[dict[str, Any]]:
+    """What torch's optimizers are made with, the policy's and the critic's."""
     names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
-    return {name: group[name] for name in names}
+    groups = [trained.optimizer.adamw.param_groups[0] for trained in _trained(config, place)]
+    return [{name: group[name] for name in names} for group in groups]
+
+
+def _trained(config: Config, place: Place) -> list[TrainedModel]:
+    trainer = _trainer(config, place)
+    return [trainer, trainer.critic] if trainer.critic else [trainer]
 
 
 def applied_norm(config: Config, place: Place) -> float:
@@ -369,40 +381,63 @@ def applied_norm(config: Config, place: Place) -> float:
 
 
 def learning_rates(config: Config, place: Place) -> list[float]:
-    """The rate of each of forty steps."""
+    """The rate of each of forty steps, of the policy and of the critic."""
     trainer = _trainer(config, place)
-    trainer.schedule = _schedule(config, 40)
-    return [trainer.lr(step) for step in range(40)]
+    trainer.schedule = Schedule.of_config(config.train, 40)
+    critic = [trainer.critic] if trainer.critic else []
+    return [trained.lr(step) for trained in (trainer, *critic) for step in range(40)]
 
 
-watch(
-    optimizer_settings,
-    grpo,
-    {
-        "train.optm_lr": (1e-3, 1e-4),
-        "train.optm_impl": ("foreach", "for-loop"),
-        "train.optm_weight_decay": (0.01, 0.1),
-        "train.optm_betas": ([0.9, 0.999], [0.8, 0.95]),
-        "train.epsilon": (1e-6, 1e-8),
-    },
-)
+def weights_of_the_critic(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """What two steps make of it."""
+    algorithm, _ = _grpo(config, place)
+    for step in range(2):
+        train_step(algorithm, step)
+    named = algorithm._trainer.critic.model.named_parameters()
+    return {name: p.detach().cpu().numpy().copy() for name, p in named}
+
+
 watch(applied_norm, grpo, {"train.optm_grad_norm_clip": (0.5, 0.01)})
-decaying = changed(grpo, {"train.optm_decay_ratio": 0.5, "train.optm_decay_type": "linear"})
-watch(learning_rates, grpo, {"train.optm_warmup_steps": (0, 5), "train.optm_lr": (1e-3, 1e-4)})
-watch(
-    learning_rates,
-    decaying,
-    {
-        "train.optm_decay_ratio": (0.5, 0.25),
-        "train.optm_decay_type": ("linear", "cosine"),
-        "train.optm_min_lr_factor": (0.0, 0.2),
-    },
-)
-watch(
-    learning_rates,
-    changed(grpo, {"train.optm_warmup_steps": 5}),
-    {"train.optm_warmup_start_factor": (0.0, 0.3)},
-)
+both = {
+    "critic.enable": True,
+    f"{POLICY}.advantage_estimator": "gae",
+    "critic.param_dtype": "float32",
+    "critic.model_gradient_checkpointing": False,
+    "critic.optm_impl": "foreach",
+    "critic.optm_lr": 1e-3,
+    "critic.optm_warmup_steps": 0,
+}
+with_critic = changed(unclipped, both)
+watch(weights_of_the_critic, with_critic, {"critic.optm_grad_norm_clip": (0.5, 0.01)})
+for section, job in (("train", grpo), ("critic", with_critic)):
+    watch(
+        optimizer_settings,
+        job,
+        {
+            f"{section}.optm_lr": (1e-3, 1e-4),
+            f"{section}.optm_impl": ("foreach", "for-loop"),
+            f"{section}.optm_weight_decay": (0.01, 0.1),
+            f"{section}.optm_betas": ([0.9, 0.999], [0.8, 0.95]),
+            f"{section}.epsilon": (1e-6, 1e-8),
+        },
+    )
+    decaying = changed(job, {f"{section}.optm_decay_ratio": 0.5, f"{section}.optm_decay_type": "linear"})
+    rates = {f"{section}.optm_warmup_steps": (0, 5), f"{section}.optm_lr": (1e-3, 1e-4)}
+    watch(learning_rates, job, rates)
+    watch(
+        learning_rates,
+        decaying,
+        {
+            f"{section}.optm_decay_ratio": (0.5, 0.25),
+            f"{section}.optm_decay_type": ("linear", "cosine"),
+            f"{section}.optm_min_lr_factor": (0.0, 0.2),
+        },
+    )
+    watch(
+        learning_rates,
+        changed(job, {f"{section}.optm_warmup_steps": 5}),
+        {f"{section}.optm_warmup_start_factor": (0.0, 0.3)},
+    )
 
 # ---- model and precision --------------------------------------------------------------------------------------
 
@@ -425,9 +460,145 @@ USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
 watch(modules_of_the_trainer, grpo, {"policy.external_modules": ([], [USER_MODULE])})
 
 
+def loaded_critic(config: Config, place: Place) -> tuple[str, str, bool, float]:
+    """Class, type, recomputation and a weight of the critic."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(place.root / "modules"))
+        patch.setattr(sys, "path", list(sys.path))
+        lm = load_critic(config, load_model(config)).lm
+    weight = next(iter(lm.parameters()))
+    facts = str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
+    return type(lm).__name__, *facts
+
+
+def modules_of_the_critic(config: Config, place: Place) -> bool:
+    """Whether loading the critic has imported a user's module."""
+    sys.modules.pop(USER_MODULE, None)
+    load_critic(config, load_model(config))
+    return USER_MODULE in sys.modules
+
+
+CRITIC_WITH_CODE = """
+from transformers import Qwen3Model
+
+class OwnModel(Qwen3Model):
+    pass
+"""
+
+
+def _critic_with_code(place: Place) -> Path:
+    """A model whose class is in a file of its own directory."""
+    path = place.tiny_model("own-critic", 3)
+    (path / "own_critic.py").write_text(CRITIC_WITH_CODE)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(settings | {"auto_map": {"AutoModel": "own_critic.OwnModel"}})
+    )
+    return path
+
+
+watch(
+    loaded_critic,
+    with_critic,
+    {
+        "critic.master_dtype": ("float32", "bfloat16"),
+        "critic.model_gradient_checkpointing": (False, True),
+        "critic.model_name_or_path": (UNSET, Made(lambda p: str(p.other_model))),
+    },
+)
+watch(
+    loaded_critic,
+    changed(with_critic, {"critic.model_name_or_path": Made(lambda place: str(_critic_with_code(place)))}),
+    {"critic.trust_remote_code": (False, True)},
+)
+watch(modules_of_the_critic, with_critic, {"critic.external_modules": ([], [USER_MODULE])})
+watch(
+    weights_of_the_critic,
+    changed(with_critic, {f"{POLICY}.whiten_advantages": False}),
+    {
+        "critic.loss_type": ("token-mean", "seq-mean-token-mean"),
+        "critic.mu_iterations": (1, 2),
+        "critic.batch_size_per_optimize": (UNSET, 4),
+    },
+)
+watch(
+    weights_of_the_critic,
+    changed(with_critic, {"critic.mu_iterations": 3, "critic.batch_size_per_optimize": 4}),
+    {"critic.value_clip": (0.5, 0.001), "critic.mini_batch_shuffle": (False, True)},
+)
+watch(
+    gradient,
+    changed(with_critic, {f"{POLICY}.whiten_advantages": False}),
+    {f"{POLICY}.gae_lambda": (1.0, 0.5)},
+)
+watch(step_metrics, with_critic, {"critic.warmup_steps": (0, 1)})
+watch(
+    gradient, with_critic, {"critic.enable": (True, With(False, {f"{POLICY}.advantage_estimator": "grpo"}))}
+)
+
+
+def samples_of_the_critic(config: Config, place: Place) -> list[tuple[bool, int]]:
+    """Samples of each of its micro-batches, and whether they are trained on."""
+    seen, algorithm = [], _grpo(config, place)[0]
+    algorithm._trainer.critic.model.register_forward_pre_hook(
+        lambda _, given: seen.append((torch.is_grad_enabled(), given[0].n_samples))
+    )
+    train_step(algorithm, 0)
+    return seen
+
+
+watch(
+    samples_of_the_critic,
+    changed(with_critic, {"policy.model_max_length": 24}),
+    {
+        "critic.mini_batch": (2, 3),
+        "critic.max_token_len_per_mini_batch": (24, 48),
+        "critic.forward_mini_batch": (UNSET, 3),
+    },
+)
+
+
+def nothing(config: Config, place: Place) -> dict[str, Any]:
+    """What is refused before anybody reads it."""
+    return config.critic.model_dump()
+
+
+def _renamed_tokenizer(place: Place) -> Path:
+    """A tokenizer one of whose tokens is another than the policy's."""
+    path = place.root / "renamed-tokenizer"
+    if not path.exists():
+        shutil.copytree(place.model, path)
+        file = path / "tokenizer.json"
+        file.write_text(file.read_text().replace("<|im_start|>", "<|begin|>"))
+    return path
+
+
+watch(
+    nothing,
+    with_critic,
+    {"critic.tokenizer_name_or_path": (UNSET, Made(lambda place: str(_renamed_tokenizer(place))))},
+    refused=True,
+)
+watch(
+    nothing,
+    changed(with_critic, {"critic.model_name_or_path": Made(lambda place: str(place.other_model))}),
+    {"critic.model_revision": (UNSET, "v2")},
+    refused=True,
+)
+
+
+def sharding_of_the_critic(config: Config, place: Place) -> list[tuple[str, str, bool]]:
+    """How FSDP treats each of its modules, as `sharding`."""
+    return _sharded(tiny_critic(), config.critic, place)
+
+
 def sharding(config: Config, place: Place) -> list[tuple[str, str, bool]]:
     """How FSDP treats each of its modules: type of parameters, type of the reduction, sharded after forward."""
-    model = apply_fsdp(tiny_model(), place.group.mesh(), config.train)
+    return _sharded(tiny_model(), config.train, place)
+
+
+def _sharded(model: Backbone, keys: PrecisionKeys, place: Place) -> list[tuple[str, str, bool]]:
+    model = apply_fsdp(model, place.group.mesh(), keys)
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     groups = [state._fsdp_param_group for state in states]
     return [
@@ -449,15 +620,16 @@ watch(
         "policy.model_name_or_path": (Made(lambda p: str(p.model)), Made(lambda p: str(p.other_model))),
     },
 )
-watch(
-    sharding,
-    grpo,
-    {
-        "train.param_dtype": ("bfloat16", "float32"),
-        "train.fsdp_reduce_dtype": ("float32", "bfloat16"),
-        "train.fsdp_reshard_after_forward": ("default", "never"),
-    },
-)
+for section, observe, job in (("train", sharding, grpo), ("critic", sharding_of_the_critic, with_critic)):
+    watch(
+        observe,
+        job,
+        {
+            f"{section}.param_dtype": ("bfloat16", "float32"),
+            f"{section}.fsdp_reduce_dtype": ("float32", "bfloat16"),
+            f"{section}.fsdp_reshard_after_forward": ("default", "never"),
+        },
+    )
 
 
 def randomness(config: Config, place: Place) -> tuple[float, float, float, bool]:

@@ -58,12 +58,20 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
         copies = iter(staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
         pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
     schedule = schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
+    critic = trainer.critic
+    of_critic = critic and schedule_facts(critic.schedule, critic.optimizer.peak_lr)
     draft = Draft(
         unfinished=unfinished,
         lock=directory.hold(unfinished),
         pieces=pieces,
         states=capture_rng(group.device),
-        manifest=manifest(step, world=group.world, schedule=schedule, kl_coefficient=trainer.kl_coefficient),
+        manifest=manifest(
+            step,
+            world=group.world,
+            schedule=schedule,
+            critic_schedule=of_critic,
+            kl_coefficient=trainer.kl_coefficient,
+        ),
         ledger="{}",
         exporter=None,
     )

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
+from policy_worker.parallel.group import Group
+from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.loop import Algorithm
 from schema.config import Config
 from schema.wire.batch import StepTable, encode_batch
@@ -45,15 +48,42 @@ def tiny_model(seed: int = 0, *, packed: bool = False, recompute: bool = False) 
     return prepare_model(PolicyModel(tiny_lm(seed)), packed=packed, recompute=recompute)
 
 
+def tiny_critic(seed: int = 2, *, packed: bool = False) -> ValueModel:
+    """A critic of the same shape that already expects something."""
+    lm = AutoModel.from_config(tiny_lm().config)
+    lm.load_state_dict(tiny_lm(seed).model.state_dict())
+    model = ValueModel(lm)
+    torch.nn.init.normal_(model.value_head, std=0.3)
+    return prepare_model(model, packed=packed, recompute=False)
+
+
+def make_trainer(config: Config, group: Group, model: PolicyModel | None = None) -> Trainer:
+    """A trainer of tiny models, with those that the configuration asks for."""
+    packed = config.train.sequence_packing
+    reference = tiny_model(seed=1) if config.has_reference else None
+    critic = None
+    if config.has_critic:
+        critic = Critic(
+            tiny_critic(packed=packed), config, group, Schedule.of_config(config.critic, total_steps=10)
+        )
+    return Trainer(model or tiny_model(packed=packed), config, group, Schedule(10), reference, critic)
+
+
 def write_model(directory: Path, seed: int = 0) -> Path:
     tiny_lm(seed).save_pretrained(directory)
     return directory
 
 
+_OF_BOTH = ("param_dtype", "optm_lr", "optm_impl", "optm_warmup_steps")
+
+
 def make_config(
     grpo: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any
 ) -> Config:
-    """A configuration of a small float32 job on one rank; `grpo` and `train` override its keys."""
+    """A configuration of a small float32 job on one rank; `grpo` and `train` override its keys.
+
+    With "gae" it has a critic, whose optimizer is the policy's.
+    """
     data: dict[str, Any] = {
         "train": {
             "param_dtype": "float32",
@@ -73,7 +103,15 @@ def make_config(
         "rollout": {"n_generation": 4, "parallelism": {"tp_size": 1}, **sections.pop("rollout", {})},
         **sections,
     }
-    data["train"].setdefault("train_policy", {"type": "grpo", **(grpo or {})})
+    policy = data["train"].setdefault("train_policy", {"type": "grpo", **(grpo or {})})
+    if policy.get("advantage_estimator") == "gae":
+        critic = {name: data["train"][name] for name in _OF_BOTH}
+        data["critic"] = {
+            "enable": True,
+            "model_gradient_checkpointing": False,
+            **critic,
+            **data.get("critic", {}),
+        }
     return Config.model_validate(data)
 
 

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import save, save_file
 
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
-from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.wire.batch import encode_batch
@@ -33,8 +31,8 @@ from tests.policy_worker.material import (
     cut_short,
     make_config,
     make_table,
+    make_trainer,
     random_samples,
-    tiny_model,
     train_step,
     with_common_prompts,
     with_shared_prefixes,
@@ -49,17 +47,15 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         {"optm_grad_norm_clip": 0.5, **options.get("train", {})},
         **options.get("sections", {}),
     )
-    reference = tiny_model(seed=1) if config.has_reference else None
-    trainer = Trainer(
-        tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10), reference
-    )
+    trainer = make_trainer(config, group)
     assert trainer.sharded == (group.data_ranks > 1 or config.train.param_dtype != config.train.master_dtype)
     gradients: dict[str, torch.Tensor] = {}
 
-    def keep(*_: object) -> None:
-        for name, parameter in trainer.model.named_parameters():
-            grad = parameter.grad
-            gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+    def keep(of: str, model: torch.nn.Module) -> None:
+        gradients.update({f"grad.{of}{name}": whole(p.grad) for name, p in model.named_parameters()})
 
     samples = with_common_prompts(random_samples(**options["samples"]))
     if config.grpo.sample_masks.truncated:
@@ -99,7 +95,10 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         source.look_ahead(guess, algorithm.rows_needed)
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
-    trainer.optimizer.adamw.register_step_pre_hook(keep)
+    trainer.optimizer.adamw.register_step_pre_hook(lambda *_: keep("", trainer.model))
+    if trainer.critic is not None:
+        critic = trainer.critic
+        critic.optimizer.adamw.register_step_pre_hook(lambda *_: keep("critic.", critic.model))
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = []
     for step in range(first, last):
@@ -113,6 +112,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
     tensors = {**gradients, **dict(hub_tensors(trainer.model.lm))}
+    if trainer.critic is not None:
+        tensors |= {f"critic.{name}": whole(p) for name, p in trainer.critic.model.named_parameters()}
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     assert len(set(group.gather(hashlib.sha256(save(tensors)).hexdigest()))) == 1
     return tensors, metrics

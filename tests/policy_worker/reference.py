@@ -147,8 +147,9 @@ def _masked(samples: Sequence[Sample], group_size: int, how: GrpoConfig) -> set[
 
 
 def _kl(d: Tensor, kind: str) -> Tensor:
-    """Of d = log π − log π_ref."""
-    return {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kind]
+    """Of d = log π − log π_ref; k3 is bounded by 10."""
+    k3 = (torch.exp(-d) - 1 + d).clamp(max=10.0)
+    return {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": k3}[kind]
 
 
 def _token_loss(

@@ -174,7 +174,7 @@ def critic_agrees(config: Config) -> Iterator[Problem]:
         message = f'"gae" needs the values of a critic, and {key} = false'
         hint = f'write {key} = true, or {_ESTIMATOR} = "grpo"'
         yield Problem(_ESTIMATOR, message, estimator, hint, related=(key,))
-    if config.critic.enable and estimator != "gae" and ":" not in estimator:
+    if config.critic.enable and estimator != "gae":
         message = f'true trains values that {_ESTIMATOR} = "{estimator}" does not read'
         hint = f'write {_ESTIMATOR} = "gae", or {key} = false'
         yield Problem(key, message, True, hint, related=(_ESTIMATOR,))

@@ -51,6 +51,7 @@ OF_ANOTHER_JOB = (
     Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
     Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", but=("enable",)),
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
+    Idle("critic", _is_grpo, "supervised training has no critic", but=("enable",)),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
     Idle(
@@ -84,6 +85,24 @@ SWITCHED_OFF = (
             "write train.ckpt.enable_checkpoint = true to use it",
         )
         for name in ("save_freq", "save_freq_in_epoch")
+    ),
+    Idle(
+        "critic",
+        lambda config: config.critic.enable or not config.is_grpo,
+        "no critic is trained",
+        "write critic.enable = true to use it",
+        ("enable",),
+    ),
+    Idle(
+        "critic.mini_batch",
+        lambda config: config.critic.max_token_len_per_mini_batch is None,
+        "critic.max_token_len_per_mini_batch sizes micro-batches by tokens",
+        "leave one of the two out",
+    ),
+    Idle(
+        "critic.optm_warmup_start_factor",
+        lambda config: bool(config.critic.optm_warmup_steps) or not config.critic.enable,
+        "critic.optm_warmup_steps = 0: nothing is warmed up",
     ),
     Idle(
         "train.ckpt.load_contents",

@@ -15,6 +15,7 @@ from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.mesh import trainer_meshes
 from schema.config.sections.policy import ParallelismConfig
+from schema.config.vocabulary import difference, vocabulary_of
 
 _MODEL = "policy.model_name_or_path"
 _LONGEST = "policy.model_max_length"
@@ -175,6 +176,43 @@ def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Probl
     yield from experts_are_divided(section, mesh, facts)
 
 
+def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
+    """A critic of another model has the policy's tokens, as far as files on this machine say."""
+    critic, policy = config.critic, config.policy
+    if not config.has_critic or not (critic.model_name_or_path or critic.tokenizer_name_or_path):
+        return
+    key, name = "critic.model_name_or_path", critic.model_name_or_path
+    if name is not None:
+        yield from _directory_problems(key, name, "model", ("config.json",))
+        try:
+            sizes = [
+                facts.vocabulary
+                for facts in (
+                    read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config),
+                    read_facts(name, critic.model_revision, critic.override_config),
+                )
+                if facts is not None
+            ]
+        except BrokenModelError as error:
+            yield Problem(key, str(error), name, "write the model again with `save_pretrained`")
+            return
+        if len(sizes) == 2 and None not in sizes and sizes[0] != sizes[1]:
+            message = (
+                f"{name} has {sizes[1]} tokens, and {_MODEL} = {policy.model_name_or_path} has {sizes[0]}"
+            )
+            yield Problem(key, message, name, _SAME_TOKENS, related=(_MODEL,))
+            return
+    if critic.tokenizer_name_or_path is not None:
+        key, name = "critic.tokenizer_name_or_path", critic.tokenizer_name_or_path
+    mine, theirs = vocabulary_of(*policy.tokenizer), vocabulary_of(str(name), critic.model_revision)
+    if mine and theirs and (differs := difference(mine, theirs)):
+        message = f"{name} numbers other tokens than the policy's tokenizer: {differs}"
+        yield Problem(key, message, name, _SAME_TOKENS, related=(_MODEL,))
+
+
+_SAME_TOKENS = "a critic reads what the policy writes: name a model of the same tokenizer, or leave it out"
+
+
 def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     """Options of mixtures of experts need experts."""
     if facts.experts != 0:
@@ -241,9 +279,17 @@ def model_is_there(config: Config) -> Iterator[Problem]:
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
     problems = _directory_problems(_MODEL, name, "model", ("config.json",))
     yield from problems
-    if revision and not problems and local_path(name) is not None:
-        message = "a local model has no revisions"
-        yield Problem("policy.model_revision", message, revision, "leave it out", related=(_MODEL,))
+    if not problems:
+        yield from _revision_problems("policy", name, revision)
+    critic = config.critic
+    if config.has_critic:
+        yield from _revision_problems("critic", critic.model_name_or_path or name, critic.model_revision)
+
+
+def _revision_problems(section: str, name: str, revision: str | None) -> Iterator[Problem]:
+    if revision and local_path(name) is not None:
+        message, related = "a local model has no revisions", (f"{section}.model_name_or_path",)
+        yield Problem(f"{section}.model_revision", message, revision, "leave it out", related=related)
 
 
 def tokenizer_is_there(config: Config) -> list[Problem]:
@@ -297,6 +343,7 @@ def code_is_trusted(config: Config) -> Iterator[Problem]:
 MODEL_RULES = (
     model_agrees,
     engine_replaces_weights,
+    critic_reads_the_policy,
     model_is_there,
     tokenizer_is_there,
     modules_can_be_imported,

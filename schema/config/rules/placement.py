@@ -10,6 +10,7 @@ from itertools import islice
 
 from schema.config.layout import (
     RoleLayout,
+    apart_layouts,
     mesh_text,
     placed_roles,
     policy_layout,
@@ -28,6 +29,8 @@ COMFORTABLE_SHARE = 0.6
 _ESTIMATOR = 'train.train_policy.advantage_estimator = "gae"'
 _SCORER = 'reward_model.enable = true and reward_model.model_name_or_path = "owner/name"'
 _SHOWN = 8  # devices named in a message
+NEXT_TO_POLICY = ("reference", "critic")
+"""Models of the policy's processes."""
 _ROLES = ("policy", "rollout", "reference", "critic", "reward_model")
 
 
@@ -114,15 +117,18 @@ def other_roles_share_too(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, lists[0], hint, related=related)
 
 
-def reference_is_apart(config: Config) -> Iterator[Problem]:
-    """The reference model has the policy's devices or others, not some of them."""
-    reference, policy = reference_layout(config), policy_layout(config)
-    both = sorted(set(reference.devices) & set(policy.devices)) if reference else []
-    if not reference or not both:
-        return
-    message = f"{reference.listed} and {policy.key} = {policy.listed} have device {_names(both)} in common"
-    hint = f"write {reference.key} = [], which is sharded over the policy's devices, or devices of its own"
-    yield Problem(reference.key, message, reference.listed, hint, related=(policy.key,))
+def others_are_apart(config: Config) -> Iterator[Problem]:
+    """Reference model and critic have the policy's devices or others, not some of them, nor each other's."""
+    there = [policy_layout(config)]
+    for role in apart_layouts(config):
+        for other in there:
+            if both := sorted(set(role.devices) & set(other.devices)):
+                message = (
+                    f"{role.listed} and {other.key} = {other.listed} have device {_names(both)} in common"
+                )
+                hint = f"write {role.key} = [], which is sharded over the policy's devices, or devices of its own"
+                yield Problem(role.key, message, role.listed, hint, related=(other.key,))
+        there.append(role)
 
 
 def reference_is_whole(config: Config) -> Iterator[Problem]:
@@ -176,7 +182,7 @@ def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
         return [Problem(role.key, message, role.listed, hint, related=related)]
     parts = [len(item) for item in role.listed if isinstance(item, list)]
     mesh = mesh_text((config.rollout if role.name == "rollout" else config.policy).parallelism)
-    if role.name == "reference":
+    if role.name in NEXT_TO_POLICY:
         mesh = "one for each data rank of the policy"
     if len(set(parts)) > 1:
         message = f"gives its replicas {_names(parts)} devices, but each takes as many as the others ({mesh})"
@@ -197,7 +203,7 @@ def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
 def most_devices(takes: Mapping[str, int], shared: bool) -> int:
     """Devices of a job whose roles take so many. shared: policy and rollout may meet on each."""
     together = [takes.get(role, 0) for role in ("policy", "rollout")]
-    return (max(together) if shared else sum(together)) + takes.get("reference", 0)
+    return (max(together) if shared else sum(together)) + sum(takes.get(role, 0) for role in NEXT_TO_POLICY)
 
 
 def _fitting(config: Config, role: RoleLayout, given: int) -> str:
@@ -206,7 +212,7 @@ def _fitting(config: Config, role: RoleLayout, given: int) -> str:
     hint = f"name {role.replicas * unit} devices"
     if given and given % (role.replicas * role.unit) == 0 and role.name == "policy":
         return f"write {section}.dp_shard_size = {given // (role.replicas * role.unit)}, or {hint}"
-    if given and given % unit == 0 and not role.nested and role.name != "reference":
+    if given and given % unit == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
         return f"write {section}.n_init_replicas = {given // unit}, or {hint}"
     if (
         role.name == "rollout"
@@ -306,7 +312,7 @@ PLACEMENT_RULES = (
     devices_are_distinct,
     sharing_is_asked_for,
     other_roles_share_too,
-    reference_is_apart,
+    others_are_apart,
     reference_is_whole,
     devices_are_there,
     lists_fit_replicas,

@@ -61,7 +61,11 @@ class PlacementConfig(Section):
         example=[2, 3],
     )
     critic: Devices = key(
-        [], "Devices of the critic. Empty: the policy's.", example=[2, 3], unbuilt="a critic"
+        [],
+        "Devices of the critic, one for each data rank of the policy: it is sharded over them. Empty, or the "
+        "policy's: sharded like the policy, on its devices.",
+        acts="process: `CUDA_VISIBLE_DEVICES` of policy processes; log: `critic: on`.",
+        example=[2, 3],
     )
     reward_model: Devices = key(
         [],

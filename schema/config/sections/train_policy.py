@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from schema.config.algorithms import BUILT_ESTIMATORS, ESTIMATORS, EstimatorName, LossName
+from schema.config.algorithms import ESTIMATORS, EstimatorName, LossName
 from schema.config.base import (
     MAX_TEMPERATURE,
     MOST_PROCESSES,
@@ -253,8 +253,6 @@ class GrpoConfig(_DataloaderConfig):
         "reward fails it is made again, or the group dropped, as reward.on_error says (`mask` drops it, too); where "
         'it is overlong, the group is dropped. Your own: "path/to/file.py:function".',
         acts="number: Advantages, and with them the gradient.",
-        unbuilt="that advantage estimator",
-        neutral=BUILT_ESTIMATORS,
     )
     gamma: UnitFloat = key(
         1.0,
@@ -262,12 +260,14 @@ class GrpoConfig(_DataloaderConfig):
         acts="number: Advantages, and with them the gradient.",
     )
     gae_lambda: UnitFloat = key(
-        1.0, "gae: trade-off between bias and variance.", unbuilt="generalised advantage estimation"
+        1.0,
+        "gae: trade-off between bias and variance.",
+        acts="number: Advantages, and with them the gradient.",
     )
     whiten_advantages: bool | None = key(
         None,
         "Whether advantages are whitened over all tokens of the step: mean 0, variance 1. Unset: as the estimator is "
-        "defined; reinforce_plus_plus and reinforce_plus_plus_baseline whiten.",
+        "defined; gae, reinforce_plus_plus and reinforce_plus_plus_baseline whiten.",
         acts="number: Advantages, and with them the gradient.",
         example=True,
     )

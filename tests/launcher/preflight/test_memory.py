@@ -53,8 +53,21 @@ def test_sharded_in_bfloat16() -> None:
 def test_a_reference_model_is_kept_as_well() -> None:
     with_kl = {"param_dtype": "bfloat16", "train_policy": {"mini_batch": 4, "kl_beta": 0.1}}
     assert parts(job(**with_kl), MODEL, 2, 2)["reference model"] == 1000
-    *_, apart = (part for part in trainer(job(**with_kl), MODEL, 2, 2, "GPU 3") if part.device)
+    own = {"reference": "GPU 3"}
+    *_, apart = (part for part in trainer(job(**with_kl), MODEL, 2, 2, own) if part.device)
     assert (apart.name, apart.bytes, apart.device) == ("reference model", 2000, "GPU 3")
+
+
+def test_a_critic_is_trained_as_well() -> None:
+    with_critic = job(train_policy={"mini_batch": 4, "advantage_estimator": "gae"})
+    with_critic = with_critic.model_copy(
+        update={"critic": with_critic.critic.model_copy(update={"enable": True, "param_dtype": "float32"})}
+    )
+    alone, found = parts(job(), MODEL, 1, 1), parts(with_critic, MODEL, 1, 1)
+    for name in ("weights that are updated", "gradients", "optimizer (AdamW)"):
+        assert found[f"critic: {name}"] == alone[name]
+    there = {part.device for part in trainer(with_critic, MODEL, 2, 2, {"critic": "GPU 4"}) if part.device}
+    assert there == {"GPU 4"}
 
 
 def test_several_micro_batches_keep_whole_gradients() -> None:

@@ -18,6 +18,7 @@ from policy_worker.algorithms.advantages import (
     Options,
     Outcomes,
     Shaping,
+    TokenOutcomes,
     discounted,
     estimator_of,
     outcome_estimator,
@@ -104,8 +105,50 @@ def test_agrees_with_numpy(groups: list[list[float]], unbiased: bool):
 
 
 def test_discounted_returns_by_hand():
-    assert discounted(torch.tensor([1.0, 0.0, 4.0]), 0.5).tolist() == [2.0, 2.0, 4.0]
-    assert discounted(torch.tensor([1.0, 2.0, 4.0]), 1.0).tolist() == [7.0, 6.0, 4.0]
+    two = [torch.tensor([1.0, 0.0, 4.0]), torch.tensor([2.0])]
+    assert [one.tolist() for one in discounted(two, 0.5)] == [[2.0, 2.0, 4.0], [2.0]]
+    assert [one.tolist() for one in discounted(two, 1.0)] == [[5.0, 4.0, 4.0], [2.0]]
+    assert discounted([], 0.5) == []
+
+
+def test_gae_by_hand():
+    # γ = 0.5, λ = 0.5; δ = 0 + 0.5·2 − 1 = 0, 0 + 0.5·4 − 2 = 0, 8 − 4 = 4; A = 0.25·0.25·4, 0.25·4, 4
+    config = AdvantageConfig(estimator_of("gae"), Options(gamma=0.5, gae_lambda=0.5), whiten=False)
+    values = {0: torch.tensor([1.0, 2.0, 4.0]), 1: torch.tensor([3.0])}
+    found = config.of_step([8.0, 1.0], [0, 0], [3, 1], [0, 1], alone, values=values)
+    assert found.by_token is not None
+    assert {row: one.tolist() for row, one in found.by_token.items()} == {0: [0.25, 1.0, 4.0], 1: [-2.0]}
+    assert {row: one.tolist() for row, one in found.returns.items()} == {0: [1.25, 3.0, 8.0], 1: [1.0]}
+    whitened = replace(config, whiten=None).of_step([8.0, 1.0], [0, 0], [3, 1], [0, 1], alone, values=values)
+    assert whitened.returns.keys() == found.returns.keys(), "returns are those before whitening"
+    assert all(torch.equal(whitened.returns[row], found.returns[row]) for row in (0, 1))
+    with pytest.raises(BadBatchError, match="needs the values of a critic"):
+        config.of_step([8.0, 1.0], [0, 0], [3, 1], [0, 1], alone)
+
+
+@pytest.mark.scaled
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=9), max_size=4),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_gae_agrees_with_its_definition(
+    samples: list[list[tuple[float, float]]], gamma: float, gae_lambda: float
+):
+    # the exponentially weighted mean of k-step advantages, summed up term by term
+    rewards, values = ([torch.tensor([pair[i] for pair in one]).double() for one in samples] for i in (0, 1))
+    estimate = estimator_of("gae").over_tokens
+    assert estimate is not None
+    found = estimate(TokenOutcomes(rewards, values), Options(gamma=gamma, gae_lambda=gae_lambda))
+    for r, v, advantages in zip(rewards, values, found, strict=True):
+        n, after = len(r), [*v.tolist()[1:], 0.0]
+        for t in range(n):
+            expected = sum(
+                (gamma * gae_lambda) ** (u - t) * (float(r[u]) + gamma * after[u] - float(v[u]))
+                for u in range(t, n)
+            )
+            assert float(advantages[t]) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_failed_samples_take_no_part_in_their_group():
@@ -159,7 +202,7 @@ def test_ranks_share_the_sums_of_whitening():
     mean = totals[1] / totals[0]
     assert totals[0] == 10
     squares = sum(
-        float(((discounted(torch.tensor([0.0] * (n - 1) + [s]).double(), 0.9) - mean) ** 2).sum())
+        float(((discounted([torch.tensor([0.0] * (n - 1) + [s]).double()], 0.9)[0] - mean) ** 2).sum())
         for s, n in zip(scores, tokens, strict=True)
     )
 

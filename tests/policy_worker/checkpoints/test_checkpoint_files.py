@@ -136,7 +136,7 @@ def test_other_shapes_are_named(tmp_path: Path, group: Group):
         StateFiles(state_files(tmp_path / "step-00000000", "model")) as files,
         pytest.raises(CheckpointError, match=r"model.lm.model.norm.weight is \(32,\) there and \(16,\) here"),
     ):
-        load_model_state(trainer, files)
+        load_model_state(trainer.model, files)
 
 
 # ---- random states --------------------------------------------------------------------------------------------

@@ -109,6 +109,15 @@ def drawn(random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, {"grpo": grpo | size, "train": train, "samples": samples}
 
 
+def with_critic() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two steps with a critic whose mini-batches are others than the policy's, and the same in another cut."""
+    grpo = {"advantage_estimator": "gae", "gae_lambda": 0.9, "batch_size_per_optimize": 4, "mu_iterations": 2}
+    critic = {"batch_size_per_optimize": 3, "mini_batch_shuffle": True}
+    whole = {"grpo": grpo, "steps": 2, "samples": SAMPLES, "sections": {"critic": critic}}
+    size = {"mini_batch": 1, "mini_batch_shuffle": False, "balance_dp_token": True}
+    return whole, whole | {"grpo": grpo | size, "sections": {"critic": critic | {"mini_batch": 1}}}
+
+
 @pytest.mark.slow
 @pytest.mark.scaled
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.soak)])
@@ -121,7 +130,7 @@ def test_several_ranks_equal_one_whatever_the_algorithm(tmp_path: Path, group: G
         "train": {"sequence_packing": True},
         "ahead": "partly",
     }
-    pairs = [(whole, parted), *(drawn(random) for _ in range(examples(6)))]
+    pairs = [(whole, parted), with_critic(), *(drawn(random) for _ in range(examples(6)))]
     found = run_each(tmp_path / "ranks", world, [parted for _, parted in pairs])
     for (whole, parted), (tensors, metrics) in zip(pairs, found, strict=True):
         alone, expected = train(group, whole)
@@ -213,6 +222,36 @@ def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[st
         group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s" / "step-00000000")
     )
     assert_equal(again, straight, 0.0)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_critic_is_restored_bit_for_bit(tmp_path: Path, group: Group):
+    options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae"}}
+    straight, metrics = run_here(group, steps=4, **options)
+    assert any(name.startswith("critic.") for name in straight)
+    run_here(group, steps=2, save=str(tmp_path / "s"), save_step=2, **options)
+    state = str(tmp_path / "s" / "step-00000002")
+    again, later = run_here(group, first_step=2, steps=4, restore=state, **options)
+    assert later == metrics[2:]
+    assert_equal(again, straight, 0.0)
+    # a checkpoint without a critic: it begins anew, the policy goes on
+    run_here(group, steps=2, save=str(tmp_path / "plain"), save_step=2)
+    run_here(group, first_step=2, steps=3, restore=str(tmp_path / "plain" / "step-00000002"), **options)
+
+
+@pytest.mark.slow
+def test_a_critic_on_devices_of_its_own_equals_one_on_the_policys(tmp_path: Path, group: Group):
+    options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae", "kl_beta": 0.1}}
+    apart = {
+        "placement": {"policy": [0, 1], "reference": [2, 3], "critic": [4, 5]},
+        "policy": {"parallelism": {"dp_shard_size": 2}},
+    }
+    expected, _ = run_here(group, steps=3, **options)
+    saved = {"save": str(tmp_path / "s"), "save_step": 2}
+    run(tmp_path / "2", 2, steps=2, sections=apart, **saved, **options)
+    state = str(tmp_path / "s" / "step-00000002")
+    found, _ = run_here(group, first_step=2, steps=3, restore=state, **options)
+    assert_equal(found, expected, 1e-4)
 
 
 @pytest.mark.usefixtures("deterministic")

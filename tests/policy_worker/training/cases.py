@@ -41,6 +41,7 @@ def algorithm(random: Random) -> dict[str, Any]:
         "variant": random.choice(list(POLICY_LOSSES)),
         "loss_type": random.choice(get_args(LossType)),
         "gamma": random.choice([1.0, 0.9]),
+        "gae_lambda": random.choice([1.0, 0.8]),
         "whiten_advantages": random.choice([None, True, False]),
         "entropy_coeff": random.choice([0.0, 0.02]),
         "positive_nll_coef": random.choice([None, 0.1]),

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from policy_worker.errors import BadBatchError
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource, DataEnded, decode_payload
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
@@ -27,6 +25,7 @@ from tests.policy_worker.material import (
     make_config,
     make_sample,
     make_table,
+    make_trainer,
     random_samples,
     tiny_model,
     train_step,
@@ -45,11 +44,8 @@ RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
 
 def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | None = None) -> Grpo:
     """The algorithm on a controller that always answers with the same batch."""
-    model = model or tiny_model(packed=config.train.sequence_packing)
-    reference = tiny_model(seed=1) if config.has_reference else None
-    trainer = Trainer(model, config, group, Schedule(10), reference)
     source = BatchSource(group, lambda call: answer, 1, config.staleness_bound)
-    return Grpo(config, trainer, source)
+    return Grpo(config, make_trainer(config, group, model), source)
 
 
 def trained(

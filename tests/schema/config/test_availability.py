@@ -101,16 +101,16 @@ def test_a_number_is_not_a_boolean() -> None:
 
 def test_an_absent_role_is_refused_once() -> None:
     """Not once for each of its keys."""
-    critic = {"enable": True, "optm_lr": 1e-5, "mini_batch": 4, "optm_weight_decay": 0.1, "lora": {"r": 4}}
+    scorer = {"enable": True, "model_name_or_path": "owner/name", "offload": True, "mini_batch": 3}
     data = deepcopy(GRPO)
-    write(data, ("critic",), critic)
+    write(data, ("reward_model",), scorer)
     write(data, ("rollout", "multi_turn_config"), {"enable": True, "enable_thinking": True})
     turns, role = check_available(Config.model_validate(data))
-    assert (role.key, turns.key) == ("critic", "rollout.multi_turn_config.enable")
+    assert (role.key, turns.key) == ("reward_model", "rollout.multi_turn_config.enable")
     assert role.message == (
-        "this build cannot do a critic yet, which enable, optm_lr, optm_weight_decay and 2 more ask for"
+        "this build cannot do a reward model yet, which enable, model_name_or_path, mini_batch and 1 more ask for"
     )
-    assert role.hint == "leave [critic] out"
-    assert set(role.related) == {f"critic.{name}" for name in critic}
-    del data["critic"], data["rollout"]["multi_turn_config"]
+    assert role.hint == "leave [reward_model] out"
+    assert set(role.related) == {f"reward_model.{name}" for name in scorer}
+    del data["reward_model"], data["rollout"]["multi_turn_config"]
     assert check_available(Config.model_validate(data)) == []

@@ -515,7 +515,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, CRITIC | {"critic.warmup_steps": 19, "train.max_num_steps": 20}),
     (GRPO, ALONE | {ESTIMATOR: "reinforce_plus_plus", f"{P}.gamma": 0.99}),
     (GRPO, ALONE | {ESTIMATOR: "remax", f"{P}.filter_reward_metric": "boxed_math"}),
-    (GRPO, {ESTIMATOR: f"{__file__}:found", f"{P}.gamma": 0.9, "critic.enable": True}),
+    (GRPO, {ESTIMATOR: f"{__file__}:found", f"{P}.gamma": 0.9}),
     (GRPO, CRITIC | {f"{P}.gae_lambda": 0.95, f"{P}.gamma": 0.99}),
     (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.kl_type": "full", "reference.offload": True}),
     (

@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {
     "rollout.parallelism.cp_size": 2,
     "validation.freq": 5,
     "reward.timeout": 1.0,
+    "critic.mu_iterations": 2,
     "weight_sync.keep": 2,
     "train.sync_weight_interval": 2,
     "controller.lease_timeout": 60.0,
@@ -37,12 +38,16 @@ VALUES: dict[str, Any] = {
 VALIDATED, SAMPLED = {"validation.enable": True}, {"validation.enable": True, "validation.temperature": 0.5}
 PENALTY = {f"{POLICY}.overlong_reward.enable_overlong_penalty": True}
 PROFILED = {"profiler.enable_profiler": True, f"{PROFILE}.do_profile": True}
+CRITIC = {"critic.enable": True, f"{POLICY}.advantage_estimator": "gae"}
 SAVED, ONCE = {"train.ckpt.enable_checkpoint": True}, {"launcher.max_restarts": 0}
 SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "validation.freq": (5, {}, VALIDATED),
     "validation.dataset.name": ("synthetic:addition", {}, VALIDATED),
     f"{POLICY}.overlong_reward.buffer_length": (8, {}, PENALTY),
     f"{POLICY}.overlong_reward.penalty_factor": (0.5, {}, PENALTY),
+    "critic.mu_iterations": (2, {}, CRITIC),
+    "critic.mini_batch": (4, CRITIC | {"critic.max_token_len_per_mini_batch": 8192}, CRITIC),
+    "critic.optm_warmup_start_factor": (0.5, CRITIC | {"critic.optm_warmup_steps": 0}, CRITIC),
     "train.ckpt.save_freq": (7, {}, SAVED),
     "train.ckpt.save_freq_in_epoch": (1, {}, SAVED),
     "train.ckpt.load_contents": (["model", "extra"], {}, {"train.resume": True}),

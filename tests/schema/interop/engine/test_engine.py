@@ -164,9 +164,9 @@ def test_what_changes_numbers_never_falls_back() -> None:
 
 
 def test_keys_of_a_role_that_is_not_built_stay_as_meant() -> None:
-    asked = {"critic": {"enable": True, "mini_batch": 5}}
-    assert "critic.mini_batch" not in nearest(asked)
-    assert nearest({"critic": {"mini_batch": 5}})["critic.mini_batch"][0] == 2
+    asked = {"reward_model": {"enable": True, "mini_batch": 5}}
+    assert "reward_model.mini_batch" not in nearest(asked)
+    assert nearest({"reward_model": {"mini_batch": 5}})["reward_model.mini_batch"][0] == 16
 
 
 def test_a_faulty_value_does_not_stop_fallbacks() -> None:

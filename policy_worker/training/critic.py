@@ -1,0 +1,126 @@
+"""What the critic does in a step of reinforcement learning: values before it, and then its own optimizer steps.
+
+    values of all samples ─▶ advantages and returns ─▶ for each of the critic's mini-batches:
+        L = Σ over its tokens of w · ½ max((v − R)², (v_old + clip(v − v_old) − R)²)
+        clip the gradient, AdamW
+
+The critic learns before the policy does, from the samples that are on a rank anyway: its mini-batches are cut by its
+own keys, and each row is trained where the policy's plan has it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
+from policy_worker.model.micro_batch import TrainSample
+from policy_worker.ranges import span
+from policy_worker.trainer import Critic
+from policy_worker.training.batch_plan import Batching, MiniBatch, owners_of, plan_pass, plan_step, rows_of
+from policy_worker.training.metrics import Metrics, PartSums
+from schema.config import Config
+from schema.wire.batch import StepTable
+
+VALUE, RETURN = "value", "return"
+"""Columns: what the critic expected of each token before the step, and what it should have expected."""
+
+
+class CriticTraining:
+    """See the module's docstring. All ranks call alike."""
+
+    def __init__(self, config: Config, critic: Critic, batching: Batching) -> None:
+        """batching: the policy's, of which the critic's differs in what `[critic]` says."""
+        keys = config.critic
+        self._critic, self._keys = critic, keys
+        cut = replace(batching, samples=keys.mini_batch, max_tokens=keys.max_token_len_per_mini_batch)
+        self._pass = cut.cut_to(keys.forward_mini_batch, None)
+        self._batching = replace(
+            cut,
+            mini_batch=keys.batch_size_per_optimize,
+            passes=keys.mu_iterations,
+            shuffle_seed=config.effective_seed if keys.mini_batch_shuffle else None,
+        )
+
+    def values(
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        alike: Sequence[int] | None,
+    ) -> dict[int, Tensor]:
+        """By row, what is expected of each token of this rank's samples. plan: the policy's. A collective."""
+        with span(VALUE):
+            batches = plan_pass(plan, table.total_tokens, self._pass, alike)
+            return self._critic.values(samples, batches[self._critic.data_rank] if batches else [])
+
+    def train_on(
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        counted: Sequence[bool],
+        columns: Mapping[str, Mapping[int, Tensor]],
+        alike: Sequence[int] | None,
+    ) -> Metrics:
+        """The critic's optimizer steps of a training step, and its metrics. A collective.
+
+        plan: the policy's. counted: whether each row of the table takes part. columns: `VALUE` and `RETURN` of the
+        samples.
+
+        Raises:
+            NonFiniteGradientError: see `Optimizer.step`.
+        """
+        critic, keys, sums = self._critic, self._keys, PartSums()
+        own = plan_step(
+            table.total_tokens,
+            counted,
+            self._batching,
+            data_ranks=critic.data_ranks,
+            step=table.step,
+            dealt=table.sampled,
+            alike=alike,
+            owners=owners_of(plan),
+        )
+        tokens = []
+        for mini_batch in own:
+            rows = mini_batch.rows
+            norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
+            for batch in critic.micro_batches(samples, mini_batch.ranks[critic.data_rank], columns):
+                values = critic.forward(batch)
+                old, returns = (batch.columns[name].to(values) for name in (VALUE, RETURN))
+                lengths = values.new_tensor([table.response_tokens[row] for row in batch.rows])
+                weights = token_weights(keys.loss_type, lengths[batch.sample], norm)
+                loss = (weights * value_loss(values, old, returns, keys.value_clip)).sum()
+                critic.backward(loss)
+                clipped = (values.detach() - old).abs() > keys.value_clip
+                sums.add({"loss": loss.detach(), "clipped": clipped.sum()})
+            sums.end_step(critic.step(table.step))
+            tokens.append(norm.tokens)
+        found = sums.reduce(critic.group)
+        mine = rows_of(own, critic.data_rank)
+        n = max(len(found), 1)
+        return {
+            "critic/lr": critic.lr(table.step),
+            "critic/loss": sum(one["loss"] for one in found) / n,
+            "critic/clip_fraction": sum(o["clipped"] / t for o, t in zip(found, tokens, strict=True)) / n,
+            "critic/grad_norm": sum(one["grad_norm"] for one in found) / n,
+            **self._fit([columns[VALUE][row] for row in mine], [columns[RETURN][row] for row in mine]),
+        }
+
+    def _fit(self, values: Sequence[Tensor], returns: Sequence[Tensor]) -> Metrics:
+        """Means of values and returns before the step, and the share of the returns' variance that values explain: 1
+        where they are the returns, 0 where a constant would do as well. A collective."""
+        value, gain = (torch.cat([torch.zeros(0), *parts]).double() for parts in (values, returns))
+        error = gain - value
+        parts = (value, gain, gain.square(), error, error.square())
+        n, *totals = self._critic.group.reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum")
+        if not n:
+            return {}
+        v, g, g2, e, e2 = (total / n for total in totals)
+        spread = g2 - g**2
+        found = {"critic/value_mean": v, "critic/return_mean": g}
+        return found | ({"critic/explained_variance": 1 - (e2 - e**2) / spread} if spread > 1e-12 else {})

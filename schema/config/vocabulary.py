@@ -1,0 +1,48 @@
+"""Whether two tokenizers number the same tokens alike, from their `tokenizer.json`, without loading either.
+
+difference(vocabulary_of(mine), vocabulary_of(theirs))     "" where they agree, or what differs, in words
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from schema.config.model_facts import config_file
+from schema.config.paths import NotAFileError, is_file, read_regular
+
+_MAX_BYTES = 256 * 1024 * 1024
+
+
+def vocabulary_of(name: str, revision: str | None) -> dict[str, int] | None:
+    """Token to id of a tokenizer by its directory or hub name; None where it is not on this machine, or is of
+    another kind than `tokenizer.json`."""
+    path = config_file(name, revision, file="tokenizer.json")
+    if path is None or not is_file(path):
+        return None
+    try:
+        data = json.loads(read_regular(path, _MAX_BYTES))
+        found = _listed(data["model"]["vocab"])
+        return found | {str(token["content"]): int(token["id"]) for token in data.get("added_tokens", ())}
+    except (OSError, NotAFileError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # whoever loads it says what is wrong with it
+
+
+def _listed(vocabulary: Any) -> dict[str, int]:
+    """Of a table token = id, or a list of [token, score] in the order of ids."""
+    if isinstance(vocabulary, Mapping):
+        return {str(token): int(number) for token, number in vocabulary.items()}
+    return {str(token): number for number, (token, *_) in enumerate(vocabulary)}
+
+
+def difference(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    """The first token, by its id in the one, that the other numbers otherwise or lacks; "" where there is none."""
+    ours = {number: token for token, number in mine.items()}
+    for number, token in sorted({number: token for token, number in theirs.items()}.items()):
+        if ours.get(number) != token:
+            there = f"{ours[number]!r}" if number in ours else "no token"
+            return f"token {number} is {token!r} there and {there} here"
+    if len(mine) != len(theirs):
+        return f"it has {len(theirs)} tokens there and {len(mine)} here"
+    return ""
