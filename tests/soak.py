@@ -43,6 +43,7 @@ AREAS = {
         "the same bits whoever is killed: reinforcement and supervised training, several seeds",
         programs=(
             ("chaos.exactness", "--seeds", "5"),
+            ("chaos.exactness", "--seeds", "3", "--kind", "ppo"),
             ("chaos.exactness", "--seeds", "3", "--kind", "sft", "--steps", "40"),
         ),
     ),

@@ -47,6 +47,34 @@ def luck(completion, row):
     return float(sum(map(ord, completion)) % 5 == 0)
 """
 """Hangs on every character, and leaves about two groups of four samples in five without signal."""
+LOSS = """
+import os
+import signal
+from pathlib import Path
+
+from policy_worker.algorithms.losses import grpo
+
+calls = 0
+
+
+def loss(tokens, clip):
+    global calls
+    calls += 1
+    order = Path(__file__).with_name("die")
+    if calls == 6 and order.exists():
+        order.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return grpo(tokens, clip)
+"""
+"""The trainer dies in it, when it is told to: the critic has made its optimizer step by then, the policy has not."""
+CRITIC = """
+[critic]
+enable = true
+param_dtype = "float32"
+model_gradient_checkpointing = false
+optm_lr = 1e-3
+optm_warmup_steps = 0
+"""
 SUPERVISED = """
 [policy]
 model_name_or_path = "{model}"
@@ -144,6 +172,17 @@ def exact_grpo(folder: Path, model: Path, *, steps: int, freq: int = 2, mode: st
     return config
 
 
+def exact_ppo(folder: Path, model: Path, *, steps: int, dies: bool = False, **rest: Any) -> Path:
+    """The same with a critic. dies: once, the trainer does so between the critic's step and the policy's."""
+    config = exact_grpo(folder, model, steps=steps, **rest)
+    (folder / "loss.py").write_text(LOSS)
+    if dies:
+        (folder / "die").touch()
+    chosen = 'type = "grpo"\nadvantage_estimator = "gae"\ngae_lambda = 0.9\nvariant = "loss.py:loss"'
+    config.write_text(config.read_text().replace('type = "grpo"', chosen, 1) + CRITIC)
+    return config
+
+
 def exact_sft(folder: Path, model: Path, *, steps: int, freq: int = 10, mode: str = "sync") -> Path:
     """Supervised training of the same model."""
     text = SUPERVISED.format(model=model, out=folder, exact=EXACT, steps=steps)
@@ -229,6 +268,9 @@ def check_same(calm: Outcome, disturbed: Outcome) -> None:
     assert disturbed.digest == calm.digest, f"the final weights differ {where}"
 
 
+MAKERS = {"grpo": exact_grpo, "ppo": exact_ppo, "sft": exact_sft}
+
+
 def main() -> int:
     """Run the comparison and print what was killed; the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -237,10 +279,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
-    parser.add_argument("--kind", choices=("grpo", "sft"), default="grpo")
+    parser.add_argument("--kind", choices=tuple(MAKERS), default="grpo")
     arguments = parser.parse_args()
-    make = exact_grpo if arguments.kind == "grpo" else exact_sft
-    victims = [v for v in VICTIMS if arguments.kind == "grpo" or v != "rollout_worker"]
+    make = MAKERS[arguments.kind]
+    victims = [v for v in VICTIMS if arguments.kind != "sft" or v != "rollout_worker"]
     differing = []
     with tempfile.TemporaryDirectory(prefix="cosmos-exactness-") as name:
         root = Path(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.exactness import Kill, check_same, exact_grpo, exact_sft, run
+from tests.chaos.exactness import Kill, check_same, exact_ppo, exact_sft, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -20,13 +20,16 @@ def folder(root: Path, name: str) -> Path:
 def test_reinforcement_ends_with_the_same_bits(tmp_path: Path, model: Path) -> None:
     """A rollout replica dies at work (after a step: earlier it may not have registered), the trainer between two
     checkpoints; then all processes at once, as in a power cut: the launcher that resumes the run says that all have
-    ended, so no replica waits for its name."""
-    calm = run(exact_grpo(folder(tmp_path, "calm"), model, steps=6))
+    ended, so no replica waits for its name. The algorithm is PPO, and the trainer also dies in its first steps after
+    the critic has made its optimizer step and before the policy has made its own."""
+    calm = run(exact_ppo(folder(tmp_path, "calm"), model, steps=6))
     assert calm.ledger["dropped"].get("zero_variance", 0) > 0, "groups without signal are replaced"
     assert set(calm.ledger["staleness"]) == {"0"}, "on-policy"
     kills = [Kill("rollout_worker", 1, 0.0), Kill("policy_worker", 1, 0.2), Kill("everything", 3, 0.3)]
-    disturbed = run(exact_grpo(folder(tmp_path, "disturbed"), model, steps=6), kills)
+    disturbed = run(exact_ppo(folder(tmp_path, "disturbed"), model, steps=6, dies=True), kills)
     assert len(disturbed.kills) == len(kills), "the run was over before"
+    assert not (tmp_path / "disturbed" / "die").exists(), "the trainer has not died in its loss"
+    assert all(name in calm.steps[-1]["metrics"] for name in ("critic/loss", "critic/grad_norm"))
     check_same(calm, disturbed)
     log = (tmp_path / "disturbed" / "run" / "logs" / "rollout-0.log").read_text()
     assert "registered as rollout-0.3" in log

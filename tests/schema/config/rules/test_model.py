@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_rules, check_warnings
-from schema.config.rules.model import engine_replaces_weights, model_agrees, model_warnings
+from schema.config.rules.model import (
+    critic_reads_the_policy,
+    engine_replaces_weights,
+    model_agrees,
+    model_warnings,
+)
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, config_of, written
@@ -161,6 +166,33 @@ def test_the_critics_mesh_is_of_the_same_model(tmp_path: Path) -> None:
     check_case(case, GRPO)
     other = written(GRPO, case.values | {"critic.model_name_or_path": "owner/other"})
     assert list(model_agrees(Config.model_validate(other))) == []
+
+
+def test_a_critic_reads_the_policys_tokens(tmp_path: Path) -> None:
+    for name, tokens in (("policy", 7), ("critic", 8)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": tokens}))
+    values = {
+        "critic.enable": True,
+        "train.train_policy.advantage_estimator": "gae",
+        "policy.model_name_or_path": str(tmp_path / "policy"),
+    }
+    key = "critic.model_name_or_path"
+    other = values | {key: str(tmp_path / "critic")}
+    check_case(Case(critic_reads_the_policy, other, key, ("critic has 8 tokens", "policy has 7")), GRPO)
+    absent = values | {key: str(tmp_path / "absent")}
+    check_case(Case(critic_reads_the_policy, absent, key, ("absent does not exist",)), GRPO)
+    (tmp_path / "critic" / "config.json").write_text("{")
+    check_case(Case(critic_reads_the_policy, other, key, ("is not JSON",)), GRPO)
+    (tmp_path / "critic" / "config.json").write_text("{}")
+    for name, token in (("policy", "a"), ("critic", "b")):
+        text = json.dumps({"model": {"vocab": {token: 0}}, "added_tokens": []})
+        (tmp_path / name / "tokenizer.json").write_text(text)
+    check_case(Case(critic_reads_the_policy, other, key, ("token 0 is 'b' there and 'a' here",)), GRPO)
+    by_tokenizer = values | {"critic.tokenizer_name_or_path": str(tmp_path / "critic")}
+    case = Case(critic_reads_the_policy, by_tokenizer, "critic.tokenizer_name_or_path", ("token 0 is 'b'",))
+    check_case(case, GRPO)
+    assert list(critic_reads_the_policy(config_of(GRPO, values))) == []
 
 
 def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from schema.config.rules.placement import (
     memory_is_divided,
     no_device_is_idle,
     other_roles_share_too,
-    reference_is_apart,
+    others_are_apart,
     reference_is_whole,
     roles_exist,
     sharing_is_asked_for,
@@ -29,6 +29,7 @@ from tests.schema.remedies import Case, cases, check_case, config_of, written
 VLLM = {"rollout.backend": "vllm"}
 SHARED = VLLM | {"placement.share": "memory"}
 P, R, REF = "placement.policy", "placement.rollout", "placement.reference"
+CRITIC, GAE = "placement.critic", {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}
 KL = {"train.train_policy.kl_beta": 0.1}
 SHARDS = "policy.parallelism.dp_shard_size"
 
@@ -57,7 +58,10 @@ FAULTS = {
             *("device 0 in common", f"{P} = [0]"),
         ),
     ],
-    reference_is_apart: [({REF: [0, 1], P: [1, 2], SHARDS: 2} | KL, f"{P} = [1, 2]", "device 1 in common")],
+    others_are_apart: [
+        ({REF: [0, 1], P: [1, 2], SHARDS: 2} | KL, f"{P} = [1, 2]", "device 1 in common"),
+        ({CRITIC: [2, 3], REF: [3, 4], P: [0, 1], SHARDS: 2} | KL | GAE, f"{REF} = [3, 4]", "device 3"),
+    ],
     reference_is_whole: [({"reference.offload": True, REF: [1]} | KL, "true", f"{REF} = [1]")],
     devices_are_there: [
         ({"placement.critic": [4], GPUS: 4, "critic.enable": True}, "device 4"),
@@ -123,6 +127,7 @@ SOUND: list[dict[str, Any]] = [
     {REF: [1, 0], P: [0, 1], SHARDS: 2, "reference.offload": True} | KL,  # the policy's: sharded over them
     SHARED | {REF: [1], P: [0], R: [0, 1], "rollout.parallelism.tp_size": 2} | KL,
     {"placement.critic": [2], "critic.enable": True},
+    {CRITIC: [4, 5], REF: [2, 3], P: [0, 1], SHARDS: 2, R: [6], GPUS: 7} | KL | GAE,
     {P: [0], "placement.critic": [0], "critic.enable": True},
     {P: [0], R: [1], "placement.reward_model": [[2]], "reward_model.enable": True, GPUS: 3},
     {"placement.share": "memory", "rollout.gpu_memory_utilization": 0.95},  # transformers takes no such part
