@@ -37,7 +37,7 @@ from policy_worker.algorithms.losses import (
 )
 from policy_worker.algorithms.masks import Rejection, SampleMasks, prefixes_of_groups
 from policy_worker.algorithms.mismatch import mismatch_sums
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.ranges import span
@@ -318,7 +318,7 @@ class Grpo:
         samples: Mapping[int, TrainSample],
         plan: Sequence[MiniBatch],
         alike: Sequence[int] | None,
-    ) -> tuple[dict[str, dict[int, Tensor]], Tensor | None]:
+    ) -> tuple[dict[str, dict[int, Tensor]], Head | None]:
         """What is computed of all samples before any is trained on, by name and row; and the reference's head.
 
         The head only where a KL is over the whole vocabulary. A collective.

@@ -6,7 +6,8 @@ own words, is judged by the worker that loads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
 from schema.config.modules import is_importable
@@ -17,6 +18,7 @@ from schema.config.rules.mesh import trainer_meshes
 from schema.config.sections.policy import ParallelismConfig
 
 _MODEL = "policy.model_name_or_path"
+_REFERENCE = "reference.model_name_or_path"
 _LONGEST = "policy.model_max_length"
 
 
@@ -32,8 +34,30 @@ def model_agrees(config: Config) -> Iterator[Problem]:
         yield from experts_are_divided(section, mesh, facts)
     if config.is_grpo:
         yield from engine_divides(config.rollout.parallelism, facts)
+        yield from engine_decodes(config, facts)
     yield from experts_are_there(config, facts)
     yield from lengths_are_possible(config, facts)
+
+
+def logprobs_are_right(config: Config) -> Iterator[Problem]:
+    """The trainer keeps sequences of one row apart by their positions, and has one linear layer for the logits."""
+    models = {_MODEL: _facts(config)}
+    if config.has_reference and (name := config.reference.model_name_or_path) is not None:
+        models[_REFERENCE] = _facts_at(_REFERENCE, name, None, {})
+    for key, (facts, problems) in models.items():
+        if facts is None:
+            yield from problems if key != _MODEL else ()
+            continue
+        model, packing = f"{key} = {facts.name} ({facts.kind})", "train.sequence_packing"
+        if facts.carries_state and config.train.sequence_packing:
+            message = (
+                f"true packs several sequences into one row, and layers of {model} carry state from one into the "
+                "next (state space, linear attention or convolution)"
+            )
+            yield Problem(packing, message, True, f"write {packing} = false", related=(key,))
+        if facts.deep_head:
+            message = f"{model} makes its logits by several layers on top of the last hidden state: not trained here"
+            yield Problem(key, message, facts.name, "name a model whose output head is one linear layer")
 
 
 def model_warnings(config: Config) -> Iterator[Problem]:
@@ -73,11 +97,17 @@ def engine_replaces_weights(config: Config) -> list[Problem]:
 def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
     """The facts of the policy's model, or why they cannot be read."""
     policy = config.policy
+    return _facts_at(_MODEL, policy.model_name_or_path, policy.model_revision, policy.override_config)
+
+
+def _facts_at(
+    key: str, name: str, revision: str | None, override: Mapping[str, Any]
+) -> tuple[ModelFacts | None, list[Problem]]:
     try:
-        return read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config), []
+        return read_facts(name, revision, override), []
     except BrokenModelError as error:
         hint = "write the model again with `save_pretrained`, or name another"
-        return None, [Problem(_MODEL, str(error), policy.model_name_or_path, hint)]
+        return None, [Problem(key, str(error), name, hint)]
 
 
 def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
@@ -173,6 +203,19 @@ def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Probl
         message = f"{mesh.pp_size} are more stages than the {facts.layers} layers of {model}"
         yield Problem(pp, message, mesh.pp_size, f"write {pp} = {facts.layers} or less", related=(_MODEL,))
     yield from experts_are_divided(section, mesh, facts)
+
+
+def engine_decodes(config: Config, facts: ModelFacts) -> list[Problem]:
+    """An engine may know attention layers only."""
+    engine, key = config.rollout.engine, "rollout.backend"
+    if engine.carries_state or not facts.carries_state:
+        return []
+    message = (
+        f"{engine.title} decodes attention layers only, and {_MODEL} = {facts.name} ({facts.kind}) has layers that "
+        "carry state along the row"
+    )
+    hint = 'write rollout.backend = "vllm"'
+    return [Problem(key, message, config.rollout.backend, hint, related=(_MODEL,))]
 
 
 def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
@@ -296,6 +339,7 @@ def code_is_trusted(config: Config) -> Iterator[Problem]:
 
 MODEL_RULES = (
     model_agrees,
+    logprobs_are_right,
     engine_replaces_weights,
     model_is_there,
     tokenizer_is_there,
