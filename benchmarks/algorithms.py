@@ -33,7 +33,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from policy_worker.model.logprobs import Beside, token_kl, token_logprobs
+from policy_worker.model.logprobs import Beside, Head, token_kl, token_logprobs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import PolicyModel, prepare_model
@@ -169,9 +169,12 @@ def peak_mib(work: Callable[[], Any]) -> float:
 
 
 def memory() -> dict[str, float]:
-    hidden, head = torch.randn(4096, 256, requires_grad=True), torch.randn(50_000, 256, requires_grad=True)
+    hidden, head = (
+        torch.randn(4096, 256, requires_grad=True),
+        Head(torch.randn(50_000, 256, requires_grad=True)),
+    )
     labels = torch.randint(0, 50_000, (4096,))
-    beside = Beside(torch.randn(4096, 256), torch.randn(50_000, 256))
+    beside = Beside(torch.randn(4096, 256), Head(torch.randn(50_000, 256)))
     return {
         "log-probs": peak_mib(lambda: token_logprobs(hidden, head, labels, 1.0).logprobs.sum().backward()),
         "with full KL": peak_mib(
@@ -182,7 +185,7 @@ def memory() -> dict[str, float]:
             )
         ),
         "in one piece": peak_mib(
-            lambda: torch.log_softmax(hidden @ head.T, -1).gather(1, labels[:, None]).sum().backward()
+            lambda: torch.log_softmax(hidden @ head.weight.T, -1).gather(1, labels[:, None]).sum().backward()
         ),
     }
 

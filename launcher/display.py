@@ -45,7 +45,7 @@ class View:
     status: JobStatus | None = None
     bound: int | None = None
     rewards: list[float] = field(default_factory=list)
-    first_accuracy: float | None = None
+    first_held_out: float | None = None
     processes: dict[str, str] = field(default_factory=dict)
     log_dir: str = ""
     elapsed: float = 0.0
@@ -66,13 +66,13 @@ def line(view: View) -> str:
     status = view.status
     if status is None:
         return one_line(f"phase=starting stage={_quoted(view.stage)} elapsed={view.elapsed:.0f}s")
-    accuracy = status.validation.score_mean if status.validation else None
+    held_out = status.validation.value if status.validation else None
     values: list[tuple[str, str | None]] = [
         ("phase", phase_of(view)),
         ("step", f"{status.step}/{status.total_steps}"),
         ("loss", number(status.metrics.get("loss")) if status.mode == "sft" else None),
         ("reward", number(status.reward)),
-        ("held_out", number(accuracy)),
+        ("held_out", number(held_out)),
         ("staleness", _staleness(view) if status.mode == "grpo" else None),
         ("samples_per_s", f"{status.samples_per_s:.1f}"),
         ("tokens_per_s", f"{status.tokens_per_s:.0f}"),
@@ -224,8 +224,10 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
     else:
         rows.append(("reward", f"{number(status.reward) or '–'}  {sparkline(view.rewards, SPARK_WIDTH)}"))
     if status.validation:
-        before = "" if view.first_accuracy is None else f"  (before: {view.first_accuracy:.3f})"
-        score = number(status.validation.score_mean) or FAILED
+        before = "" if view.first_held_out is None else f"  (before: {view.first_held_out:.3f})"
+        score = number(status.validation.value) or FAILED
+        if status.validation.loss is not None:
+            score = f"loss {score}, accuracy {number(status.validation.accuracy)}"
         failed = f", {status.validation.errors} gradings failed" if status.validation.errors else ""
         held_out = f"{score} at version {status.validation.version}{before}{failed}"
         rows.append(("held-out", held_out))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Trained:
     metrics: dict[str, float]
     at: float
     packed: bytes | None
+    validations: tuple[m.ValidationRecord, ...] = ()
 
     @property
     def table(self) -> StepTable | None:
@@ -78,12 +79,18 @@ class History:
         with self._lock:
             self._table = table
 
-    def applied(self, step: int, metrics: Mapping[str, float], at: float) -> str:
+    def applied(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        at: float,
+        validations: Iterable[m.ValidationRecord] = (),
+    ) -> str:
         """The weights contain this step now, whatever the controller will say; the digest of its batch."""
         with self._lock:
             table = self._table if self._table is not None and self._table.step == step else None
             packed = None if table is None else zlib.compress(table.model_dump_json().encode(), 1)
-            self._trained.append(Trained(step, dict(metrics), at, packed))
+            self._trained.append(Trained(step, dict(metrics), at, packed, tuple(validations)))
             self.steps = step + 1
             return "" if table is None else table.digest
 

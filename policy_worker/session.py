@@ -265,6 +265,7 @@ class Session(Caller):
                         table=trained.table,
                         metrics=trained.metrics,
                         at=trained.at,
+                        validations=list(trained.validations),
                     ),
                 )
             )

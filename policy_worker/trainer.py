@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.logprobs import Beside, TokenOutputs
+from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, PolicyModel, ValueModel
@@ -40,8 +40,8 @@ HIDDEN = "hidden"
 """The column with the reference model's hidden states, [n_i, D] of each sample."""
 
 
-def beside(batch: MicroBatch, head: Tensor | None) -> Beside | None:
-    """The reference model's distributions at the tokens of a batch, if its output matrix is given."""
+def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
+    """The reference model's distributions at the tokens of a batch, if its output head is given."""
     return None if head is None else Beside(batch.columns[HIDDEN], head)
 
 
@@ -220,8 +220,8 @@ class Trainer(TrainedModel):
             )
 
     @torch.no_grad()
-    def reference_head(self) -> Tensor:
-        """The reference model's output matrix, whole. A collective if it is sharded."""
+    def reference_head(self) -> Head:
+        """The reference model's output head, whole. A collective if it is sharded."""
         assert self.reference is not None
         return self.reference.whole_head().to(self.group.device)
 
@@ -247,7 +247,7 @@ class Trainer(TrainedModel):
         temperature: float = 1.0,
         fields: Sequence[str] = ("logprobs",),
         columns: Columns = MappingProxyType({}),
-        head: Tensor | None = None,
+        head: Head | None = None,
     ) -> list[dict[int, Tensor]]:
         """For each of these `TokenOutputs`: by row, of the learned tokens of each sample, on the CPU. A collective.
 
@@ -264,12 +264,10 @@ class Trainer(TrainedModel):
                 of_rows.update(zip(rows, getattr(outputs, field).cpu().split(sizes), strict=True))
         return found
 
-    def forward(
-        self, batch: MicroBatch, temperature: float = 1.0, head: Tensor | None = None
-    ) -> TokenOutputs:
+    def forward(self, batch: MicroBatch, temperature: float = 1.0, head: Head | None = None) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 
-        head: the output matrix of the reference model; then also the KL to it, of the states in column `HIDDEN`.
+        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`.
         """
         with span("forward"):
             outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head))

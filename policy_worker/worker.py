@@ -26,7 +26,7 @@ from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.recording import BatchRecorder
-from policy_worker.training.sft import Sft
+from policy_worker.training.sft import HeldOut, Sft
 from schema.config import Config
 from schema.config.rules.profiler import absent_ranks
 from schema.config.trained import settings_digest
@@ -106,7 +106,11 @@ def _algorithm(
     resumption: Resumption | None = None,
 ) -> Algorithm:
     if reply.mode == "sft":
-        return Sft(config, trainer, Path(reply.data_file))
+        data = Path(reply.data_file)
+        held_out = None
+        if config.validation.enable:
+            held_out = HeldOut(config, trainer, data.with_name("validation.safetensors"), reply.total_steps)
+        return Sft(config, trainer, data, held_out)
     store = config.controller.payload_store
     payloads = payload_file.directory(store, reply.job_id) if store else None
     source = BatchSource(trainer.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)

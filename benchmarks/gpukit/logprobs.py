@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpukit.bench import Bench
-from policy_worker.model.logprobs import TokenOutputs, token_logprobs
+from policy_worker.model.logprobs import Head, TokenOutputs, token_logprobs
 
 TOKENS = (4096, 16384)
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenOutputs:
+def plain(hidden: Tensor, head: Head, labels: Tensor) -> TokenOutputs:
     """As `token_logprobs`, by autograd."""
-    log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
+    log_p = torch.log_softmax((hidden @ head.weight.T).float(), dim=-1)
     picked = log_p.gather(1, labels[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     return TokenOutputs(picked, entropy, picked >= log_p.amax(1))
@@ -39,7 +39,7 @@ def run(bench: Bench) -> None:
             of: object, hidden: Tensor = hidden, weight: Tensor = weight, labels: Tensor = labels
         ) -> Tensor:
             hidden.grad = weight.grad = None
-            out: TokenOutputs = of(hidden, weight, labels)  # type: ignore[operator]
+            out: TokenOutputs = of(hidden, Head(weight), labels)  # type: ignore[operator]
             (-out.logprobs.mean() - 0.01 * out.entropy.mean()).backward()
             return out.logprobs.detach()
 

@@ -54,9 +54,16 @@ class JobCollector(Collector):
         yield from _rewards(status, job)
         metrics: Samples = {(name,): value for name, value in status.metrics.items()}
         yield _gauge("metric", "Metrics of the last committed step", metrics, ("name",), job)
-        if status.validation is not None and status.validation.score_mean is not None:
-            found: Samples = {(): status.validation.score_mean}
-            yield _gauge("validation_score", "Mean score of the last validation", found, (), job)
+        if (last := status.validation) is not None:
+            for name, what, number in (
+                ("score", "Mean score", last.score_mean),
+                ("loss", "Loss", last.loss),
+                ("accuracy", "Accuracy", last.accuracy),
+            ):
+                if number is not None:
+                    yield _gauge(
+                        f"validation_{name}", f"{what} of the last validation", {(): number}, (), job
+                    )
         alarms: Samples = {(alarm.name,): 1.0 for alarm in status.alarms}
         yield _gauge("alarm", "1 for each alarm that is on", alarms, ("name",), job)
         yield from self._weights(status.weights, job)

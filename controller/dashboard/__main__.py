@@ -70,7 +70,8 @@ class RunFiles(RunView):
         """As much of a `JobStatus` as there is."""
         history, last = self.history, self.steps.last
         said = history.health.job.get("text", "")
-        versions, ages = list(history.validations.items()), self.steps.curve("staleness_max")
+        scores, losses = list(history.validations.items()), list(history.losses.items())
+        ages = self.steps.curve("staleness_max")
         return {
             "name": self.name,
             "phase": history.health.job.get("phase", "unknown"),
@@ -78,7 +79,11 @@ class RunFiles(RunView):
             "step": 0 if last is None else last.step + 1,
             "metrics": {} if last is None else last.metrics,
             "reward": None if last is None else last.metrics.get("reward_mean"),
-            "validation": {"version": versions[-1][0], "score_mean": versions[-1][1]} if versions else None,
+            "validation": {"version": scores[-1][0], "score_mean": scores[-1][1]}
+            if scores
+            else {"version": losses[-1][0], "loss": losses[-1][1]}
+            if losses
+            else None,
             "samples_per_s": self.steps.overall().samples_per_s,
             "tokens_per_s": self.steps.overall().tokens_per_s,
             "last_error": history.health.job.get("error"),

@@ -31,7 +31,7 @@ from schema.wire.messages import dashboard as d
 R = TypeVar("R")
 Point = tuple[int, float | None]
 
-VALIDATION = "validation"
+VALIDATION, VALIDATION_LOSS = "validation", "validation_loss"
 """The metric of the curve of held-out scores, by weight version."""
 MOST_SPANS, MOST_MARKS, MOST_MOMENTS = 2000, 500, 2000
 MOST_KEPT = 1000
@@ -54,6 +54,9 @@ class History:
         self.version = -1
         """The newest that was published."""
         self.validations: dict[int, float | None] = {}
+        """Score by version."""
+        self.losses: dict[int, float] = {}
+        """Loss on held-out conversations by version."""
         self.health = event_file.Health()
 
     def add(self, event: Event) -> None:
@@ -67,12 +70,16 @@ class History:
             self.version = int(data["version"])
             self._publications.add(event.at, self.version)
         elif kind is EventKind.VALIDATION:
-            score = data.get("score_mean")
-            self.validations[int(data["version"])] = None if score is None else float(score)
+            version, score, loss = int(data["version"]), data.get("score_mean"), data.get("loss")
+            if loss is not None:
+                self.losses[version] = float(loss)
+            else:
+                self.validations[version] = None if score is None else float(score)
         elif kind not in (EventKind.DROP, EventKind.REWARD, EventKind.STEP):
             self._marks.append(d.Mark(at=event.at, kind=str(kind), text=event.text))
         if kind is EventKind.REWIND:
             self.validations = {v: score for v, score in self.validations.items() if v <= data["step"]}
+            self.losses = {v: loss for v, loss in self.losses.items() if v <= data["step"]}
 
     def _replica(self, event: Event) -> None:
         data = event.data
@@ -191,6 +198,8 @@ class RunView:
         found = {name: thin(self.steps.curve(name), most) for name in metrics if name in names}
         if VALIDATION in metrics and self.history.validations:
             found[VALIDATION] = thin(sorted(self.history.validations.items()), most)
+        if VALIDATION_LOSS in metrics and self.history.losses:
+            found[VALIDATION_LOSS] = thin(sorted(self.history.losses.items()), most)
         return d.Curves(total=len(self.steps), names=sorted(names), curves=found)
 
     async def timeline(self) -> d.Timeline:

@@ -88,14 +88,14 @@ def _ready(config: Config) -> Iterator[tuple[Role, Prepared]]:
     """The prepared rows of each file."""
     source, held_out = training_source(config)
     jobs: list[tuple[Role, Source, Keep]] = [("train", source, lambda i: i not in held_out)]
-    if config.validation.enable and config.is_grpo:
+    if config.validation.enable:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
     tokenizer = tokenizer_of(config)
     for role, rows, keep in jobs:
         if config.is_grpo:
             yield role, prepare_prompts(config, tokenizer, rows, keep, role)
         else:
-            yield role, prepare_conversations(config, tokenizer, rows, keep)
+            yield role, prepare_conversations(config, tokenizer, rows, keep, role)
 
 
 def training_source(config: Config) -> tuple[Source, frozenset[int]]:
@@ -160,7 +160,8 @@ def _check_columns(config: Config, source: Source, role: Role) -> None:
             ["prompt_column_name", "response_column_name"] if sft.has_pairs else ["conversation_column_name"]
         )
         for name in names:
-            require_column(source, getattr(sft, name), f"{_POLICY}.{name}")
+            where = "" if role == "train" else " (dataset of [validation])"
+            require_column(source, getattr(sft, name), f"{_POLICY}.{name}{where}")
         return
     grpo, where = config.grpo, "" if role == "train" else " (dataset of [validation])"
     require_column(source, grpo.prompt_column, f"{_POLICY}.prompt_column_name{where}")
@@ -310,11 +311,16 @@ def check_source(name: Any, where: str, key: str) -> None:
 # ---- conversations ----------------------------------------------------------------------------------------
 
 
-def prepare_conversations(config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep) -> Prepared:
+def prepare_conversations(
+    config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role = "train"
+) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
     sft, out = config.sft, Prepared(FileReport(source=source.name, what="conversation"))
-    longest, rule = config.policy.model_max_length, sft.dataset.overlong_prompts
-    bound = Bound(longest, "a conversation", "policy.model_max_length", f"{_POLICY}.dataset", rule)
+    section, dataset = f"{_POLICY}.dataset", sft.dataset
+    if role == "validation" and config.validation.dataset.is_named:
+        section, dataset = "validation.dataset", config.validation.dataset
+    longest, rule = config.policy.model_max_length, dataset.overlong_prompts
+    bound = Bound(longest, "a conversation", "policy.model_max_length", section, rule)
     reserved = {"key"} | (
         {sft.prompt_column_name, sft.response_column_name}
         if sft.has_pairs
@@ -333,7 +339,7 @@ def prepare_conversations(config: Config, tokenizer: PromptTokenizer, source: So
                 if kept is None:
                     continue
                 if mask[kept].any():
-                    out.add(ids[kept], {"key": f"train/{i}"} | extras(raw, reserved), mask[kept])
+                    out.add(ids[kept], {"key": f"{role}/{i}"} | extras(raw, reserved), mask[kept])
                 else:
                     out.leave_out("nothing that the assistant says", source.where(i))
     return out.finish(bound, tokenizer.decode)

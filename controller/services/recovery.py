@@ -95,7 +95,8 @@ class RecoveryService:
         job.acting(request.replica_id, request.incarnation, "policy")
         work = self._replay(step, request)
         if work is not None:
-            job.trained(m.StepRecord(step=step, at=request.at, metrics=request.metrics), *work)
+            record = m.StepRecord(step=step, at=request.at, metrics=request.metrics)
+            job.trained(record, *work, request.validations)
         reply = job.commit_reply(publish=False)
         await job.save()
         return reply

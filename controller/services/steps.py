@@ -205,12 +205,15 @@ class StepService:
         job = self._job
         self.check(request.replica_id, request.incarnation, request.policy_epoch)
         self._check_batch(step, request.batch)
+        if any(record.version not in (0, step + 1) for record in request.validations):
+            raise ApiError(ErrorCode.BAD_REQUEST, f"the commit of step {step} validates another version")
         work = self._work(step, request.metrics)
         groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
             job.batch_signal.notify()  # requests for a forecast of the next step end
             job.samples.trained(step, job.progress.timeline, groups, request.samples)
-            job.trained(m.StepRecord(step=step, at=job.wall(), metrics=request.metrics), *work)
+            record = m.StepRecord(step=step, at=job.wall(), metrics=request.metrics)
+            job.trained(record, *work, request.validations)
         finished = job.progress.finished or job.ended
         due = (step + 1) % job.config.train.sync_weight_interval == 0
         reply = job.commit_reply(publish=finished or due)
@@ -248,8 +251,8 @@ class StepService:
         text = f"checkpoint {request.path} covers {request.step} steps"
         job.events.add(EventKind.CHECKPOINT, text, step=request.step, path=request.path)
         await job.save_durably()
-        records = job.validation.records.values()
-        scores = {record.version: record.score_mean for record in records if record.score_mean is not None}
+        found = {version: record.goodness for version, record in job.validation.records.items()}
+        scores = {version: goodness for version, goodness in found.items() if goodness is not None}
         return m.CheckpointReply(durable_steps=durable, scores=scores)
 
 

@@ -42,7 +42,16 @@ from controller.store.payloads import Payload
 from controller.store.redis_state import Render
 from schema.config import Config
 from schema.wire import event_file, payload_file
-from schema.wire.messages import CommitReply, ErrorCode, EventKind, LedgerSnapshot, Phase, Role, StepRecord
+from schema.wire.messages import (
+    CommitReply,
+    ErrorCode,
+    EventKind,
+    LedgerSnapshot,
+    Phase,
+    Role,
+    StepRecord,
+    ValidationRecord,
+)
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +159,7 @@ class Job:
 
     def _load_validation(self, saved: Saved) -> tuple[Validation, Prompts | None]:
         if not self.config.validation.enable or not self.config.is_grpo:
-            return Validation(ValidationParams(n_rows=0)), None
+            return Validation.restore(ValidationParams(n_rows=0), saved[Table.VALIDATION]), None
         prompts = Prompts(self.run_dir / VALIDATION_DATA, seed=0, shuffle=False)
         params = validation_params(self.config, len(prompts))
         return Validation.restore(params, saved[Table.VALIDATION]), prompts
@@ -249,9 +258,8 @@ class Job:
             kind, _, version = name.partition(":")
             if kind == "record":
                 record = self.validation.records[int(version)]
-                score = "every reward failed" if record.score_mean is None else f"{record.score_mean:.3f}"
-                failed = f", {record.errors} gradings failed" if record.errors else ""
-                text = f"validation of version {version}: {score} over {record.samples} samples{failed}"
+                text = f"validation of version {version}: {_validated(record)} over {record.samples} samples"
+                text += f", {record.errors} gradings failed" if record.errors else ""
                 self.events.add(EventKind.VALIDATION, text, **record.model_dump(mode="json"))
                 self._note_alarms(self.alarms.validation(record))
         if (state := self._state()) != self._said:
@@ -406,9 +414,18 @@ class Job:
         self.settle()
         self.wake_all()
 
-    def trained(self, record: StepRecord, samples: int, tokens: int, score: float | None) -> None:
+    def trained(
+        self,
+        record: StepRecord,
+        samples: int,
+        tokens: int,
+        score: float | None,
+        validations: Iterable[ValidationRecord] = (),
+    ) -> None:
         """A step was committed. score: the mean of its samples, None where nothing was scored."""
         self.steps.add(record, samples, tokens)
+        for validation in validations:
+            self.validation.record(validation)
         self.events.add(
             EventKind.STEP,
             f"step {record.step} is trained" + ("" if score is None else f", reward {score:.3f}"),
@@ -518,6 +535,12 @@ class Job:
         """End all long-polls: the process is about to end."""
         self.closing = True
         self.wake_all()
+
+
+def _validated(record: ValidationRecord) -> str:
+    if record.loss is not None:
+        return f"loss {record.loss:.4f}"
+    return "every reward failed" if record.score_mean is None else f"{record.score_mean:.3f}"
 
 
 def _short_weights(config: Config) -> dict[str, float]:

@@ -9,6 +9,8 @@ A round covers every row of the validation data, at one weight version. It is du
 to its own version. Replicas at another version cannot take part, at most `max_replicas` do so at once, and
 nobody waits: this lies outside of admission and training goes on meanwhile.
 
+Supervised training has no rounds: its trainer validates by itself, and its commits bring the records (`record`).
+
 A participant keeps its version while it holds validation groups. If it moves on between two leases the round
 starts again; after `MAX_RESTARTS` a lease grants all that is left, so that every round ends.
 
@@ -357,13 +359,18 @@ class Validation:
         group.state = "done"
         if all(other.state == "done" for other in self.groups):
             assert self.pinned is not None
-            self.records[self.pinned] = self._result(self.pinned, at)
-            self._dirty.add(f"record:{self.pinned}")
+            self.record(self._result(self.pinned, at))
             if self.due is not None and self.due <= self.pinned:
                 self.due = None
             self.restarts = 0
             self.pinned = self.pinned_publication = None
             self._dirty.add("header")
+
+    def record(self, record: ValidationRecord) -> None:
+        """A version is validated; versions come in order. What is known of one stays."""
+        if record.version not in self.records:
+            self.records[record.version] = record
+            self._dirty.add(f"record:{record.version}")
 
     def _result(self, version: int, at: float) -> ValidationRecord:
         headers = [header for group in self.groups for header in group.samples.values()]
@@ -425,12 +432,13 @@ class Validation:
     ) -> Self:
         """Rebuild from the rows that were written."""
         validation = cls(params, new_lease_id)
-        header = rows.get("header")
-        if header is None:
-            return validation
-        validation.round_id, validation.restarts = header["round_id"], header["restarts"]
-        validation.due, validation.pinned = header["due"], header["pinned"]
-        validation.pinned_publication, validation._checked = header["pinned_publication"], header["checked"]
+        if header := rows.get("header"):
+            validation.round_id, validation.restarts = header["round_id"], header["restarts"]
+            validation.due, validation.pinned = header["due"], header["pinned"]
+            validation.pinned_publication, validation._checked = (
+                header["pinned_publication"],
+                header["checked"],
+            )
         groups = [value for name, value in rows.items() if name.startswith("group:")]
         validation.groups = [
             ValidationGroup.from_record(group)

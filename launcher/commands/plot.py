@@ -209,14 +209,14 @@ def draw(runs: list[Curves], output: Path) -> None:
             )
         length.plot(*run.metric("response_tokens_mean"), color=color)
         _held_out(held_out, run, color, labelled=len(runs) == 1)
-    shares = all(
-        0 <= r.score_mean <= 1 for run in runs for r in run.course.validations if r.score_mean is not None
-    )
-    if shares:
+    records = [record for run in runs for record in run.course.validations]
+    losses = any(record.loss is not None for record in records)
+    if not losses and all(0 <= r.score_mean <= 1 for r in records if r.score_mean is not None):
         held_out.set_ylim(0, 1.05)
         held_out.yaxis.set_major_formatter(PercentFormatter(1.0))
     for axis, title in (
-        (reward, "reward (mean of the batch)"), (held_out, "held-out score"), (length, "length of answers (tokens)"),
+        (reward, "reward (mean of the batch)"), (held_out, f"held-out {'loss' if losses else 'score'}"),
+        (length, "length of answers (tokens)"),
     ):  # fmt: skip
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("training step", fontsize=9)
@@ -235,12 +235,13 @@ def draw(runs: list[Curves], output: Path) -> None:
 
 
 def _held_out(axis: Axes, run: Curves, color: str, *, labelled: bool) -> None:
-    known = [(record.version, record.score_mean) for record in run.course.validations]
+    known = [(record.version, record.value) for record in run.course.validations]
     points = [(version, score) for version, score in known if score is not None]
+    percent = all(record.loss is None for record in run.course.validations)
     axis.plot([version for version, _ in points], [score for _, score in points], marker="o", color=color)
     for version, score in points if labelled else []:
         axis.annotate(
-            f"{score:.0%}" if 0 <= score <= 1 else f"{score:.3g}", (version, score), (0, -16),
+            f"{score:.0%}" if percent and 0 <= score <= 1 else f"{score:.3g}", (version, score), (0, -16),
             textcoords="offset points", ha="center", fontsize=8,
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )  # fmt: skip

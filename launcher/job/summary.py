@@ -156,11 +156,22 @@ def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> 
             found.append((name, f"{before:.3f} → {after:.3f} (mean of the first and last {edge} steps)"))
     if validations:
         first, last = validations[0], validations[-1]
-        change = f"{number(first['score_mean']) or FAILED} → " if len(validations) > 1 else ""
+        before, after = (number(_held_out(record)) or FAILED for record in (first, last))
+        change = f"{before} → " if len(validations) > 1 else ""
         where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
         failed = f", {last['errors']} gradings failed" if last.get("errors") else ""
-        found.append(("held-out", f"{change}{number(last['score_mean']) or FAILED} {where}{failed}"))
+        found.append(("held-out", f"{_loss(last)}{change}{after} {where}{failed}"))
     return found
+
+
+def _held_out(record: Mapping[str, Any]) -> float | None:
+    """What a validation is judged by; summaries of older versions know no loss."""
+    loss: float | None = record.get("loss")
+    return record["score_mean"] if loss is None else loss
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    return "" if record.get("loss") is None else "loss "
 
 
 def _speed(status: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -88,9 +88,9 @@ class Watch:
         before, view = self._view.status, self._view
         if status.reward is not None and (before is None or before.step != status.step):
             view.rewards.append(status.reward)
-        if status.validation is not None and view.first_accuracy is None:
+        if status.validation is not None and view.first_held_out is None:
             records = await self._link.ask(api.validations())
-            view.first_accuracy = records[0].score_mean if records else None
+            view.first_held_out = records[0].value if records else None
         over = status.phase in TERMINAL_PHASES  # the outcome has the reason
         if before is not None and status.last_error and status.last_error != before.last_error and not over:
             self._event(f"error: {status.last_error}")

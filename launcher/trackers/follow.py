@@ -97,6 +97,8 @@ class Follower:
 
 def validation_metrics(record: ValidationRecord) -> dict[str, float]:
     """A validation by the names that trackers show."""
+    if record.loss is not None and record.accuracy is not None:
+        return {"validation/loss": record.loss, "validation/accuracy": record.accuracy}
     metrics = {f"validation/reward/{name}": value for name, value in record.rewards_mean.items()}
     if record.score_mean is not None:
         metrics["validation/score"] = record.score_mean

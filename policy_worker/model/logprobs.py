@@ -1,6 +1,8 @@
-"""Log-probs of given tokens, and the entropy there, straight from hidden states and the output matrix.
+"""Log-probs of given tokens, and the entropy there, straight from hidden states and the output head.
 
-    z = h Wᵀ / T,   log π(y) = z_y − log Σ exp z,   H = log Σ exp z − Σ softmax(z) z
+    z = s (h Wᵀ + b) / T,   log π(y) = z_y − log Σ exp z,   H = log Σ exp z − Σ softmax(z) z
+
+where the model caps its logits at c, z = c tanh(s (h Wᵀ + b) / c) / T.
 
 The logits [K, V] are the largest tensor of training (a vocabulary of 150,000 makes 10 tokens of them as large as
 a layer's activations for 500). They are computed for a chunk of tokens at a time and computed again in backward:
@@ -10,6 +12,8 @@ a layer's activations for 500). They are computed for a chunk of tokens at a tim
 The same for the KL to another model over the whole vocabulary:
 
     KL = Σ p (log p − log q),   ∂KL / ∂z = p (log p − log q − KL)
+
+and from there ∂z / ∂(h Wᵀ + b) = s / T, times 1 − (z T / c)² under a cap.
 """
 
 from __future__ import annotations
@@ -21,6 +25,24 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**25
 """Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
+
+
+class Head(NamedTuple):
+    """How a model makes logits of hidden states: weight [V, D], bias [V], factor s and cap c of the formula above."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def to(self, device: torch.device | str) -> Head:
+        """The same on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return self._replace(weight=self.weight.to(device), bias=bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states [K, D]: [K, V], as the model itself computes them."""
+        return _logits(hidden, self, 1.0)
 
 
 class TokenOutputs(NamedTuple):
@@ -37,38 +59,30 @@ class TokenOutputs(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Another model's distributions at the same tokens: its hidden states [K, D'] and output matrix [V, D']."""
+    """Another model's distributions at the same tokens: its hidden states [K, D'], and its head over V tokens."""
 
     hidden: Tensor
-    weight: Tensor
+    head: Head
 
 
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    hidden: Tensor, head: Head, labels: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> TokenOutputs:
     """Log-probs (with gradient), entropy (with gradient) and correctness of `labels`.
 
     Args:
         hidden: last hidden states of the positions that predict, [K, D].
-        weight: output matrix, [V, D]. Products are in its dtype, everything after in float32 (float64 for
+        head: over V tokens. Products are in the dtype of its matrix, everything after in float32 (float64 for
             float64 input).
         labels: int64 [K].
         temperature: that the labels were sampled at, > 0.
     """
-    chunk = max(1, chunk_elements // weight.shape[0])
-    return TokenOutputs(*_TokenLogprobs.apply(hidden, weight, labels, temperature, chunk))
+    chunk = max(1, chunk_elements // head.weight.shape[0])
+    return TokenOutputs(*_TokenLogprobs.apply(hidden, *head, labels, temperature, chunk))
 
 
 def token_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    beside: Beside,
-    temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    hidden: Tensor, head: Head, beside: Beside, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Tensor:
     """KL of each token's distribution to the other model's, over the whole vocabulary, with gradient, [K].
 
@@ -76,9 +90,9 @@ def token_kl(
     """
     if not len(hidden):
         return hidden.sum(1).to(_accurate(hidden.dtype))
-    chunk = max(1, chunk_elements // (2 * weight.shape[0]))
-    other = Beside(beside.hidden.to(beside.weight.dtype), beside.weight)
-    found: Tensor = _TokenKl.apply(hidden, weight, *other, temperature, chunk)
+    chunk = max(1, chunk_elements // (2 * head.weight.shape[0]))
+    other = Beside(beside.hidden.to(beside.head.weight.dtype), beside.head)
+    found: Tensor = _TokenKl.apply(hidden, *head, other, temperature, chunk)
     return found
 
 
@@ -88,34 +102,35 @@ class _TokenKl(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        states: Tensor,
-        matrix: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        other: Beside,
         temperature: float,
         chunk: int,
     ) -> Tensor:
+        head = Head(weight, bias, scale, softcap)
         kl = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            log_p = _log_softmax(hidden[part], weight, temperature)
-            difference = log_p - _log_softmax(states[part], matrix, temperature)
+            log_p, _ = _log_softmax(hidden[part], head, temperature)
+            difference = log_p - _log_softmax(other.hidden[part], other.head, temperature)[0]
             kl[part] = torch.linalg.vecdot(log_p.exp_(), difference)
-        ctx.save_for_backward(hidden, weight, states, matrix, kl)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.save_for_backward(hidden, weight, bias, kl)
+        ctx.form, ctx.other, ctx.temperature, ctx.chunk = (scale, softcap), other, temperature, chunk
         return kl
 
     @staticmethod
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, states, matrix, kl = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=kl.dtype)
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, kl = ctx.saved_tensors
+        sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature)
-            slope = (log_p - _log_softmax(states[part], matrix, ctx.temperature)).sub_(kl[part, None])
-            grad = slope.mul_(log_p.exp_()).mul_(grad_kl[part, None] / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight.add_(grad.T @ hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            log_p, logits = _log_softmax(hidden[part], sums.head, ctx.temperature)
+            log_q, _ = _log_softmax(ctx.other.hidden[part], ctx.other.head, ctx.temperature)
+            slope = (log_p - log_q).sub_(kl[part, None])
+            sums.add(part, slope.mul_(log_p.exp_()).mul_(grad_kl[part, None]), logits)
+        return *sums.found(), None, None, None, None, None
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:
@@ -125,20 +140,30 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        labels: Tensor,
+        temperature: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        head = Head(weight, bias, scale, softcap)
         logprobs = hidden.new_empty(len(labels), dtype=_accurate(hidden.dtype))
         entropy, correct = torch.empty_like(logprobs), torch.empty_like(labels, dtype=torch.bool)
-        log_p = None
+        log_p = logits = None
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
-            log_p = _log_softmax(hidden[part], weight, temperature)
+            log_p, logits = _log_softmax(hidden[part], head, temperature)
             logprobs[part] = log_p.gather(1, labels[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
             correct[part] = logprobs[part] >= log_p.amax(1)
         # A single chunk is within the budget anyway: kept, it saves backward one product.
-        ctx.save_for_backward(hidden, weight, labels, entropy, log_p if len(labels) <= chunk else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        kept = (log_p, logits) if len(labels) <= chunk else (None, None)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, *kept)
+        ctx.form, ctx.temperature, ctx.chunk = (scale, softcap), temperature, chunk
         ctx.mark_non_differentiable(correct)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, correct
@@ -146,15 +171,16 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None
-        hidden, weight, labels, entropy, kept = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype)
+            return (None,) * 8
+        hidden, weight, bias, labels, entropy, *kept = ctx.saved_tensors
+        sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
         for start in range(0, len(labels), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature) if kept is None else kept
+            log_p, logits = kept
+            if log_p is None:
+                log_p, logits = _log_softmax(hidden[part], sums.head, ctx.temperature)
             grad = log_p.exp()
             if grad_entropy is None:
                 grad.mul_(-grad_logprobs[part, None])  # type: ignore[index]
@@ -166,13 +192,53 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad[rows, labels[part]] += grad_logprobs[
                     part
                 ]  # deterministic on GPUs too, unlike scatter_add
-            grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(weight.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight.add_(grad.T @ hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            sums.add(part, grad, logits)
+        return *sums.found(), None, None, None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[chunk, V], float32 or float64."""
-    logits = (hidden @ weight.T).to(_accurate(hidden.dtype))
-    return torch.log_softmax(logits if temperature == 1.0 else logits.div_(temperature), dim=1)
+class _HeadGradients:
+    """Gradients of hidden states and head, added up over chunks of tokens."""
+
+    def __init__(self, hidden: Tensor, head: Head, temperature: float) -> None:
+        self.head, self._hidden, self._temperature = head, hidden, temperature
+        self._of_hidden = torch.empty_like(hidden)
+        self._of_weight = torch.zeros_like(head.weight, dtype=_accurate(hidden.dtype))
+        self._of_bias = (
+            None if head.bias is None else torch.zeros_like(head.bias, dtype=self._of_weight.dtype)
+        )
+
+    def add(self, part: slice, grad: Tensor, logits: Tensor | None) -> None:
+        """grad: of z, [chunk, V], changed in place. logits: z, where it is capped."""
+        weight, _, scale, softcap = self.head
+        if logits is not None and softcap is not None:  # times 1 − tanh²
+            tanh = logits * (self._temperature / softcap)
+            grad.addcmul_(grad, tanh.square_(), value=-1)
+        if self._temperature != scale:
+            grad.div_(self._temperature / scale)
+        if self._of_bias is not None:
+            self._of_bias.add_(grad.sum(0))
+        grad = grad.to(weight.dtype)
+        self._of_hidden[part] = grad @ weight
+        self._of_weight.add_(grad.T @ self._hidden[part])
+
+    def found(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of hidden states, matrix and bias, in their dtypes."""
+        weight, bias = self.head.weight, self.head.bias
+        of_bias = None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype)
+        return self._of_hidden, self._of_weight.to(weight.dtype), of_bias
+
+
+def _log_softmax(hidden: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [chunk, V], float32 or float64; and z, where it is capped, for the gradient."""
+    logits = _logits(hidden, head, temperature)
+    return torch.log_softmax(logits, dim=1), None if head.softcap is None else logits
+
+
+def _logits(hidden: Tensor, head: Head, temperature: float) -> Tensor:
+    """z of the module's docstring, [chunk, V], float32 or float64: what is sampled from, before any filter."""
+    weight, bias, scale, softcap = head
+    product = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+    logits = product.to(_accurate(hidden.dtype))
+    if softcap is not None:
+        return logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
+    return logits if temperature == scale else logits.div_(temperature / scale)

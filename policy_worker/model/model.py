@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.attention import Block
-from policy_worker.model.logprobs import Beside, TokenOutputs, token_kl, token_logprobs
+from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_kl, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
@@ -27,6 +27,14 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference of two ways to the same logits: far above rounding, far below a softcap or a leak."""
+
+
+FACTORS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What configurations call the number by which logits are multiplied, divided, or at which they are capped."""
+MULTIPLIES_BY_DIVISOR = frozenset({"hyperclovax"})
+"""Kinds of models that multiply by `logits_scaling`."""
 
 
 class Backbone(nn.Module):
@@ -98,6 +106,7 @@ class PolicyModel(Backbone):
         """dropout: what the model's configuration said before it was switched off, for the export."""
         super().__init__(lm)
         self.dropout = dropout or {}
+        self._logits_form = _logits_form(lm.config)
 
     def forward(
         self,
@@ -113,13 +122,31 @@ class PolicyModel(Backbone):
             found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
         return found._replace(hidden=picked) if with_hidden else found
 
-    def whole_head(self) -> Tensor:
-        """The output matrix on this rank, wherever its parts are. A collective if it is sharded."""
-        weight = self._head()
-        return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+    def whole_head(self) -> Head:
+        """The output head on this rank, wherever its parts are. A collective if it is sharded."""
+        head = self._head()
+        weight, bias = (
+            (part.full_tensor() if isinstance(part, DTensor) else part).detach() if part is not None else None
+            for part in head[:2]
+        )
+        return head._replace(weight=weight, bias=bias)
 
-    def _head(self) -> Tensor:
-        return cast(Tensor, self.lm.get_output_embeddings().weight)
+    def _head(self) -> Head:
+        layer = self.lm.get_output_embeddings()
+        return Head(layer.weight, getattr(layer, "bias", None), *self._logits_form)
+
+
+def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:
+    """(factor, cap) of the logits of such a model; `_check_head` proves that they are all."""
+    values = config.get_text_config().to_dict()
+
+    def first(names: Sequence[str]) -> float | None:
+        found = (values.get(name) for name in names)
+        return next((float(value) for value in found if isinstance(value, int | float) and value), None)
+
+    divisor = first(DIVISORS) or 1.0
+    scale = divisor if values.get("model_type") in MULTIPLIES_BY_DIVISOR else 1 / divisor
+    return (first(FACTORS) or 1.0) * scale, first(CAPS)
 
 
 def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:
@@ -265,11 +292,11 @@ def _disable_dropout(model_config: PretrainedConfig) -> dict[str, float]:
 
 @torch.no_grad()
 def _check_head(model: PolicyModel) -> None:
-    """Some architectures cap, scale or shift their logits: then hidden · Wᵀ is not what they sample from."""
+    """What an architecture does to its logits beyond `Head`, this trainer would not do."""
     ids, positions = _probe(model, 8)
     expected = model.lm(input_ids=ids, position_ids=positions, use_cache=False).logits
-    found = model._hidden(ids, positions) @ model._head().T
-    _compare(model, found, expected, "logits of this architecture are not hidden states times output matrix")
+    found = model._head().logits(model._hidden(ids, positions)[0])
+    _compare(model, found, expected[0], "logits of this architecture are not those of a linear output head")
 
 
 @torch.no_grad()
@@ -311,6 +338,9 @@ def _probe(model: Backbone, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _compare(model: Backbone, found: Tensor, expected: Tensor, fault: str) -> None:
+    if found.shape != expected.shape:
+        shapes = f"{tuple(found.shape)} for {tuple(expected.shape)}"
+        raise SettingsError(f"{type(model.lm).__name__} cannot be trained here: {fault} ({shapes})")
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0)
     if not error <= PROBE_TOLERANCE[expected.dtype]:
         raise SettingsError(

@@ -38,7 +38,7 @@ from policy_worker.algorithms.losses import (
 )
 from policy_worker.algorithms.masks import Rejection, SampleMasks, prefixes_of_groups
 from policy_worker.algorithms.mismatch import mismatch_sums
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.ranges import span
@@ -58,7 +58,7 @@ from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
 from schema.util.own_code import is_own
 from schema.wire.batch import StepTable
-from schema.wire.messages import TrainedSample
+from schema.wire.messages import TrainedSample, ValidationRecord
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class Grpo:
         self._max_request_bytes = config.controller.max_request_bytes
         self._said_cut = self._said_parts = False
         self.kept: list[TrainedSample] = []
+        self.validations: list[ValidationRecord] = []
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step; None: it is not assembled after `wait_s` seconds. A collective.
@@ -343,7 +344,7 @@ class Grpo:
         samples: Mapping[int, TrainSample],
         plan: Sequence[MiniBatch],
         alike: Sequence[int] | None,
-    ) -> tuple[dict[str, dict[int, Tensor]], Tensor | None]:
+    ) -> tuple[dict[str, dict[int, Tensor]], Head | None]:
         """What is computed of all samples before any is trained on, by name and row; and the reference's head.
 
         The head only where a KL is over the whole vocabulary. A collective.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 from pathlib import Path
@@ -66,6 +66,10 @@ class Algorithm(Protocol):
     @property
     def kept(self) -> list[m.TrainedSample]:
         """What is to be shown of the samples of the last step; on rank 0."""
+
+    @property
+    def validations(self) -> list[m.ValidationRecord]:
+        """Of the version with the last step, and of version 0 with the first, where the trainer validates."""
 
     def train_on(self, batch: Any) -> Metrics | None:
         """One training step; its metrics, the same on each rank. None: the batch is gone, and is polled for again."""
@@ -125,7 +129,7 @@ class Loop:
                 metrics |= self.publisher.metrics
             metrics["publish_seconds"] = self._publish_seconds
             metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
-            self._commits.send(step, metrics, algorithm.kept)
+            self._commits.send(step, metrics, algorithm.kept, algorithm.validations)
             log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
             step += 1
             last = step >= self._reply.total_steps
@@ -270,7 +274,13 @@ class Commits:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._sent: Future[m.CommitReply] | None = None
 
-    def send(self, step: int, metrics: Mapping[str, float], kept: list[m.TrainedSample]) -> None:
+    def send(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        kept: list[m.TrainedSample],
+        validations: Sequence[m.ValidationRecord] = (),
+    ) -> None:
         """Commit a step, without waiting for the answer. Metrics that are not finite stay here: they cannot travel.
 
         Raises:
@@ -281,8 +291,10 @@ class Commits:
         session = self._session
         if session is not None:
             session.gauges = {name: finite[name] for name in GAUGES if name in finite}
-            batch = session.history.applied(step, finite, time.time())
-            request = m.CommitRequest(**session.identity(), metrics=finite, batch=batch, samples=kept)
+            batch = session.history.applied(step, finite, time.time(), validations)
+            request = m.CommitRequest(
+                **session.identity(), metrics=finite, batch=batch, samples=kept, validations=list(validations)
+            )
             self._sent = self._pool.submit(_commit, session, step, request)
 
     def wait(self) -> m.CommitReply | None:

@@ -28,6 +28,7 @@ class Backend:
     bounds_steps: an engine step holds at most `max_num_batched_tokens`. bounds_positions: sequences longer than the
     model's positions are refused. repeats: the same requests give the same bits.
     replaces_weights: every layer can get new weights, those of experts, of MLA and of quantised models too.
+    carries_state: it decodes layers with a state (state space, linear attention, convolution) too.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Backend:
     bounds_positions: bool = False
     repeats: bool = True
     replaces_weights: bool = True
+    carries_state: bool = True
 
 
 BACKENDS: dict[RolloutBackend, Backend] = {
@@ -62,6 +64,7 @@ BACKENDS: dict[RolloutBackend, Backend] = {
         package="torch",
         extra="rollout",
         one_device=True,
+        carries_state=False,
         lacks={
             "enforce_eager": True,
             "gpu_memory_utilization": 0.8,

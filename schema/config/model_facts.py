@@ -37,6 +37,26 @@ _ALREADY_SCALED = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default", "mrope"}
 )
 """Kinds of rotary scaling for which the length in config.json is that after scaling (vLLM 0.32)."""
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+_CARRYING_LAYERS = frozenset(
+    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+)
+"""Names of layers with a state-space model, a linear attention or a convolution over the row (transformers 5.19)."""
+_CARRYING_KINDS = frozenset(
+    {
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2",
+        "lfm2_moe", "mamba", "mamba2", "minimax", "minimax_text_01", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+    }
+)  # fmt: skip
+"""Architectures with such layers, for those whose config.json does not name the layers."""
+_DEEP_HEADS = frozenset(
+    {
+        "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder",
+        "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    }
+)  # fmt: skip
+"""Architectures whose logits come of several layers after the last hidden state."""
 _MAX_COUNT = 2**40  # more heads, layers, words or positions than that are a mistake in the file
 _MAX_BYTES = 16 * 1024 * 1024  # a config.json larger than this is something else
 
@@ -52,6 +72,8 @@ class ModelFacts:
     longest: tokens, after rotary scaling; length_key: where it stands. has_rope: whether longer sequences are
     possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
     latent_attention: keys and values are projected from a latent vector (MLA). quantised: by which method, or "".
+    carries_state: a layer carries state from token to token along a row, whatever their positions. deep_head: logits
+    come of several layers after the last hidden state.
     """
 
     name: str
@@ -66,6 +88,8 @@ class ModelFacts:
     has_rope: bool = True
     latent_attention: bool = False
     quantised: str = ""
+    carries_state: bool = False
+    deep_head: bool = False
 
 
 def read_facts(name: str, revision: str | None, override: Mapping[str, Any]) -> ModelFacts | None:
@@ -137,7 +161,17 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
         has_rope="n_positions" not in text and kind != "opt",
         latent_attention=_count(text, ("kv_lora_rank",)) is not None,
         quantised=_quantised(data) or _quantised(text),
+        carries_state=_carries_state(text, str(kind)),
+        deep_head=kind in _DEEP_HEADS if isinstance(kind, str) else False,
     )
+
+
+def _carries_state(text: Mapping[str, Any], kind: str) -> bool:
+    for name in _LAYER_KINDS:
+        layers = text.get(name)
+        if isinstance(layers, list) and layers:
+            return any(isinstance(layer, str) and layer in _CARRYING_LAYERS for layer in layers)
+    return kind in _CARRYING_KINDS
 
 
 def _quantised(data: Mapping[str, Any]) -> str:

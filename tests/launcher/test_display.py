@@ -65,7 +65,7 @@ def test_the_panel_has_every_figure():
         status=job_status(validation=validation(10, 0.875), last_error="[bold]odd[/] text"),
         bound=4,
         rewards=[0.1, 0.2, 0.5],
-        first_accuracy=0.31,
+        first_held_out=0.31,
         processes={"redis": "up", "rollout-0": "waiting (1 restarts)"},
         log_dir="/runs/1/logs",
         elapsed=20.0,

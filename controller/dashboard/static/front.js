@@ -9,7 +9,7 @@ const CHARTS = [
   ["Samples per second", ["samples_per_s"]],
   ["Response length in tokens", ["response_tokens_mean"]],
   ["Entropy", ["entropy"]],
-  ["Loss", ["loss"]],
+  ["Loss", ["loss", "validation_loss"]],
   ["Norm of the gradient", ["grad_norm"]],
   ["Idle share of the trainer", ["idle_fraction"]],
   ["Staleness in steps", ["staleness_mean", "staleness_max"]],
@@ -75,7 +75,7 @@ function live(run, data, app, showOverview, redraw) {
   };
   const heard = (event) => {
     if (event.kind === "step") addStep(data.curves, event.data);
-    if (event.kind === "validation") add(data.curves.curves, "validation", event.data.version, event.data.score_mean);
+    if (event.kind === "validation") addValidation(data.curves.curves, event.data);
     if (event.kind === "rewind") reload = true;
     due = true;
   };
@@ -94,6 +94,11 @@ function addStep(curves, data) {
   if (before && data.at > before) add(curves.curves, "samples_per_s", data.step, data.samples / (data.at - before));
 }
 
+function addValidation(curves, data) {
+  const [name, value] = data.loss == null ? ["validation", data.score_mean] : ["validation_loss", data.loss];
+  add(curves, name, data.version, value);
+}
+
 function add(curves, name, step, value) {
   const curve = (curves[name] ??= { steps: [], values: [] });
   while (curve.steps.length && curve.steps.at(-1) >= step) { curve.steps.pop(); curve.values.pop(); }
@@ -109,7 +114,7 @@ function drawCurves(boxes, runs, data, notes) {
       const curve = data[i].curves?.curves[name];
       if (!curve || !curve.values.some((value) => value !== null)) return;
       const label = runs.length > 1 ? (names.length > 1 ? `${run.name} ${name}` : run.name) : name;
-      traces.push(line(curve, label, name === "validation" ? { mode: "lines+markers" } : {}));
+      traces.push(line(curve, label, name.startsWith("validation") ? { mode: "lines+markers" } : {}));
     }));
     const { box, figure } = boxes.get(title);
     figure.hidden = traces.length === 0;
@@ -126,6 +131,7 @@ function overview(box, found, name) {
   const facts = [
     [job.unknown ? "last phase" : "phase", job.phase], ["step", job.total_steps ? `${job.step} of ${job.total_steps}` : job.step],
     ["reward", number(job.reward)], ["held-out score", number(job.validation?.score_mean)],
+    ["held-out loss", number(job.validation?.loss)],
     ["samples/s", number(job.samples_per_s)], ["tokens/s", number(job.tokens_per_s)],
     ["idle trainer", percent(job.idle?.policy)], ["idle generators", percent(job.idle?.rollout)],
     ["waiting for rewards", percent(job.rewards?.wait_fraction)], ["left", duration(job.eta_s)],

@@ -37,7 +37,7 @@ _SYNTHETIC_OPTIONS: dict[str, tuple[type, float, float]] = {  # type, least, mos
 
 
 def _validates(config: Config) -> bool:
-    return config.is_grpo and config.validation.enable
+    return config.validation.enable
 
 
 # ---- what is read -----------------------------------------------------------------------------------------
@@ -239,11 +239,14 @@ def prompts_fit(config: Config) -> Iterator[Problem]:
     """The longest prompt and the longest answer fit into a sequence."""
     dataset = config.train.train_policy.dataset
     if not config.is_grpo:
-        if dataset.max_prompt_length is not None:
-            key = f"{_TRAIN}.max_prompt_length"
-            message = "supervised training reads whole conversations"
-            hint = "write policy.model_max_length for the longest of them"
-            yield Problem(key, message, dataset.max_prompt_length, hint, related=(f"{_POLICY}.type",))
+        for section, conversations in ((_TRAIN, dataset), (_VALIDATION, config.validation.dataset)):
+            if (longest := conversations.max_prompt_length) is not None:
+                message = "supervised training reads whole conversations"
+                hint = "leave it out, and write policy.model_max_length for the longest of them"
+                related = (f"{_POLICY}.type",)
+                yield Problem(f"{section}.max_prompt_length", message, longest, hint, related=related)
+        if _validates(config):
+            yield from _idle_validation(config.validation.dataset)
         return
     answer = ("rollout.max_response_length", config.rollout.max_response_length)
     yield from _prompt_problem(config, _TRAIN, dataset, *answer)

@@ -42,14 +42,19 @@ def _is_grpo(config: Config) -> bool:
 
 
 def _validates(config: Config) -> bool:
-    return config.validation.enable or not config.is_grpo
+    return config.validation.enable
 
 
 _NO_ROLLOUTS = "supervised training generates nothing"
 
 OF_ANOTHER_JOB = (
     Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
-    Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", but=("enable",)),
+    Idle(
+        "validation",
+        _is_grpo,
+        f"{_NO_ROLLOUTS}: validation is the loss on held-out conversations",
+        but=("enable", "freq", "before", "batch_size", "dataset"),
+    ),
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
     Idle("critic", _is_grpo, "supervised training has no critic", but=("enable",)),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
@@ -128,7 +133,9 @@ SWITCHED_OFF = (
     *(
         Idle(
             f"validation.{name}",
-            lambda config: not config.validation.enable or config.validation.temperature > 0.0,
+            lambda config: (
+                not config.is_grpo or not config.validation.enable or config.validation.temperature > 0.0
+            ),
             "validation.temperature = 0.0 takes the likeliest token",
             "write validation.temperature too, or leave it out",
         )

@@ -6,7 +6,8 @@ own words, is judged by the worker that loads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
 from schema.config.modules import is_importable
@@ -18,6 +19,7 @@ from schema.config.sections.policy import ParallelismConfig
 from schema.config.vocabulary import difference, vocabulary_of
 
 _MODEL = "policy.model_name_or_path"
+_REFERENCE, _CRITIC = "reference.model_name_or_path", "critic.model_name_or_path"
 _LONGEST = "policy.model_max_length"
 
 
@@ -33,8 +35,33 @@ def model_agrees(config: Config) -> Iterator[Problem]:
         yield from experts_are_divided(section, mesh, facts)
     if config.is_grpo:
         yield from engine_divides(config.rollout.parallelism, facts)
+        yield from engine_decodes(config, facts)
     yield from experts_are_there(config, facts)
     yield from lengths_are_possible(config, facts)
+
+
+def logprobs_are_right(config: Config) -> Iterator[Problem]:
+    """The trainer keeps sequences of one row apart by their positions, and has one linear layer for the logits."""
+    models = {_MODEL: _facts(config)}
+    if config.has_reference and (name := config.reference.model_name_or_path) is not None:
+        models[_REFERENCE] = _facts_at(_REFERENCE, name, None, {})
+    critic = config.critic
+    if config.has_critic and (name := critic.model_name_or_path) is not None:
+        models[_CRITIC] = _facts_at(_CRITIC, name, critic.model_revision, critic.override_config)
+    for key, (facts, problems) in models.items():
+        if facts is None:
+            yield from problems if key != _MODEL else ()
+            continue
+        model, packing = f"{key} = {facts.name} ({facts.kind})", "train.sequence_packing"
+        if facts.carries_state and config.train.sequence_packing:
+            message = (
+                f"true packs several sequences into one row, and layers of {model} carry state from one into the "
+                "next (state space, linear attention or convolution)"
+            )
+            yield Problem(packing, message, True, f"write {packing} = false", related=(key,))
+        if facts.deep_head and key != _CRITIC:
+            message = f"{model} makes its logits by several layers on top of the last hidden state: not trained here"
+            yield Problem(key, message, facts.name, "name a model whose output head is one linear layer")
 
 
 def model_warnings(config: Config) -> Iterator[Problem]:
@@ -74,11 +101,17 @@ def engine_replaces_weights(config: Config) -> list[Problem]:
 def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
     """The facts of the policy's model, or why they cannot be read."""
     policy = config.policy
+    return _facts_at(_MODEL, policy.model_name_or_path, policy.model_revision, policy.override_config)
+
+
+def _facts_at(
+    key: str, name: str, revision: str | None, override: Mapping[str, Any]
+) -> tuple[ModelFacts | None, list[Problem]]:
     try:
-        return read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config), []
+        return read_facts(name, revision, override), []
     except BrokenModelError as error:
         hint = "write the model again with `save_pretrained`, or name another"
-        return None, [Problem(_MODEL, str(error), policy.model_name_or_path, hint)]
+        return None, [Problem(key, str(error), name, hint)]
 
 
 def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
@@ -181,22 +214,15 @@ def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
     critic, policy = config.critic, config.policy
     if not config.has_critic or not (critic.model_name_or_path or critic.tokenizer_name_or_path):
         return
-    key, name = "critic.model_name_or_path", critic.model_name_or_path
+    key, name = _CRITIC, critic.model_name_or_path
     if name is not None:
         yield from _directory_problems(key, name, "model", ("config.json",))
-        try:
-            sizes = [
-                facts.vocabulary
-                for facts in (
-                    read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config),
-                    read_facts(name, critic.model_revision, critic.override_config),
-                )
-                if facts is not None
-            ]
-        except BrokenModelError as error:
-            yield Problem(key, str(error), name, "write the model again with `save_pretrained`")
-            return
-        if len(sizes) == 2 and None not in sizes and sizes[0] != sizes[1]:
+        (mine, _), (theirs, _) = (
+            _facts(config),
+            _facts_at(key, name, critic.model_revision, critic.override_config),
+        )
+        sizes = [facts.vocabulary for facts in (mine, theirs) if facts and facts.vocabulary]
+        if len(sizes) == 2 and sizes[0] != sizes[1]:
             message = (
                 f"{name} has {sizes[1]} tokens, and {_MODEL} = {policy.model_name_or_path} has {sizes[0]}"
             )
@@ -204,13 +230,26 @@ def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
             return
     if critic.tokenizer_name_or_path is not None:
         key, name = "critic.tokenizer_name_or_path", critic.tokenizer_name_or_path
-    mine, theirs = vocabulary_of(*policy.tokenizer), vocabulary_of(str(name), critic.model_revision)
-    if mine and theirs and (differs := difference(mine, theirs)):
+    tokens, other = vocabulary_of(*policy.tokenizer), vocabulary_of(str(name), critic.model_revision)
+    if tokens and other and (differs := difference(tokens, other)):
         message = f"{name} numbers other tokens than the policy's tokenizer: {differs}"
         yield Problem(key, message, name, _SAME_TOKENS, related=(_MODEL,))
 
 
 _SAME_TOKENS = "a critic reads what the policy writes: name a model of the same tokenizer, or leave it out"
+
+
+def engine_decodes(config: Config, facts: ModelFacts) -> list[Problem]:
+    """An engine may know attention layers only."""
+    engine, key = config.rollout.engine, "rollout.backend"
+    if engine.carries_state or not facts.carries_state:
+        return []
+    message = (
+        f"{engine.title} decodes attention layers only, and {_MODEL} = {facts.name} ({facts.kind}) has layers that "
+        "carry state along the row"
+    )
+    hint = 'write rollout.backend = "vllm"'
+    return [Problem(key, message, config.rollout.backend, hint, related=(_MODEL,))]
 
 
 def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
@@ -342,6 +381,7 @@ def code_is_trusted(config: Config) -> Iterator[Problem]:
 
 MODEL_RULES = (
     model_agrees,
+    logprobs_are_right,
     engine_replaces_weights,
     critic_reads_the_policy,
     model_is_there,

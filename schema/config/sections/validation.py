@@ -1,4 +1,4 @@
-"""`[validation]`: scoring on held-out data while training goes on."""
+"""`[validation]`: scoring on held-out data while training goes on; the loss there, in supervised training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ class ValidationConfig(Section):
     """`[validation]`: scoring on held-out data while training goes on."""
 
     enable: bool = cosmos_key(
-        False,
-        "Whether validation runs.",
-        acts="file: The held-out data, and that versions are scored.",
-        unbuilt="validation of supervised training",
-        only="sft",
+        False, "Whether validation runs.", acts="file: The held-out data, and that versions are scored."
     )
     freq: Count = cosmos_key(
         20, "Validation every so many training steps.", acts="request or reply: Which versions are scored."
@@ -37,8 +33,8 @@ class ValidationConfig(Section):
     )
     batch_size: Samples | None = cosmos_key(
         None,
-        "Prompts per validation lease. Unset: as in training.",
-        acts="request or reply: Prompts of a validation lease.",
+        "Prompts per validation lease; in supervised training conversations per micro-batch. Unset: as in training.",
+        acts="request or reply: Prompts of a validation lease. number: Rows of a micro-batch of the pass.",
         example=128,
     )
     dataset: DatasetConfig = cosmos_key(

@@ -14,6 +14,7 @@ from schema.util.text import PLAIN
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$"
 """Names of replicas: they stand in addresses, logs and labels of metrics."""
 MOST_LEASES, MOST_GAUGES, MOST_METRICS = 16_384, 64, 1024
+MOST_VALIDATIONS = 2  # of one commit: the version with its step, and version 0
 MOST_STAGES, MOST_SECONDS = 32, 1e9
 """Timed stages of a publication or an update: encode, write; fetch, verify, prepare, pause, apply, …"""
 Text = Annotated[str, Field(max_length=256, pattern=PLAIN)]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.wire.messages.base import Message
+from schema.wire.messages.base import Count, Message
 from schema.wire.messages.publications import WeightsStatus
 
 
@@ -26,14 +26,34 @@ TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
 
 
 class ValidationRecord(Message):
-    version: int
-    at: float
-    samples: int
-    score_mean: float | None = Field(description="Over the samples that have a score; null if none has.")
+    """One validation of one version. Generated answers have scores; conversations of supervised training a loss."""
+
+    version: Count
+    at: float = Field(ge=0, lt=2**53)
+    samples: Count
+    loss: float | None = Field(
+        default=None, description="Supervised training: mean −log π over the tokens to learn; else null."
+    )
+    accuracy: float | None = Field(
+        default=None, description="Supervised training: share of those tokens that are the likeliest."
+    )
+    score_mean: float | None = Field(
+        default=None, description="Over the samples that have a score; null if none has."
+    )
     score_error: float | None = Field(default=None, description="Standard error of that mean.")
-    rewards_mean: dict[str, float]
+    rewards_mean: dict[str, float] = Field(default_factory=dict)
     response_tokens_mean: float
     errors: int = 0
+
+    @property
+    def value(self) -> float | None:
+        """What it is judged by: the loss where there is one, else the mean score."""
+        return self.score_mean if self.loss is None else self.loss
+
+    @property
+    def goodness(self) -> float | None:
+        """The same number where more is better."""
+        return self.score_mean if self.loss is None else -self.loss
 
 
 class LedgerStatus(Message):

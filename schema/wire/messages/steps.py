@@ -7,7 +7,16 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
-from schema.wire.messages.base import MOST_METRICS, Count, Message, MetricName, Text, TrainerRequest
+from schema.wire.messages.base import (
+    MOST_METRICS,
+    MOST_VALIDATIONS,
+    Count,
+    Message,
+    MetricName,
+    Text,
+    TrainerRequest,
+)
+from schema.wire.messages.job import ValidationRecord
 from schema.wire.messages.samples import MOST_TRAINED, TrainedSample
 
 
@@ -24,6 +33,11 @@ class CommitRequest(TrainerRequest):
     )
     samples: Annotated[list[TrainedSample], FailFast()] = Field(
         default_factory=list, max_length=MOST_TRAINED, description="Of those that are kept as text."
+    )
+    validations: list[ValidationRecord] = Field(
+        default_factory=list,
+        max_length=MOST_VALIDATIONS,
+        description="Supervised training: of the version with this step, and of version 0 with the first.",
     )
 
 
@@ -47,7 +61,8 @@ class CheckpointReply(Message):
     durable_steps: int
     scores: dict[int, float] = Field(
         default_factory=dict,
-        description="Mean validation score by weight version: the best checkpoint stays.",
+        description="Mean validation score by weight version (supervised training: the loss, negative): the best "
+        "checkpoint stays.",
     )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_worker.model.logprobs import CHUNK_ELEMENTS, Beside, token_kl, token_logprobs
+from policy_worker.model.logprobs import CHUNK_ELEMENTS, Beside, Head, token_kl, token_logprobs
 from tests.support.devices import DEVICE
 
 
@@ -35,7 +35,7 @@ def gradients(outputs, inputs, with_entropy: bool, with_logprobs: bool = True):
 def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, parts: tuple[bool, bool]):
     hidden, weight, labels = material()
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    ours = token_logprobs(hidden, weight, labels, temperature, chunk_elements)
+    ours = token_logprobs(hidden, Head(weight), labels, temperature, chunk_elements)
     theirs = plain(hidden, weight, labels, temperature)
     for found, expected in zip(ours[:2], theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -49,7 +49,7 @@ def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, par
 def test_only_the_log_probs_used():
     hidden, weight, labels = material()
     hidden.requires_grad_()
-    (found,) = torch.autograd.grad(token_logprobs(hidden, weight, labels).logprobs.sum(), [hidden])
+    (found,) = torch.autograd.grad(token_logprobs(hidden, Head(weight), labels).logprobs.sum(), [hidden])
     (expected,) = torch.autograd.grad(plain(hidden, weight, labels, 1.0)[0].sum(), [hidden])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -57,7 +57,7 @@ def test_only_the_log_probs_used():
 def test_only_the_entropy_used():
     hidden, weight, labels = material()
     hidden.requires_grad_()
-    outputs = token_logprobs(hidden, weight, labels, chunk_elements=101 * 10)
+    outputs = token_logprobs(hidden, Head(weight), labels, chunk_elements=101 * 10)
     (found,) = torch.autograd.grad(outputs.entropy.sum(), [hidden])
     (expected,) = torch.autograd.grad(plain(hidden, weight, labels, 1.0)[1].sum(), [hidden])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -67,13 +67,13 @@ def test_correctness_is_whether_the_label_is_likeliest():
     hidden, weight, labels = material()
     best = (hidden @ weight.T).argmax(1)
     labels[::2] = best[::2]
-    assert token_logprobs(hidden, weight, labels).correct.tolist() == (labels == best).tolist()
+    assert token_logprobs(hidden, Head(weight), labels).correct.tolist() == (labels == best).tolist()
 
 
 def test_low_precision_is_computed_in_float32():
     hidden, weight, labels = material(dtype=torch.bfloat16)
     hidden.requires_grad_()
-    outputs = token_logprobs(hidden, weight, labels, 0.5)
+    outputs = token_logprobs(hidden, Head(weight), labels, 0.5)
     assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
     exact = torch.log_softmax((hidden @ weight.T).float() / 0.5, dim=1)
     torch.testing.assert_close(outputs.logprobs, exact.gather(1, labels[:, None])[:, 0], rtol=1e-6, atol=1e-6)
@@ -85,7 +85,7 @@ def test_low_precision_is_computed_in_float32():
 def test_no_tokens_still_reach_every_input():
     hidden, weight, labels = material(k=0)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    grads = torch.autograd.grad(token_logprobs(hidden, weight, labels).logprobs.sum(), inputs)
+    grads = torch.autograd.grad(token_logprobs(hidden, Head(weight), labels).logprobs.sum(), inputs)
     assert grads[0].shape == (0, 16)
     assert not grads[1].any()
 
@@ -98,7 +98,9 @@ def test_kl_over_the_vocabulary_equals_the_plain_one(chunk_elements: int):
         weight[:, :7].contiguous(),
     )  # of another width
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    found = token_kl(hidden, weight, Beside(states.detach(), matrix.detach()), 0.7, chunk_elements)
+    found = token_kl(
+        hidden, Head(weight), Beside(states.detach(), Head(matrix.detach())), 0.7, chunk_elements
+    )
     log_p = torch.log_softmax(hidden @ weight.T / 0.7, dim=1)
     expected = (log_p.exp() * (log_p - torch.log_softmax(states @ matrix.T / 0.7, dim=1))).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -106,6 +108,67 @@ def test_kl_over_the_vocabulary_equals_the_plain_one(chunk_elements: int):
     pairs = zip(*(torch.autograd.grad((scale * kl).sum(), inputs) for kl in (found, expected)), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+FORMS = [
+    pytest.param(bias, scale, softcap, id=f"{'bias' * bias or 'plain'}-{scale:g}-{softcap}")
+    for bias in (False, True)
+    for scale in (1.0, 0.25)
+    for softcap in (None, 1.5)
+]
+
+
+def naive_log_p(hidden, head: Head, temperature: float):
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    capped = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+    return torch.log_softmax(capped / temperature, dim=1)
+
+
+def head_of(bias: bool, scale: float, softcap: float | None):
+    hidden, weight, labels = material(k=7, d=3, v=11)
+    hidden, weight = hidden * 2, weight * 3  # far into the cap
+    shift = torch.linspace(-1, 2, 11, dtype=weight.dtype, device=DEVICE) if bias else None
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight, shift) if tensor is not None]
+    return leaves, Head(weight, shift, scale, softcap), labels
+
+
+@pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 11 * 3])
+@pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
+def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: int):
+    leaves, head, labels = head_of(bias, scale, softcap)
+    log_p = naive_log_p(leaves[0], head, 0.7)
+    other = Beside(leaves[0].detach().flip(0), Head(*(p.detach() if torch.is_tensor(p) else p for p in head)))
+    log_q = naive_log_p(other.hidden, other.head, 0.7)
+    expected = [
+        log_p.gather(1, labels[:, None])[:, 0],
+        -(log_p.exp() * log_p).sum(1),
+        (log_p.exp() * (log_p - log_q)).sum(1),
+    ]
+    found = [
+        *token_logprobs(leaves[0], head, labels, 0.7, chunk_elements)[:2],
+        token_kl(leaves[0], head, other, 0.7, chunk_elements),
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        weights = torch.linspace(-1, 2, 7, dtype=ours.dtype, device=DEVICE)
+        pairs = [
+            torch.autograd.grad((weights * one).sum(), leaves, retain_graph=True) for one in (ours, theirs)
+        ]
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
+def test_gradients_are_those_of_finite_differences(bias, scale, softcap):
+    leaves, head, labels = head_of(bias, scale, softcap)
+    other = Beside(leaves[0].detach().flip(0), Head(head.weight.detach() * 0.5, softcap=2.0))
+
+    def outputs(hidden, weight, shift=None):
+        given = Head(weight, shift, scale, softcap)
+        found = token_logprobs(hidden, given, labels, 0.7, 11 * 3)
+        return found.logprobs, found.entropy, token_kl(hidden, given, other, 0.7, 11 * 6)
+
+    assert torch.autograd.gradcheck(outputs, leaves)
 
 
 @pytest.mark.parametrize("with_kl", [False, True])
@@ -126,10 +189,13 @@ def test_logits_are_never_whole_in_memory(with_kl: bool):
             return out
 
     with Watch():
-        loss = token_logprobs(hidden, weight, labels, chunk_elements=v * 64).logprobs.sum()
+        loss = token_logprobs(hidden, Head(weight), labels, chunk_elements=v * 64).logprobs.sum()
         if with_kl:
-            other = Beside(torch.zeros(k, 8), torch.ones(v, 8))
-            loss = loss + token_kl(hidden, weight, Beside(*(t.to(DEVICE) for t in other)), 1.0, v * 64).sum()
+            other = Beside(
+                torch.zeros(k, 8, device=DEVICE), Head(torch.ones(v, 8, device=DEVICE), softcap=2.0)
+            )
+            head = Head(weight, softcap=3.0)
+            loss = loss + token_kl(hidden, head, other, 1.0, v * 64).sum()
         loss.backward()
     assert largest == v * 64
     assert hidden.grad is not None

@@ -6,15 +6,20 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
     GptOssConfig,
+    GraniteConfig,
+    HyperCLOVAXConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    PhiConfig,
     Qwen2Config,
 )
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.logprobs import Head
 from policy_worker.model.micro_batch import Layout, collate
 from policy_worker.model.model import PolicyModel, load_model, prepare_model
 from tests.policy_worker.material import make_config, tiny_lm, write_model
@@ -25,6 +30,7 @@ SMALL = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+TINY = SMALL | {"hidden_size": 16, "intermediate_size": 24}
 
 
 def from_config(config) -> PolicyModel:
@@ -83,10 +89,51 @@ def test_a_model_whose_attention_takes_no_blocks_shares_no_prompts(config, reaso
     assert model(batch).logprobs.isfinite().all(), "the blocks of a packed row are not for it"
 
 
-def test_an_architecture_that_caps_its_logits_is_refused():
-    config = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.05)
-    with pytest.raises(SettingsError, match=r"Gemma2ForCausalLM.*not hidden states times output matrix"):
-        prepare_model(from_config(config), packed=False, recompute=False)
+HEADS = {
+    "capped": Gemma2Config(**TINY, head_dim=4, final_logit_softcapping=0.5, sliding_window=4),
+    "divided": GraniteConfig(**TINY, logits_scaling=0.25),
+    "multiplied": CohereConfig(**TINY, logit_scale=4.0),
+    "shifted": PhiConfig(**TINY),
+    "multiplied by what others divide by": HyperCLOVAXConfig(**TINY, logits_scaling=4.0),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_capped_scaled_and_shifted_logits_are_those_of_transformers(name: str):
+    model = from_config(HEADS[name])
+    _make_logits_large(model)
+    model = prepare_model(model, packed=False, recompute=False).to(DEVICE)
+    batch = collate([LONG, SHORT], [0, 1], Layout(False, 53, DEVICE))
+    found, expected = model(batch, 0.8), []
+    for sample in (LONG, SHORT):
+        ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None].to(DEVICE)
+        log_p = torch.log_softmax(model.lm(input_ids=ids).logits[0].float() / 0.8, dim=-1)
+        picked = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        expected.append(picked[torch.from_numpy(sample.segments[0].loss_mask[1:]) == 1])
+    torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=0, atol=rounding(5e-6))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    pairs = [torch.autograd.grad(one.sum(), parameters) for one in (found.logprobs, torch.cat(expected))]
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=rounding(2e-5) * max(b.abs().max().item(), 1.0))
+
+
+def _make_logits_large(model: PolicyModel) -> None:
+    """Enough that a factor, a cap or a shift is far above rounding."""
+    head = model.lm.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(20)
+        if head.bias is not None:
+            head.bias.copy_(torch.linspace(-2, 2, len(head.bias)))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_change_of_logits_that_is_not_applied_is_refused(name: str):
+    model = from_config(HEADS[name])
+    _make_logits_large(model)
+    head = model._head()
+    model._head = lambda: Head(head.weight)
+    with pytest.raises(SettingsError, match=rf"{type(model.lm).__name__}.*not those of a linear output head"):
+        prepare_model(model, packed=False, recompute=False)
 
 
 def test_an_architecture_with_state_along_the_row_is_refused_for_packing_only():

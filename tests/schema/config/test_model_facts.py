@@ -159,3 +159,24 @@ def test_whatever_is_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = facts(tmp_path, QWEN | changes)
     for count in (found.heads, found.kv_heads, found.layers, found.vocabulary, found.longest):
         assert count is None or count > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "carries"),
+    [
+        ({}, False),
+        ({"model_type": "mamba"}, True),
+        ({"model_type": "jamba", "attn_layer_period": 8}, True),
+        ({"model_type": "falcon_h1"}, True),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, True),
+        ({"model_type": "lfm2", "layer_types": ["full_attention", "full_attention"]}, False),
+        ({"model_type": "qwen3_next"}, True),
+        ({"model_type": "some_new", "layer_types": ["sliding_attention", "linear_attention"]}, True),
+        ({"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"]}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, False),
+        ({"layer_types": [1, None, {}]}, False),
+    ],
+)
+def test_state_along_the_row(tmp_path: Path, change: dict[str, Any], carries: bool) -> None:
+    assert facts(tmp_path, QWEN | change).carries_state is carries
+    assert facts(tmp_path, {"text_config": QWEN | change}).carries_state is carries

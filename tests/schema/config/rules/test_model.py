@@ -12,6 +12,7 @@ from schema.config import Config, check_rules, check_warnings
 from schema.config.rules.model import (
     critic_reads_the_policy,
     engine_replaces_weights,
+    logprobs_are_right,
     model_agrees,
     model_warnings,
 )
@@ -49,6 +50,12 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
         VLLM | {f"{R}.tp_size": 4},
         f"{R}.tp_size",
         ("4 neither divides the 6 key/value heads", "nor is a multiple"),
+    ),
+    (
+        QWEN | {"layer_types": ["conv", "full_attention"]},
+        {"rollout.backend": "transformers"},
+        "rollout.backend",
+        ("decodes attention layers only",),
     ),
     (QWEN, VLLM | {f"{R}.pp_size": 30}, f"{R}.pp_size", ("30 are more stages than the 28 layers",)),
     (MOE, VLLM | {f"{R}.ep_size": 8, f"{R}.tp_size": 8}, f"{R}.ep_size", ("12 experts",)),
@@ -183,7 +190,7 @@ def test_a_critic_reads_the_policys_tokens(tmp_path: Path) -> None:
     absent = values | {key: str(tmp_path / "absent")}
     check_case(Case(critic_reads_the_policy, absent, key, ("absent does not exist",)), GRPO)
     (tmp_path / "critic" / "config.json").write_text("{")
-    check_case(Case(critic_reads_the_policy, other, key, ("is not JSON",)), GRPO)
+    check_case(Case(logprobs_are_right, other, key, ("is not JSON",)), GRPO)
     (tmp_path / "critic" / "config.json").write_text("{}")
     for name, token in (("policy", "a"), ("critic", "b")):
         text = json.dumps({"model": {"vocab": {token: 0}}, "added_tokens": []})
@@ -199,3 +206,45 @@ def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
     (problem,) = model_agrees(config_of(GRPO, named(tmp_path, "{", {})))
     assert problem.key == "policy.model_name_or_path"
     assert "config.json is not JSON" in problem.message
+
+
+PACKED = {"train.sequence_packing": True}
+HYBRID = QWEN | {"model_type": "qwen3_next"}
+
+
+@pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
+def test_packed_sequences_are_kept_apart(tmp_path: Path, base: dict[str, Any]) -> None:
+    words = (str(tmp_path), "(qwen3_next)", "carry state")
+    case = Case(logprobs_are_right, named(tmp_path, HYBRID, PACKED), "train.sequence_packing", words)
+    assert "write train.sequence_packing = false" in str(check_case(case, base).hint)
+    asked = [found.key for found in check_rules(config_of(base, case.values))]
+    assert "train.sequence_packing" in asked
+    assert list(logprobs_are_right(config_of(base, named(tmp_path, HYBRID, {})))) == []
+    assert list(logprobs_are_right(config_of(base, named(tmp_path, QWEN, PACKED)))) == []
+
+
+def test_a_reference_model_is_packed_too(tmp_path: Path) -> None:
+    mixed = PACKED | {
+        "reference.model_name_or_path": str(tmp_path / "other"),
+        "train.train_policy.kl_beta": 0.1,
+    }
+    (tmp_path / "other").mkdir()
+    named(tmp_path / "other", HYBRID, {})
+    values = named(tmp_path, QWEN, mixed)
+    case = Case(
+        logprobs_are_right, values, "train.sequence_packing", (f"reference.model_name_or_path = {tmp_path}",)
+    )
+    check_case(case, GRPO)
+    named(tmp_path / "other", "{", {})
+    (problem,) = logprobs_are_right(config_of(GRPO, values))
+    assert problem.key == "reference.model_name_or_path"
+
+
+def test_logits_of_several_layers_are_refused(tmp_path: Path) -> None:
+    """Nothing at boot: a head that is one linear layer, shifted, scaled or capped, is applied."""
+    values = named(tmp_path, QWEN | {"model_type": "roberta"}, {})
+    case = Case(logprobs_are_right, values, "policy.model_name_or_path", ("(roberta)", "several layers"))
+    check_case(case, GRPO)
+    for kind in ("gemma2", "granite", "cohere", "phi"):
+        values = named(tmp_path, QWEN | {"model_type": kind}, {})
+        assert list(logprobs_are_right(config_of(GRPO, values))) == []
