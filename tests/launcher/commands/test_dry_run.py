@@ -135,6 +135,20 @@ def test_a_reference_model_is_counted_on_devices_of_its_own(
     assert "GPU 3" in problem.message
 
 
+def test_a_critic_is_counted_on_devices_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ("0", "1", "2", "3", "4")
+    found = planned(
+        Machine(8, gpus), Capacity(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"2": 1}), monkeypatch,
+        train={"param_dtype": "float32", "train_policy": {"kl_beta": 0.1, "advantage_estimator": "gae"}},
+        critic={"enable": True, "param_dtype": "float32"},
+        placement={"policy": [0], "critic": [2], "reference": [3], "rollout": [4]},
+    )  # fmt: skip
+    assert found.used["GPU 3"] == N * 4, "the reference model"
+    assert found.used["GPU 2"] == 4 * N * 4, "weights, gradients and two moments of the critic"
+    (problem,) = found.warnings
+    assert problem.key == "placement.critic"
+
+
 def test_what_does_not_fit_is_a_warning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(Machine(2), Capacity(GIB, GIB // 2), monkeypatch)
     (warning,) = found.warnings

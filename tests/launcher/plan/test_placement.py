@@ -163,6 +163,18 @@ def test_a_reference_model_has_one_device_for_each_rank_of_the_policy():
     assert shown(shared, 2) == {"policy-0": (0, 1), "rollout-0": (1,)}
 
 
+def test_a_critics_devices_come_after_those_of_a_reference_model():
+    gae = {"train_policy": {"kl_beta": 0.1, "advantage_estimator": "gae"}}
+    places = {"policy": [0, 1], "critic": [2, 3], "reference": [5, 4]}
+    two = {"parallelism": {"dp_shard_size": 2}}
+    job = config(train=gae, policy=two, critic={"enable": True}, placement=places)
+    assert shown(job, 7) == {"policy-0": (0, 1, 5, 4, 2, 3), "rollout-0": (6,)}
+    places["critic"] = [2]
+    open_size = {"parallelism": {"dp_shard_size": -1}}
+    problem = refusal(config(train=gae, policy=open_size, critic={"enable": True}, placement=places), 7)
+    assert problem.key == "placement.critic"
+
+
 def test_ranks_with_the_same_samples_share_a_reference_model():
     mesh = {"parallelism": {"tp_size": 2, "dp_shard_size": 2}}
     job = config(train=KL, policy=mesh, placement={"policy": [0, 1, 2, 3], "reference": [5, 4]})
