@@ -102,6 +102,14 @@ mini_batch = 4
 name = "synthetic:addition"
 options = {{ n = 2000, digits = 2, demonstrations = true }}
 
+[validation]
+enable = true
+freq = 5
+
+[validation.dataset]
+name = "synthetic:addition"
+options = {{ n = 16, digits = 2, demonstrations = true }}
+
 [controller]
 heartbeat_interval = 0.5
 heartbeat_timeout = 60.0
@@ -129,6 +137,8 @@ class Outcome:
     digest: str
     steps: list[dict[str, Any]]
     ledger: dict[str, Any]
+    validations: list[dict[str, Any]]
+    best: dict[str, Any]
     kills: list[str] = field(default_factory=list)
 
     def first_difference(self, other: Outcome) -> str:
@@ -259,7 +269,12 @@ def _redis(program: Program) -> int:
 
 def _outcome(summary: dict[str, Any], run_dir: Path, kills: list[str]) -> Outcome:
     digest = hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest()
-    return Outcome(digest, summary["steps"], summary["ledger"], kills)
+    validations = [
+        {name: value for name, value in record.items() if name != "at"} for record in summary["validations"]
+    ]
+    best = run_dir / "checkpoints" / "best.json"
+    named = json.loads(best.read_text()) if best.exists() else {}
+    return Outcome(digest, summary["steps"], summary["ledger"], validations, named, kills)
 
 
 def check_same(calm: Outcome, disturbed: Outcome) -> None:

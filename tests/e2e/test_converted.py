@@ -59,6 +59,7 @@ data:
   train_batch_size: 8
   micro_batch_size_per_gpu: 4
   train_files: data/pairs.parquet
+  val_files: data/pairs.parquet
   prompt_key: question
   response_key: answer
   max_length: 96
@@ -73,6 +74,7 @@ trainer:
   project_name: sums
   experiment_name: sft
   total_epochs: 2
+  test_freq: 6
   logger: [console]
   n_gpus_per_node: 1
 """
@@ -189,6 +191,9 @@ def test_verl_sft(place: Path) -> None:
     assert len(found["steps"]) == 12, "48 pairs, twice, 8 at a time"
     losses = [step["metrics"]["loss"] for step in found["steps"]]
     assert losses[-1] < losses[0]
+    held_out = {record["version"]: record["loss"] for record in found["validations"]}
+    assert list(held_out) == [6, 12], "verl does not validate before"
+    assert held_out[12] < held_out[6]
 
 
 def test_verl_evaluation(place: Path) -> None:

@@ -80,6 +80,12 @@ def job_status(**changes: Any) -> JobStatus:
     return JobStatus.model_validate({**values, **changes})
 
 
+def held_out_loss(version: int, loss: float) -> ValidationRecord:
+    return ValidationRecord(
+        version=version, at=1.0, samples=20, loss=loss, accuracy=0.5, response_tokens_mean=30.0
+    )
+
+
 def validation(version: int, score: float) -> ValidationRecord:
     return ValidationRecord(
         version=version, at=1.0, samples=200, score_mean=score, rewards_mean={}, response_tokens_mean=30.0

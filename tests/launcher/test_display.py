@@ -13,7 +13,7 @@ from rich.console import Console
 from launcher.display import LINE_EVERY, SIGN_OF_LIFE, LinePacer, View, duration, line, panel, sparkline
 from launcher.job.screen import Screen
 from schema.wire.messages import Phase
-from tests.launcher.samples import job_status, validation
+from tests.launcher.samples import held_out_loss, job_status, validation
 
 
 def drawn(view: View) -> str:
@@ -28,6 +28,13 @@ def test_a_line_has_every_figure():
         "phase=training step=12/60 reward=0.513 held_out=0.875 staleness=1.2/3/4 samples_per_s=351.2 "
         "tokens_per_s=9121 queue=7 replicas=1policy+2rollout idle_policy=3% idle_rollout=8% eta=42s"
     )
+
+
+def test_supervised_training_shows_the_held_out_loss():
+    status = job_status(mode="sft", reward=None, validation=held_out_loss(10, 1.25))
+    view = View(status=status, first_held_out=3.5)
+    assert "held_out=1.25" in line(view)
+    assert "loss 1.250, accuracy 0.500 at version 10  (before: 3.500)" in drawn(view)
 
 
 def test_a_line_before_the_first_status_names_the_stage():

@@ -202,6 +202,19 @@ watch(
     changed(from_file, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}),
     {"validation.dataset.options": ({"n": 24}, {"n": 12})},
 )
+validated_conversations = changed(
+    conversations_from_file, {"validation.enable": True, "validation.dataset.name": SECOND}
+)
+watch(
+    prepared,
+    validated_conversations,
+    {"validation.dataset.name": (SECOND, FIRST), "validation.enable": (True, False)},
+)
+watch(
+    prepared,
+    changed(validated_conversations, {"policy.model_max_length": 30}),
+    {"validation.dataset.overlong_prompts": ("drop", "left")},
+)
 
 
 def nothing(config: Config, place: Place) -> float | int | None:

@@ -39,7 +39,7 @@ from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.profiles import Profiles
-from policy_worker.training.sft import Sft
+from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.worker import _algorithm, _seed
 from schema.config import Config
 from schema.config.sections.optimizer import PrecisionKeys
@@ -671,6 +671,39 @@ watch(
         f"{POLICY}.dataloader_shuffle": (True, False),
     },
 )
+
+
+def validated_versions(config: Config, place: Place) -> list[int]:
+    """Which of the first three versions of a supervised run are validated."""
+    folder = place.directory()
+    for name in ("train", "validation"):
+        ids = [[3, 4, 5 + row] for row in range(16)]
+        write_prompts(folder / f"{name}.safetensors", ids, [{}] * 16, [[0, 1, 1]] * 16)
+    reply = m.RegisterReply.model_construct(
+        mode="sft", data_file=str(folder / "train.safetensors"), total_steps=10
+    )
+    algorithm, found = _algorithm(config, reply, _trainer(config, place), None), []  # type: ignore[arg-type]
+    for step in range(2):
+        train_step(algorithm, step)
+        found += [record.version for record in algorithm.validations]
+    return found
+
+
+def validation_rows(config: Config, place: Place) -> list[int]:
+    """How many conversations each micro-batch of a validation has."""
+    path = place.directory() / "validation.safetensors"
+    write_prompts(path, [[3, 4, 5 + row] for row in range(16)], [{}] * 16, [[0, 1, 1]] * 16)
+    return [len(rows) for rows in HeldOut(config, _trainer(config, place), path, 10)._batches]
+
+
+validating = changed(sft, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"})
+validating = changed(validating, {"validation.dataset.options": {"demonstrations": True}})
+watch(
+    validated_versions,
+    validating,
+    {"validation.freq": (20, 1), "validation.before": (True, False), "validation.enable": (True, False)},
+)
+watch(validation_rows, validating, {"validation.batch_size": (UNSET, 4)})
 
 # ---- checkpoints and exports ----------------------------------------------------------------------------------
 

@@ -63,6 +63,12 @@ def test_a_step_is_remembered_with_its_batch_from_the_moment_it_is_in_the_weight
     assert history.since(1) == []
 
 
+def test_a_validation_is_remembered_with_its_step() -> None:
+    history, record = registered(), m.ValidationRecord(version=1, at=1.0, samples=2, response_tokens_mean=3.0)
+    history.applied(0, {}, 7.0, [record])
+    assert [trained.validations for trained in history.since(0)] == [(record,)]
+
+
 def test_a_batch_of_another_step_is_not_taken_for_it() -> None:
     history = registered()
     history.took(table(0))

@@ -27,7 +27,7 @@ class Idle:
     """One row of the tables.
 
     key: a key, or a section for all keys in it except `but`. acts: whether it means anything in this job.
-    why: what there is not. hint: what to do.
+    why: what there is not. hint: what to do. but: keys and sections of it.
     """
 
     key: str
@@ -220,7 +220,7 @@ def _problems(config: Config, row: Idle) -> list[Problem]:
         if value == default:
             return []
         return [Problem(row.key, f"has no effect here: {row.why}", value, row.hint)]
-    names = [name for name in _changed(value, default) if name not in row.but]
+    names = [name for name in _changed(value, default) if name.partition(".")[0] not in row.but]
     if not names:
         return []
     key = f"{row.key}.{names[0]}" if len(names) == 1 else row.key

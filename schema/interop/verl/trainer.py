@@ -267,7 +267,7 @@ def validates(context: ConversionContext) -> bool:
     return freq > 0 or (context.kind == "rl" and context.flag("trainer.val_before_train", True))
 
 
-@computed("validation.enable", "validation.freq", words="−1: never during training")
+@computed("validation.enable", "validation.freq", "validation.before", words="−1: never during training")
 def _test_freq(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = values.integer(leaf.value)
     if context.kind == "rl" and is_streamed(context) and context.has("rollout.test_freq"):
@@ -276,7 +276,10 @@ def _test_freq(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("there is nothing to validate on" if steps > 0 else "-1: no validation")
     if steps <= 0:
         return mapped(("validation.enable", True), ("validation.freq", NEVER), note="before training only")
-    return mapped(("validation.enable", True), ("validation.freq", steps))
+    enabled = (("validation.enable", True), ("validation.freq", steps))
+    if context.kind == "sft":
+        return mapped(*enabled, ("validation.before", False), note="never before the first step")
+    return mapped(*enabled)
 
 
 @computed("validation.before", "validation.enable", words="as it is")

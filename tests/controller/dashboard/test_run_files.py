@@ -65,6 +65,16 @@ def test_of_a_killed_run_its_events_say_what_they_can(tmp_path: Path) -> None:
     assert "in each state" in job["unknown"]
 
 
+def test_held_out_losses_are_a_curve_of_their_own(tmp_path: Path) -> None:
+    records = [{"version": v, "score_mean": None, "loss": 3.0 / (v + 1)} for v in (0, 2)]
+    run = killed(tmp_path / "run", step(0, loss=1.0), *(("validation", record) for record in records))
+    assert overview(run)["job"]["validation"] == {"version": 2, "loss": 1.0}
+    curves = asyncio.run(run.curves(["validation", "validation_loss"], 10)).curves
+    assert {name: (found.steps, found.values) for name, found in curves.items()} == {
+        "validation_loss": ([0, 2], [3.0, 1.0])
+    }
+
+
 def test_what_another_version_wrote_is_passed_over(tmp_path: Path) -> None:
     run = killed(
         tmp_path / "run",

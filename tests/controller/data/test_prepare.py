@@ -244,3 +244,32 @@ def test_jsonable_keeps_what_json_can_hold():
     value = {"a": [1, 2.5, True, None, "x"], 3: (np.float32(1.5), math.inf), "d": datetime.date(2020, 1, 2)}
     assert jsonable(value) == {"a": [1, 2.5, True, None, "x"], "3": [1.5, None], "d": "2020-01-02"}
     assert jsonable(b"bytes") is None
+
+
+def test_conversations_are_held_out_too(model_dir: Path, tmp_path: Path):
+    rows = [{"conversations": _talk(str(number))} for number in range(8)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    policy: dict[str, Any] = {"type": "sft", "dataset": {"test_size": 0.25}}
+    assert prepare(config(model_dir, path, policy, validation={"enable": True}), tmp_path) == {
+        "train": 6,
+        "validation": 2,
+    }
+    files = {role: PromptFile(tmp_path / "data" / f"{role}.safetensors") for role in ("train", "validation")}
+    keys = {role: [file.row(i)["key"] for i in range(len(file))] for role, file in files.items()}
+    numbers = [int(key.partition("/")[2]) for role in keys.values() for key in role]
+    assert sorted(numbers) == list(range(8))
+    assert all(key.startswith("validation/") for key in keys["validation"])
+    assert files["validation"].loss_mask(0).any()
+    apart = write(tmp_path / "apart.jsonl", [*rows[:3], {"conversations": _talk("1" * 300)}])
+    cfg = config(
+        model_dir, path, {"type": "sft"}, validation={"enable": True, "dataset": {"name": str(apart)}}
+    )
+    assert prepare(cfg, tmp_path) == {"train": 8, "validation": 3}, "a long one is left out"
+    cfg = config(
+        model_dir,
+        path,
+        {"type": "sft"},
+        validation={"enable": True, "dataset": {"name": str(apart), "overlong_prompts": "error"}},
+    )
+    with pytest.raises(DataError, match=r"validation\.dataset|a conversation may have"):
+        prepare(cfg, tmp_path)

@@ -296,3 +296,44 @@ def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
     assert (reply.committed_steps, reply.timeline, reply.total_steps) == (3, 1, 6)
     with pytest.raises(Refused, match="24 prepared rows"):
         stage.trainer(stage.serve(config, rows=25)).register(resume_step=3, snapshot=snapshot)
+
+
+def loss_of(version: int, loss: float) -> m.ValidationRecord:
+    return m.ValidationRecord(
+        version=version, at=1.0, samples=2, loss=loss, accuracy=0.5, response_tokens_mean=3.0
+    )
+
+
+def test_validations_of_supervised_training_travel_with_its_steps(stage: Stage) -> None:
+    """Each counts once, survives controller and store, and says which checkpoint is the best."""
+    train = {"train_policy": {"type": "sft"}, "train_batch_per_replica": 4}
+    config = Config.model_validate({"train": train})
+    served = stage.serve(config, rows=24)
+    session = session_of(served.url)
+    session.register()
+
+    def commit(step: int, *records: m.ValidationRecord) -> None:
+        request = m.CommitRequest(**session.identity(), metrics={}, validations=list(records))
+        session.call(api.commit(step, request))
+
+    session.history.applied(0, {}, time.time(), [loss_of(0, 3.0), loss_of(1, 2.0)])
+    session.history.applied(1, {}, time.time())
+    session.history.applied(2, {}, time.time(), [loss_of(3, 1.5)])
+    commit(2, loss_of(3, 1.5))  # the controller asks for the others, which it has never seen
+    commit(2, loss_of(3, 9.0))  # the answer was lost: sent again
+    user = stage.client(served)
+    records = user.send(api.validations())
+    assert [(record.version, record.loss) for record in records] == [(0, 3.0), (1, 2.0), (3, 1.5)]
+    assert user.send(api.job()).validation == records[-1]
+    told = [event.text for event in served.job.events.after(0) if event.kind == m.EventKind.VALIDATION]
+    assert told[-1] == "validation of version 3: loss 1.5000 over 2 samples"
+    assert len(told) == 3
+    with pytest.raises(Refused, match="validates another version"):
+        commit(3, loss_of(3, 1.0))
+    request = m.CheckpointRequest(**session.identity(), step=3, path="somewhere")
+    assert session.call(api.checkpoint(request)).scores == {0: -3.0, 1: -2.0, 3: -1.5}, "less loss is better"
+    session.leave("done")
+    served.restart()
+    assert user.send(api.validations()) == records
+    stage.trainer(served).register(resume_step=1)
+    assert user.send(api.validations()) == records[:2], "training went back: version 3 is made again"

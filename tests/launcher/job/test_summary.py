@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.job.summary import Collected, Result, out_of_data, rows, table
+from launcher.job.summary import Collected, Result, learning, out_of_data, rows, table
 from schema.wire.data_report import DataReport, FileReport, Rows
 from schema.wire.messages import LedgerStatus, Phase, StepRecord
-from tests.launcher.samples import job_status, validation
+from tests.launcher.samples import held_out_loss, job_status, validation
 
 
 def result(tmp_path: Path, collected: Collected, outcome: str = "finished", reason: str = "") -> Result:
@@ -105,6 +105,13 @@ def test_a_run_that_never_got_a_controller_has_a_table_too(tmp_path: Path):
     assert found["outcome"] == "failed: data: no such column"
     assert "steps" not in found
     assert "model" not in found
+
+
+def test_a_summary_of_supervised_training_has_the_held_out_loss():
+    records = [held_out_loss(0, 3.5).model_dump(), held_out_loss(60, 1.25).model_dump()]
+    assert dict(learning([], records))["held-out"] == "loss 3.500 → 1.250 (version 0 → 60, 20 samples)"
+    older = [{name: value for name, value in validation(0, 0.5).model_dump().items() if name != "loss"}]
+    assert dict(learning([], older))["held-out"] == "0.500 (version 0 → 0, 200 samples)"
 
 
 def test_the_summary_is_written_as_json_and_read_back(tmp_path: Path):

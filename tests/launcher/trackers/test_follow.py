@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.trackers.follow import Follower, Sent
+from launcher.trackers.follow import Follower, Sent, validation_metrics
 from schema.wire.event_file import course
 from schema.wire.messages import Event, EventKind
+from tests.launcher.samples import held_out_loss
 from tests.schema.wire.test_event_file import rewind, step, validation
 
 
@@ -49,6 +50,11 @@ def of_another_version(id_: int, number: int) -> Event:
 def events(what: list[tuple[str, int]]) -> list[Event]:
     makers = {"step": step, "rewind": rewind, "validation": validation, "other": of_another_version}
     return [makers[kind](id_, number) for id_, (kind, number) in enumerate(what, start=1)]
+
+
+def test_a_held_out_loss_by_the_names_that_trackers_show() -> None:
+    record = held_out_loss(10, 1.25)
+    assert validation_metrics(record) == {"validation/loss": 1.25, "validation/accuracy": 0.5}
 
 
 KINDS = st.sampled_from(["step", "step", "step", "rewind", "validation", "other"])

@@ -13,7 +13,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
-from policy_worker.training.sft import RowOrder, Sft
+from policy_worker.training.sft import HeldOut, RowOrder, Sft
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import sft_config, tiny_model, train_step
 
@@ -110,3 +110,53 @@ def test_the_order_depends_on_seed_and_position_alone():
     ] == whole
     assert RowOrder(50, 2, seed=2, shuffle=True).rows(0, 100) != whole
     assert RowOrder(3, 2, seed=1, shuffle=False).rows(0, 6) == [0, 1, 2, 0, 1, 2]
+
+
+def validating(group: Group, path: Path, validation: dict[str, Any], total: int = 100, **train: Any) -> Sft:
+    config = sft_config({"mini_batch": 3}, train, validation={"enable": True, **validation})
+    trainer = Trainer(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(100))
+    return Sft(config, trainer, path / "d", HeldOut(config, trainer, path / "held", total))
+
+
+@pytest.mark.parametrize("train", [{}, {"sequence_packing": True}], ids=str)
+@pytest.mark.parametrize("validation", [{}, {"batch_size": 4}], ids=str)
+def test_validation_is_the_mean_over_held_out_tokens(
+    tmp_path: Path, group: Group, validation: Any, train: Any
+):
+    write_rows(tmp_path / "d", seed=1)
+    rows = write_rows(tmp_path / "held", 7, seed=2)
+    algorithm = validating(group, tmp_path, {"freq": 2, **validation}, total=3, epoch=3, **train)
+    train_step(algorithm, 0)
+    (record,) = algorithm.validations
+    loss, accuracy = naive_loss(rows)
+    assert (record.version, record.samples) == (0, 7), "before the first step, with the initial weights"
+    assert record.loss == pytest.approx(loss, rel=1e-5)
+    assert record.accuracy == pytest.approx(accuracy)
+    assert record.response_tokens_mean == pytest.approx(sum(sum(mask[1:]) for _, mask in rows) / 7)
+    found = []
+    for step in (1, 2):
+        train_step(algorithm, step)
+        found += [(record.version, record.loss) for record in algorithm.validations]
+    assert [version for version, _ in found] == [2, 3], "every second one, and the last"
+    assert found[0][1] != record.loss
+
+
+def test_validation_changes_nothing_and_comes_out_the_same_again(tmp_path: Path, group: Group):
+    write_rows(tmp_path / "d", seed=1)
+    write_rows(tmp_path / "held", seed=2)
+    plain = make_sft(group, tmp_path / "d", {"mini_batch": 3})
+    twice = [validating(group, tmp_path, {"freq": 1, "before": False}) for _ in range(2)]
+    expected = train_step(plain, 0)
+    records = []
+    for algorithm in twice:
+        assert train_step(algorithm, 0) == expected
+        records += [record.model_copy(update={"at": 0.0}) for record in algorithm.validations]
+    assert [record.version for record in records] == [1, 1]
+    assert records[0] == records[1]
+
+
+def test_held_out_rows_without_a_token_to_learn_are_refused(tmp_path: Path, group: Group):
+    write_rows(tmp_path / "d")
+    write_prompts(tmp_path / "held", [[5, 6, 7]] * 2, [{}] * 2, [[1, 0, 0]] * 2)
+    with pytest.raises(SettingsError, match=r"validation: no conversation in .* has a token to learn"):
+        validating(group, tmp_path, {})

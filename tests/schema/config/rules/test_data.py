@@ -215,6 +215,27 @@ def test_validation_has_something_to_validate_on() -> None:
     assert problems(validation__dataset__name="nope.json") == []
 
 
+def test_supervised_training_validates_on_conversations() -> None:
+    write_rows("talk.jsonl", [{"conversations": []}])
+    on = {"validation__enable": True}
+    (problem,) = data("talk.jsonl", SFT, **on)
+    assert (problem.key, "heldout.parquet" in problem.hint) == ("validation.dataset.name", True)
+    assert data("talk.jsonl", SFT, **on, validation__dataset__name="talk.jsonl", validation__freq=5) == []
+    assert data("talk.jsonl", SFT, **on, train__train_policy__dataset__test_size=0.1) == []
+    (problem,) = data(
+        "talk.jsonl", SFT, **on, validation__dataset={"name": "talk.jsonl", "max_prompt_length": 5}
+    )
+    assert problem.key == "validation.dataset.max_prompt_length"
+    (problem,) = data(
+        "talk.jsonl",
+        SFT,
+        **on,
+        train__train_policy__dataset__test_size=1,
+        validation__dataset__overlong_prompts="left",
+    )
+    assert problem.key == "validation.dataset.overlong_prompts"
+
+
 def test_test_size_is_a_share_or_a_number_of_rows() -> None:
     assert only(train__train_policy__dataset__test_size=1.0).key == f"{P}.dataset.test_size"
     assert problems(train__train_policy__dataset__test_size=1) == []
