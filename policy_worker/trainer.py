@@ -2,7 +2,7 @@
 
     score: forward, of the model that is trained or of a frozen one                    log-probs, before training
     for batch in micro_batches(…):  forward ─▶ (the algorithm's loss) ─▶ backward      gradients add up
-    step: clip ─▶ AdamW                                                                once per optimizer step
+    step: clip ─▶ optimizer                                                            once per optimizer step
 
 A micro-batch's loss is already divided by the counts of the whole optimizer step, so losses add up over
 micro-batches; over data ranks FSDP2 averages, hence the factor of their number.
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.ema import Ema
 from policy_worker.model.logprobs import Beside, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import PolicyModel
-from policy_worker.model.optim import Optimizer, OptimizerSettings
+from policy_worker.model.optim import Optimizer
 from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
@@ -73,7 +74,8 @@ class Trainer:
         """β of the KL in the reward, as it is now."""
         if self.reset_interval:
             self._check_alike()
-        self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(train))
+        self.optimizer = Optimizer.of_model(self.model, train)
+        self.ema = None if train.ema_decay is None else Ema(self.model, train.ema_decay)
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         model.requires_grad_(False).eval()
@@ -187,7 +189,10 @@ class Trainer:
             NonFiniteGradientError: see `Optimizer.step`.
         """
         with span("optimizer"):
-            return self.optimizer.step(self.schedule.factor(step))
+            norm = self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
+            if self.ema is not None:
+                self.ema.update()
+            return norm
 
     def lr(self, step: int) -> float:
         """Learning rate of a training step."""

@@ -91,7 +91,7 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
     reference = load_reference(config, model) if config.has_reference else None
-    return Trainer(model, config, group, _schedule(config, total_steps), reference)
+    return Trainer(model, config, group, Schedule.of_config(config.train, total_steps), reference)
 
 
 def _algorithm(
@@ -166,18 +166,6 @@ def _tell(
             raise
 
     return m.RegisterReply.model_validate(group.lead(register))
-
-
-def _schedule(config: Config, total_steps: int) -> Schedule:
-    train = config.train
-    return Schedule(
-        total_steps=total_steps,
-        warmup_steps=train.optm_warmup_steps,
-        warmup_start_factor=train.optm_warmup_start_factor,
-        decay_ratio=train.optm_decay_ratio,
-        decay_type=train.optm_decay_type,
-        min_factor=train.optm_min_lr_factor,
-    )
 
 
 def _arrange(config: Config, group: Group) -> None:

@@ -53,15 +53,22 @@ class FileFacts(_Facts):
 
 
 class ScheduleFacts(_Facts):
-    """The learning-rate schedule: fields of `policy_worker.model.lr_schedule.Schedule`, and the rate at factor 1."""
+    """The learning-rate schedule: fields of `policy_worker.model.lr_schedule.Schedule`, and the rates at factor 1.
+
+    further_lrs: of the optimizers after the first.
+    """
 
     peak_lr: float
+    further_lrs: tuple[float, ...] = ()
     total_steps: int
     warmup_steps: int | float
     warmup_start_factor: float
     decay_ratio: float | None
     decay_type: str | None
     min_factor: float
+    decay_steps: int | None = None
+    num_cycles: float = 0.5
+    wsd_decay_type: str = "cosine"
 
 
 class DataFacts(_Facts):
@@ -134,7 +141,7 @@ def named_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def state_file(kind: str, rank: int) -> str:
-    """kind: the first part of the keys in it, `model`, `optimizer` or `reference`."""
+    """kind: the first part of the keys in it, such as `model` or `optimizer`."""
     return f"{kind}-{rank:05d}.safetensors"
 
 

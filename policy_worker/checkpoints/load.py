@@ -17,9 +17,11 @@ from typing import Literal
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, ScheduleFacts, state_files
 from policy_worker.checkpoints.state import (
+    EMA,
     MODEL,
     OPTIMIZER,
     REFERENCE,
+    load_average_state,
     load_model_state,
     load_optimizer_state,
     load_reference_state,
@@ -70,12 +72,12 @@ def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
     return Parts("export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted)
 
 
-def schedule_facts(schedule: Schedule, peak_lr: float) -> ScheduleFacts:
-    return ScheduleFacts(peak_lr=peak_lr, **dataclasses.asdict(schedule))
+def schedule_facts(schedule: Schedule, peak_lr: float, *further_lrs: float) -> ScheduleFacts:
+    return ScheduleFacts(peak_lr=peak_lr, further_lrs=further_lrs, **dataclasses.asdict(schedule))
 
 
 def schedule_of(facts: ScheduleFacts) -> Schedule:
-    return Schedule(**facts.model_dump(exclude={"peak_lr"}))
+    return Schedule(**facts.model_dump(exclude={"peak_lr", "further_lrs"}))
 
 
 def schedule_differences(saved: ScheduleFacts, configured: ScheduleFacts) -> list[str]:
@@ -83,6 +85,7 @@ def schedule_differences(saved: ScheduleFacts, configured: ScheduleFacts) -> lis
     before, now = saved.model_dump(), configured.model_dump()
     names = {
         "peak_lr": "train.optm_lr",
+        "further_lrs": "train.optm_lr[1]",
         "total_steps": "total steps",
         "min_factor": "train.optm_min_lr_factor",
     }
@@ -164,9 +167,10 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
                 load_model_state(trainer, files)
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
-                load_optimizer_state(trainer, files)
+                load_optimizer_state(trainer.model, trainer.optimizer, files)
         if parts.extra and resumption.step:
             _restore_reference(resumption, trainer)
+        _restore_average(resumption, trainer, saved=parts.extra)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
     if parts.extra:
@@ -197,6 +201,21 @@ def _restore_reference(resumption: Resumption, trainer: Trainer) -> None:
         load_reference_state(trainer, opened)
 
 
+def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -> None:
+    """The moving average that was saved; else it begins with the weights that were loaded."""
+    files = [path for path in state_files(resumption.path, EMA) if saved]
+    if trainer.ema is None:
+        return
+    trainer.ema.reset()
+    if files:
+        with StateFiles(files) as opened:
+            load_average_state(trainer, opened)
+    elif trainer.group.leads:
+        log.warning(
+            "no moving average is taken from %s: train.ema_decay begins with its weights", resumption.path
+        )
+
+
 def _check_model(manifest: Manifest, trainer: Trainer) -> None:
     here = type(trainer.model.lm).__name__.removeprefix("FSDP")
     if manifest.architecture != here:
@@ -211,7 +230,7 @@ def _restore_schedule(manifest: Manifest, trainer: Trainer, config: Config) -> N
         return
     takes = config.train.ckpt.load_schedule
     for difference in schedule_differences(
-        manifest.schedule, schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
+        manifest.schedule, schedule_facts(trainer.schedule, *trainer.optimizer.peak_lrs)
     ):
         if trainer.group.leads:
             used = "checkpoint's" if takes else "configured one"
@@ -220,7 +239,7 @@ def _restore_schedule(manifest: Manifest, trainer: Trainer, config: Config) -> N
             )
     if takes:
         trainer.schedule = schedule_of(manifest.schedule)
-        trainer.optimizer.set_peak_lr(manifest.schedule.peak_lr)
+        trainer.optimizer.set_peak_lrs((manifest.schedule.peak_lr, *manifest.schedule.further_lrs))
 
 
 def _say(resumption: Resumption, parts: Parts, trainer: Trainer) -> None:

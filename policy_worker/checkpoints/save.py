@@ -193,7 +193,7 @@ class Checkpointer:
             architecture=type(trainer.model.lm).__name__.removeprefix("FSDP"),
             contents=contents,
             exported=self._settings.export_safetensors,
-            schedule=schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
+            schedule=schedule_facts(trainer.schedule, *trainer.optimizer.peak_lrs)
             if "extra" in contents
             else None,
             kl_coefficient=trainer.kl_coefficient if "extra" in contents else None,

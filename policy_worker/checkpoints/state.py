@@ -1,8 +1,9 @@
 """Model and optimizer as one flat mapping of tensors, and back.
 
     model.<name>                 parameters and buffers
-    optimizer.<name>.<slot>      what AdamW keeps of each parameter
+    optimizer.<name>.<slot>      what the optimizer keeps of each parameter
     reference.<name>             the reference model, where it is reset now and then
+    ema.<name>                   the moving average of the weights, where there is one
 
 Numbers of the optimizer that are not tensors (betas, weight decay, …) are the configuration's, and are not kept.
 A reference model that is never reset is loaded from where it came from.
@@ -28,22 +29,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.model.model import PolicyModel
+from policy_worker.model.optim import Optimizer
 from policy_worker.trainer import Trainer
 from schema.util.atomic_file import usual_mode
 
-MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
+MODEL, OPTIMIZER, REFERENCE, EMA = "model", "optimizer", "reference", "ema"
 
 
 def model_state(trainer: Trainer) -> State:
@@ -56,6 +53,12 @@ def reference_state(trainer: Trainer) -> State:
     return {} if trainer.reference is None else _tensors_of(trainer.reference, REFERENCE)
 
 
+def average_state(trainer: Trainer) -> State:
+    """The moving average of the weights; nothing where there is none."""
+    average = {} if trainer.ema is None else trainer.ema.average
+    return {f"{EMA}.{name}": tensor for name, tensor in average.items()}
+
+
 def _tensors_of(model: PolicyModel, prefix: str) -> State:
     named = (name for name, _ in model.named_parameters(remove_duplicate=False))
     aliases = set(named) - {name for name, _ in model.named_parameters()}
@@ -66,36 +69,26 @@ def _tensors_of(model: PolicyModel, prefix: str) -> State:
     }
 
 
-def optimizer_state(trainer: Trainer) -> State:
-    """What the optimizer keeps; zeros before its first step."""
-    adamw = trainer.optimizer.adamw
-    fresh = not adamw.state
-    found = get_optimizer_state_dict(trainer.model, adamw)
-    # Torch has made the state by a step at a learning rate of 0, and counted it: the next is the first.
-    if fresh:
-        for slots in adamw.state.values():
-            slots["step"].zero_()
-        found = get_optimizer_state_dict(trainer.model, adamw)
-    return _flatten(found["state"])
-
-
-def _flatten(slots: dict[str, dict[str, Any]]) -> State:
+def optimizer_state(model: PolicyModel, optimizer: Optimizer, prefix: str = OPTIMIZER) -> State:
+    """What the optimizer keeps: the tensors themselves, zeros before its first step. A collective."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{OPTIMIZER}.{name}.{slot}": value
-        for name, values in slots.items()
-        for slot, value in values.items()
-        if isinstance(value, Tensor)
+        f"{prefix}.{names[parameter]}.{slot}": value
+        for parameter, slots in optimizer.slots()
+        for slot, value in slots.items()
     }
 
 
 def state_to_save(trainer: Trainer, kinds: Collection[str]) -> dict[str, State]:
     """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write.
 
-    A reference model that is reset comes with `extra`.
+    A reference model that is reset comes with `extra`, and so does a moving average.
     """
-    makers = {MODEL: model_state, OPTIMIZER: optimizer_state}
+    makers = {MODEL: model_state, OPTIMIZER: lambda one: optimizer_state(one.model, one.optimizer)}
     if "extra" in kinds and trainer.reset_interval:
         makers[REFERENCE], kinds = reference_state, {*kinds, REFERENCE}
+    if "extra" in kinds and trainer.ema is not None:
+        makers[EMA], kinds = average_state, {*kinds, EMA}
     return {
         kind: {k: v for k, v in make(trainer).items() if trainer.group.leads or isinstance(v, DTensor)}
         for kind, make in makers.items()
@@ -120,13 +113,16 @@ def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
     set_model_state_dict(trainer.reference, get_model_state_dict(trainer.reference) | loaded)
 
 
-def load_optimizer_state(trainer: Trainer, files: StateFiles) -> None:
-    """Raises `CheckpointError`: the state is of another model."""
-    found = get_optimizer_state_dict(trainer.model, trainer.optimizer.adamw)
-    state = _flatten(found["state"])
-    _load(files, state, OPTIMIZER)
-    set_optimizer_state_dict(trainer.model, trainer.optimizer.adamw, found)
-    trainer.optimizer.apply_settings()
+def load_average_state(trainer: Trainer, files: StateFiles) -> None:
+    """Raises `CheckpointError`: it is of another model."""
+    _load(files, average_state(trainer), EMA)
+
+
+def load_optimizer_state(
+    model: PolicyModel, optimizer: Optimizer, files: StateFiles, prefix: str = OPTIMIZER
+) -> None:
+    """A collective. Raises `CheckpointError`: the state is of another model or optimizer."""
+    _load(files, optimizer_state(model, optimizer, prefix), prefix)
 
 
 def _load(files: StateFiles, state: State, prefix: str) -> None:
@@ -134,9 +130,10 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
     wrong = differences(saved, state)
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        optimizer = ", and its optimizer with train.optm_name" if prefix == OPTIMIZER else ""
         raise CheckpointError(
             f"its {prefix} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
-            f"from with policy.model_name_or_path"
+            f"from with policy.model_name_or_path{optimizer}"
         )
     files.load(state)
 

@@ -84,12 +84,16 @@ class PolicyModel(nn.Module):
             SettingsError: the model does not say which they are.
         """
         names = set(self.lm._no_split_modules or ())
-        layers = [module for module in self.lm.modules() if type(module).__name__ in names]
+        layers = [m for m in self.lm.modules() if type(m).__name__.removeprefix("FSDP") in names]
         if not layers:
             raise SettingsError(
                 f"{type(self.lm).__name__} does not name its decoder layers: it cannot be sharded"
             )
         return layers
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """The matrices of the layers: what Muon is for. Raises as `decoder_layers`."""
+        return [p for layer in self.decoder_layers() for p in layer.parameters() if p.ndim == 2]
 
 
 def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:

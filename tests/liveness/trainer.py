@@ -37,7 +37,7 @@ from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.profiles import Profiles
 from policy_worker.training.sft import Sft
-from policy_worker.worker import _algorithm, _schedule, _seed
+from policy_worker.worker import _algorithm, _seed
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.batch_file import folder_of, recorded
@@ -112,7 +112,7 @@ def _grpo(
         for name, parameter in trainer.model.named_parameters():
             found.setdefault(name, parameter.grad.numpy().copy())
 
-    trainer.optimizer.adamw.register_step_pre_hook(keep)
+    trainer.optimizer.optimizers[0].register_step_pre_hook(keep)
     return Grpo(config, trainer, source), found
 
 
@@ -211,7 +211,7 @@ def after_two_steps(config: Config, place: Place) -> tuple[float, int, float]:
         train_step(algorithm, step)
     trainer = algorithm._trainer
     weights = sum(float(p.double().abs().sum()) for p in trainer.reference.parameters())
-    (counted, *_) = (int(slots["step"]) for slots in trainer.optimizer.adamw.state.values())
+    (counted, *_) = (int(slots["step"]) for slots in trainer.optimizer.optimizers[0].state.values())
     return weights, counted, trainer.kl_coefficient
 
 
@@ -357,7 +357,7 @@ watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 def optimizer_settings(config: Config, place: Place) -> dict[str, Any]:
     """What torch's optimizer is made with."""
     optimizer = _trainer(config, place).optimizer
-    (group,) = optimizer.adamw.param_groups
+    (group,) = optimizer.optimizers[0].param_groups
     names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
     return {name: group[name] for name in names}
 
@@ -371,7 +371,7 @@ def applied_norm(config: Config, place: Place) -> float:
 def learning_rates(config: Config, place: Place) -> list[float]:
     """The rate of each of forty steps."""
     trainer = _trainer(config, place)
-    trainer.schedule = _schedule(config, 40)
+    trainer.schedule = Schedule.of_config(config.train, 40)
     return [trainer.lr(step) for step in range(40)]
 
 

@@ -99,7 +99,7 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         source.look_ahead(guess, algorithm.rows_needed)
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
-    trainer.optimizer.adamw.register_step_pre_hook(keep)
+    trainer.optimizer.optimizers[0].register_step_pre_hook(keep)
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = []
     for step in range(first, last):

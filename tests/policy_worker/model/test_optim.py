@@ -12,7 +12,7 @@ from tests.policy_worker.material import make_config
 from tests.support.devices import DEVICE
 
 SETTINGS = OptimizerSettings(
-    lr=0.1, betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.5, impl="foreach", grad_norm_clip=0.0
+    lrs=(0.1,), betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.5, impl="foreach", grad_norm_clip=0.0
 )
 
 
@@ -41,7 +41,7 @@ def test_settings_come_from_the_configuration():
         }
     ).train  # fmt: skip
     optimizer = Optimizer([with_gradient(1.0)], OptimizerSettings.of_config(train))
-    (group,) = optimizer.adamw.param_groups
+    (group,) = optimizer.optimizers[0].param_groups
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
         2e-4,
         (0.8, 0.95),
@@ -56,7 +56,9 @@ def test_clipping_scales_all_gradients_to_the_norm():
     parameters = [with_gradient(3.0, 0.0), with_gradient(4.0)]
     optimizer = Optimizer(parameters, OptimizerSettings(**{**SETTINGS.__dict__, "grad_norm_clip": 1.0}))
     seen: list[float] = []
-    optimizer.adamw.register_step_pre_hook(lambda *_: seen.extend(p.grad.norm().item() for p in parameters))
+    optimizer.optimizers[0].register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.norm().item() for p in parameters)
+    )
     assert optimizer.step(1.0) == pytest.approx(5.0)
     assert seen == pytest.approx([0.6, 0.8], rel=1e-5)
 
@@ -66,7 +68,7 @@ def test_nothing_is_clipped_below_the_norm_or_at_zero(clip: float):
     parameter = with_gradient(3.0, 4.0)
     optimizer = Optimizer([parameter], OptimizerSettings(**{**SETTINGS.__dict__, "grad_norm_clip": clip}))
     seen: list[float] = []
-    optimizer.adamw.register_step_pre_hook(lambda *_: seen.extend(parameter.grad.tolist()))
+    optimizer.optimizers[0].register_step_pre_hook(lambda *_: seen.extend(parameter.grad.tolist()))
     optimizer.step(1.0)
     assert seen == [3.0, 4.0]
 
