@@ -2,7 +2,7 @@
 
 N parameters, W shards of one copy (tensor, pipeline and data-parallel), T tokens of a micro-batch:
 
-    one rank of a trainer    weights N·master/W + gradients N·master/W + AdamW 2·N·master/W
+    one rank of a trainer    weights N·master/W + gradients N·master/W + moments 2·N·master/W
                              + gathered weights (outside the layers + two layers)·param, if sharded or cast
                              + gradients before reduction N·reduce, if a step has several micro-batches
                              + activations + output layer
@@ -20,10 +20,12 @@ and what the allocator keeps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.preflight.models import LocalModel
 from schema.config import Config
+from schema.config.sections.optimizer import OptimizerKeys
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
@@ -77,8 +79,11 @@ def trainer(
     parts = [
         Part("weights that are updated", n * master // shards, each),
         Part("gradients", n * master // shards, each),
-        Part("optimizer (AdamW)", 2 * n * master // shards, f"2 x {each}"),
+        *_optimizer(config.train, model, master, shards),
     ]
+    if train.ema_decay is not None:
+        words = f"{n:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
+        parts.append(Part("moving average of the weights", n * 4 // shards, words))
     if shards > 1 or train.param_dtype != train.master_dtype:
         parts.append(_gathered(config, model, param))
         if _micro_batches(config, data_ranks) > 1:
@@ -92,6 +97,25 @@ def trainer(
         )
         parts.append(Part("reference model", n * param // parted, words, apart))
     return (*parts, *_activations(config, model, param, data_ranks))
+
+
+def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int) -> Iterator[Part]:
+    """What the optimizer keeps. Outside the layers Muon keeps what AdamW does; in 8 bits blocks have scales too."""
+    n, name = model.parameters, keys.optm_name
+    layers = n - model.rest
+    numbers, size = {
+        "SGD": (n if keys.optm_momentum else 0, float(master)),
+        "Muon": (layers + 2 * model.rest, float(master)),
+        "AdamW8bit": (2 * n, 1 + 4 / 64),
+        "Adam8bit": (2 * n, 1 + 4 / 64),
+    }.get(name, (2 * n, float(master)))
+    words = f"{numbers:,} x {size:g} B" if numbers != 2 * n else f"2 x {n:,} x {size:g} B"
+    if numbers:
+        yield Part(
+            f"optimizer ({name})",
+            int(numbers * size) // shards,
+            words + (f" / {shards}" if shards > 1 else ""),
+        )
 
 
 def _gathered(config: Config, model: LocalModel, param: int) -> Part:

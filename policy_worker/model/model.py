@@ -17,7 +17,7 @@ from policy_worker.model import attention
 from policy_worker.model.attention import Block
 from policy_worker.model.logprobs import Beside, TokenOutputs, token_kl, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
-from schema.config import Config
+from schema.config import Config, overrides
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 
 log = logging.getLogger(__name__)
@@ -132,6 +132,8 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
     _import_modules(config)
     try:
         model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+        if name == config.policy.model_name_or_path:
+            overrides.apply(model_config, "policy.override_config", config.policy.override_config)
         dropout = _disable_dropout(model_config)
         lm, loaded = AutoModelForCausalLM.from_pretrained(
             name if weights is None else weights,
@@ -141,6 +143,8 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
             dtype=dtype,
             output_loading_info=True,
         )
+    except overrides.OverrideError as error:
+        raise SettingsError(str(error)) from error
     except (*CANNOT_LOAD, RuntimeError, SafetensorError) as error:
         raise SettingsError(f"{what} cannot be loaded: {error}{remedy(error)}") from error
     missing = sorted(loaded["missing_keys"])
@@ -186,7 +190,7 @@ def _disable_dropout(model_config: PretrainedConfig) -> dict[str, float]:
     found = {
         key: value
         for key, value in model_config.to_dict().items()
-        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float) and value > 0
+        if overrides.is_dropout(key) and isinstance(value, float) and value > 0
     }
     for key in found:
         setattr(model_config, key, 0.0)

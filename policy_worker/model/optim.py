@@ -44,9 +44,10 @@ class OptimizerSettings:
     momentum: float | None = None
     weight_decay_ramp: str = "constant"
     weight_decay_start: float = 0.0
+    section: str = "train"
 
     @staticmethod
-    def of_config(keys: OptimizerKeys) -> OptimizerSettings:
+    def of_config(keys: OptimizerKeys, section: str = "train") -> OptimizerSettings:
         """What a section's keys say; a list of implementations ends with that of torch's AdamW."""
         impl = keys.optm_impl
         return OptimizerSettings(
@@ -60,6 +61,7 @@ class OptimizerSettings:
             momentum=keys.optm_momentum,
             weight_decay_ramp=keys.optm_weight_decay_ramp,
             weight_decay_start=keys.optm_weight_decay_start or 0.0,
+            section=section,
         )
 
     def weight_decay_at(self, progress: float) -> float:
@@ -89,10 +91,10 @@ class Optimizer:
         self._lrs = settings.lrs * len(self.optimizers) if len(settings.lrs) == 1 else settings.lrs
 
     @staticmethod
-    def of_model(model: Any, keys: OptimizerKeys) -> Optimizer:
+    def of_model(model: Any, keys: OptimizerKeys, section: str = "train") -> Optimizer:
         """The optimizer of a model on its devices. Raises as the constructor."""
         matrices = model.hidden_matrices() if keys.optm_name == "Muon" else ()
-        return Optimizer(model.parameters(), OptimizerSettings.of_config(keys), matrices)
+        return Optimizer(model.parameters(), OptimizerSettings.of_config(keys, section), matrices)
 
     @property
     def peak_lr(self) -> float:
@@ -157,7 +159,7 @@ class Optimizer:
         if not math.isfinite(value):
             raise NonFiniteGradientError(
                 f"the gradient norm is {value}: nothing was applied; look at the loss of the last steps, lower "
-                f"train.optm_lr or train.optm_grad_norm_clip, or check the model's weights for NaN"
+                f"{self._settings.section}.optm_lr or .optm_grad_norm_clip, or check the model's weights for NaN"
             )
         if 0 < self._settings.grad_norm_clip < value:
             for parameters in alike:
@@ -187,14 +189,14 @@ def _make(
         chosen, rest = _parted(parameters, matrices)
         if not chosen:
             raise SettingsError(
-                'train.optm_name = "Muon": the model has no matrices in layers; write "AdamW"'
+                f'{settings.section}.optm_name = "Muon": the model has no matrices in layers; write "AdamW"'
             )
         momentum = 0.95 if settings.momentum is None else settings.momentum
         muon = Muon(chosen, lr, decay, momentum, adjust_lr_fn="match_rms_adamw")
         return [muon, _torch_optimizer("AdamW", rest, settings) if rest else None]
     if name in EIGHT_BIT:
         chosen, rest = _parted(parameters, [p for p in parameters if fits_blocks(p)])
-        kind = _torchao(name)
+        kind = _torchao(settings)
         arguments = {"lr": lr, "betas": settings.betas, "eps": settings.epsilon, "weight_decay": decay}
         return [
             kind(chosen, block_size=math.gcd(256, *(p.shape[-1] for p in chosen)), **arguments) if chosen else None,
@@ -211,13 +213,14 @@ def _parted(
     return [p for p in parameters if id(p) in ids], [p for p in parameters if id(p) not in ids]
 
 
-def _torchao(name: str) -> Any:
+def _torchao(settings: OptimizerSettings) -> Any:
+    name, key = settings.name, f"{settings.section}.optm_name"
     try:
         import torchao.optim
     except ImportError as error:
         raise SettingsError(
-            f'train.optm_name = "{name}" needs the package torchao, which cannot be imported ({error}): install '
-            f'the extra `8bit` (pip install ".[8bit]" in the checkout), or write train.optm_name = '
+            f'{key} = "{name}" needs the package torchao, which cannot be imported ({error}): install '
+            f'the extra `8bit` (pip install ".[8bit]" in the checkout), or write {key} = '
             f'"{EIGHT_BIT[name]}"'
         ) from error
     return getattr(torchao.optim, name)
@@ -243,13 +246,13 @@ def _check_possible(settings: OptimizerSettings, like: Tensor) -> None:
     """Try a step on one number: torch finds out at the first step, by then a batch would be lost."""
     probe = nn.Parameter(like)
     probe.grad = torch.zeros_like(like)
-    name = "SGD" if settings.name == "SGD" else "AdamW"
+    name, key = "SGD" if settings.name == "SGD" else "AdamW", f"{settings.section}.optm_impl"
     try:
         _torch_optimizer(name, [probe], settings).step()
     except (RuntimeError, NotImplementedError) as error:
         raise SettingsError(
-            f'train.optm_impl = "{settings.impl}" is not possible for {like.dtype} on {like.device}: {error}; '
-            f'write train.optm_impl = "foreach" or "for-loop"'
+            f'{key} = "{settings.impl}" is not possible for {like.dtype} on {like.device}: {error}; '
+            f'write {key} = "foreach" or "for-loop"'
         ) from error
 
 

@@ -355,11 +355,25 @@ watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 
 
 def optimizer_settings(config: Config, place: Place) -> dict[str, Any]:
-    """What torch's optimizer is made with."""
-    optimizer = _trainer(config, place).optimizer
-    (group,) = optimizer.optimizers[0].param_groups
-    names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
-    return {name: group[name] for name in names}
+    """What torch's optimizers are made with."""
+    names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach", "momentum")
+    return {
+        type(optimizer).__name__: {
+            name: group.get(name) for group in optimizer.param_groups for name in names
+        }
+        for optimizer in _trainer(config, place).optimizer.optimizers
+    }
+
+
+def weight_decays(config: Config, place: Place) -> list[float]:
+    """The weight decay of each of three steps."""
+    trainer, seen = _trainer(config, place), []
+    trainer.schedule = Schedule.of_config(config.train, 3)
+    (optimizer,) = trainer.optimizer.optimizers
+    for step in range(3):
+        trainer.step(step)
+        seen.append(optimizer.param_groups[0]["weight_decay"])
+    return seen
 
 
 def applied_norm(config: Config, place: Place) -> float:
@@ -384,8 +398,13 @@ watch(
         "train.optm_weight_decay": (0.01, 0.1),
         "train.optm_betas": ([0.9, 0.999], [0.8, 0.95]),
         "train.epsilon": (1e-6, 1e-8),
+        "train.optm_name": ("AdamW", "Muon"),
     },
 )
+watch(optimizer_settings, changed(grpo, {"train.optm_name": "SGD"}), {"train.optm_momentum": (UNSET, 0.9)})
+ramping = changed(grpo, {"train.optm_weight_decay_ramp": "linear"})
+watch(weight_decays, ramping, {"train.optm_weight_decay_ramp": ("linear", "cosine")})
+watch(weight_decays, ramping, {"train.optm_weight_decay_start": (UNSET, 0.005)})
 watch(applied_norm, grpo, {"train.optm_grad_norm_clip": (0.5, 0.01)})
 decaying = changed(grpo, {"train.optm_decay_ratio": 0.5, "train.optm_decay_type": "linear"})
 watch(learning_rates, grpo, {"train.optm_warmup_steps": (0, 5), "train.optm_lr": (1e-3, 1e-4)})
@@ -398,6 +417,17 @@ watch(
         "train.optm_min_lr_factor": (0.0, 0.2),
     },
 )
+stepwise = {"train.optm_decay_steps": 8, "train.optm_decay_type": "cosine"}
+watch(
+    learning_rates,
+    changed(grpo, stepwise),
+    {"train.optm_decay_steps": (8, 16), "train.optm_num_cycles": (0.5, 1.5)},
+)
+watch(
+    learning_rates,
+    changed(grpo, stepwise | {"train.optm_decay_type": "wsd"}),
+    {"train.optm_wsd_decay_type": ("linear", "exponential")},
+)
 watch(
     learning_rates,
     changed(grpo, {"train.optm_warmup_steps": 5}),
@@ -407,11 +437,12 @@ watch(
 # ---- model and precision --------------------------------------------------------------------------------------
 
 
-def loaded_model(config: Config, place: Place) -> tuple[str, bool, float]:
-    """Type, recomputation and a weight of the model that is trained."""
+def loaded_model(config: Config, place: Place) -> tuple[str, bool, float, float]:
+    """Type, recomputation, a weight and an entry of the configuration of the model that is trained."""
     lm = load_model(config).lm
     weight = next(iter(lm.parameters()))
-    return str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
+    value = weight.detach().flatten()[0].item()
+    return str(weight.dtype), lm.is_gradient_checkpointing, value, lm.config.rms_norm_eps
 
 
 def modules_of_the_trainer(config: Config, place: Place) -> bool:
@@ -447,6 +478,7 @@ watch(
         "train.master_dtype": ("float32", "bfloat16"),
         "policy.model_gradient_checkpointing": (False, True),
         "policy.model_name_or_path": (Made(lambda p: str(p.model)), Made(lambda p: str(p.other_model))),
+        "policy.override_config": ({}, {"rms_norm_eps": 0.1}),
     },
 )
 watch(
@@ -657,6 +689,21 @@ def files_at_the_end(config: Config, place: Place) -> bool:
     return (Path(reply.run_dir) / "final" / "config.json").exists()
 
 
+def averaged_weight(config: Config, place: Place) -> list[float]:
+    """A weight of the averaged model that is exported after a step; nothing where none is kept."""
+    trainer, target = _trainer(config, place), place.directory() / "final_ema"
+    if trainer.ema is None:
+        return []
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.step(0)
+    export_model(trainer, config, target, average=True)
+    with safe_open(target / "model.safetensors", framework="pt") as file:
+        return [file.get_tensor("model.norm.weight").flatten()[0].item()]
+
+
+watch(averaged_weight, changed(sft, {"train.transfer_dtype": "float32"}), {"train.ema_decay": (0.5, 0.9)})
+watch(averaged_weight, sft, {"train.ema_decay": (UNSET, 0.9)})
 watch(exported_type, sft, {"train.transfer_dtype": ("float32", "bfloat16")})
 watch(files_at_the_end, sft, {"launcher.export_final": (True, False)})
 

@@ -44,6 +44,7 @@ ENGINE_ARGUMENTS = {
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "enable_expert_parallel": "rollout.parallelism.ep_size",
     "enforce_eager": "rollout.enforce_eager",
+    "hf_overrides": "policy.override_config",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "load_format": "rollout.load_format",
     "max_model_len": "rollout.max_model_len",
@@ -71,7 +72,7 @@ _ENGINE_OWN = frozenset(
 )
 _UNBUILT = (
     ("LoRA", r".*lora.*"),
-    ("changes to a model's own configuration", r"hf_overrides|hf_config_path"),
+    ("a model's configuration from another place", r"hf_config_path"),
     ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
     ("a quantised rollout engine", r"quantization_config"),
     ("data parallelism of a rollout replica", r"data_parallel_.*"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_rules, check_warnings
-from schema.config.rules.model import engine_replaces_weights, model_agrees, model_warnings
+from schema.config.rules.model import engine_replaces_weights, model_agrees, model_warnings, overrides_can_act
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, check_case, config_of, written
@@ -167,3 +167,27 @@ def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
     (problem,) = model_agrees(config_of(GRPO, named(tmp_path, "{", {})))
     assert problem.key == "policy.model_name_or_path"
     assert "config.json is not JSON" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        (
+            {"policy.override_config": {"attention_dropout": 0.1}},
+            "attention_dropout",
+            "dropout is off in training",
+        ),
+        ({"policy.override_config": {"resid_pdrop": 1}}, "resid_pdrop", "dropout is off in training"),
+        ({"policy.override_config": {"dtype": "float32"}}, "dtype", "is not for override_config"),
+    ],
+)
+def test_overrides_that_cannot_act(values: dict[str, Any], key: str, words: str) -> None:
+    (problem,) = overrides_can_act(config_of(GRPO, values))
+    assert problem.key == f"policy.override_config.{key}"
+    assert words in problem.message
+    assert problem.hint
+    harmless = {"policy.override_config": {"attention_dropout": 0.0, "rms_norm_eps": 1e-5}}
+    assert list(overrides_can_act(config_of(GRPO, harmless))) == []
+    critic = {"critic.enable": True, "critic.override_config": values["policy.override_config"]}
+    (problem,) = overrides_can_act(config_of(GRPO, critic))
+    assert problem.key == f"critic.override_config.{key}"
