@@ -4,6 +4,7 @@
       step-00000020/               complete, or it does not have this name
         model-00000.safetensors      what rank 0 held of the model (`storage`)
         optimizer-00000.safetensors  and of the optimizer
+        ema-00000.safetensors        and of the moving average, where there is one
         rng-00000.safetensors        random states of rank 0 (`rng`)
         ledger.json                  LedgerSnapshot: frontier and untrained positions
         export/                      the model for transformers, with `train.ckpt.export_safetensors`

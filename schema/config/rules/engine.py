@@ -44,7 +44,6 @@ ENGINE_ARGUMENTS = {
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "enable_expert_parallel": "rollout.parallelism.ep_size",
     "enforce_eager": "rollout.enforce_eager",
-    "hf_overrides": "policy.override_config",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "load_format": "rollout.load_format",
     "max_model_len": "rollout.max_model_len",
@@ -169,6 +168,8 @@ def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
         return _RESHAPES, "leave it out"
     if name.startswith("attention_") and "flashinfer" in str(value).lower():
         return "has a key of its own", "write rollout.vllm_use_flashinfer = true"
+    if name == "hf_overrides":
+        return "has a key of its own, which the trainer reads too", "write it as policy.override_config"
     for missing, names in _UNBUILT:
         if re.fullmatch(names, name):
             return f"this build cannot do {missing} yet", "leave it out"
