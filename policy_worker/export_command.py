@@ -29,7 +29,7 @@ from policy_worker.checkpoints.state import weights_from
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
 from policy_worker.model.model import DTYPES, PolicyModel
-from schema.config import Config, ConfigError, check_config
+from schema.config import Config, ConfigError, check_config, overrides
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.util.atomic_file import replacing_directory
 from weight_sync import HubNames
@@ -163,8 +163,11 @@ def _skeleton(config: Config) -> Any:
     trust = config.policy.trust_remote_code
     try:
         facts = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+        overrides.apply(facts, "policy.override_config", config.policy.override_config)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(facts, trust_remote_code=trust)
+    except overrides.OverrideError as error:
+        raise SettingsError(str(error)) from error
     except CANNOT_LOAD as error:
         raise SettingsError(
             f"policy.model_name_or_path = {name!r} cannot be read: {error}{remedy(error)}; "

@@ -2,7 +2,7 @@
 
     score: forward, of a model that is trained or of a frozen one          log-probs or values, before training
     for batch in micro_batches(…):  forward ─▶ (the loss) ─▶ backward      gradients add up
-    step: clip ─▶ AdamW                                                    once per optimizer step
+    step: clip ─▶ optimizer                                                once per optimizer step
 
 The trainer is the policy with a frozen reference model next to it, where a KL term needs one, and a critic, which is
 trained by the same verbs, where advantages need values.
@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.ema import Ema
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, PolicyModel, ValueModel
-from policy_worker.model.optim import Optimizer, OptimizerSettings
+from policy_worker.model.optim import Optimizer
 from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
@@ -68,10 +69,11 @@ class TrainedModel:
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         self._layout = Layout(packed, model.vocabulary, device, self.least_spared)
+        section = "critic" if isinstance(keys, CriticConfig) else "train"
         with torch.accelerator.device_index(device.index):
             mesh = (group.second_mesh() if own else group.mesh()) if self.sharded else None
             self.model = model.to(device) if mesh is None else apply_fsdp(model, mesh, keys)
-            self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(keys))
+            self.optimizer = Optimizer.of_model(self.model, keys, section)
 
     @property
     def data_rank(self) -> int:
@@ -110,7 +112,7 @@ class TrainedModel:
             NonFiniteGradientError: see `Optimizer.step`.
         """
         with span("optimizer"):
-            return self.optimizer.step(self.schedule.factor(step))
+            return self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
 
     def lr(self, step: int) -> float:
         """Learning rate of a training step."""
@@ -199,6 +201,8 @@ class Trainer(TrainedModel):
         """β of the KL in the reward, as it is now."""
         if self.reset_interval:
             self._check_alike()
+        decay = config.train.ema_decay
+        self.ema = None if decay is None else Ema(self.model, decay)
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         model.requires_grad_(False).eval()
@@ -263,6 +267,12 @@ class Trainer(TrainedModel):
             for field, of_rows in zip(fields, found, strict=True):
                 of_rows.update(zip(rows, getattr(outputs, field).cpu().split(sizes), strict=True))
         return found
+
+    def step(self, step: int) -> float:
+        norm = super().step(step)
+        if self.ema is not None:
+            self.ema.update()
+        return norm
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, head: Head | None = None) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.

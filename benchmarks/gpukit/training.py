@@ -88,7 +88,7 @@ def make_trainer(bench: Bench, group: Group) -> tuple[Trainer, list[torch.nn.Mod
     model = PolicyModel(lm)
     layers = model.decoder_layers()
     trainer = Trainer(model, config_of(recompute=False), group, Schedule(1000))
-    trainer.optimizer.set_peak_lr(0.0)
+    trainer.optimizer.set_peak_lrs((0.0,))
     return trainer, layers
 
 

@@ -9,7 +9,7 @@
         launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
         starts.json                time and restarts of the starts before this one
         events.jsonl, samples/     what happened, and what the model wrote (schema.wire.event_file, .sample_file)
-        redis/, data/, weights/, checkpoints/, profiles/, final/, controller.json, summary.json
+        redis/, data/, weights/, checkpoints/, profiles/, final/, final_ema/, controller.json, summary.json
         batches/                   those of the newest steps (schema.wire.batch_file), where they are recorded
 
 Private to their owner are .tokens/, .locks/, redis/, profiles/ with reports of Nsight Systems, and config.json

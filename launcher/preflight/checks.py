@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -27,10 +27,12 @@ from launcher.plan.nsight import check_nsight
 from launcher.plan.placement import PlacementError, needs, place
 from launcher.plan.tls import check_encryption
 from launcher.preflight.memory import size_text
-from schema.config import BUILTIN_REWARDS, Config, Problem, local_path
+from schema.config import BUILTIN_REWARDS, Config, Problem, local_path, overrides
 from schema.config.backends import BACKENDS
 from schema.config.layout import policy_layout
+from schema.config.model_facts import BrokenModelError, config_file, read_config
 from schema.config.rules.profiler import absent_ranks
+from schema.config.sections.model_keys import ModelKeys
 
 LOOK_TIMEOUT = 20.0
 MIN_FREE_BYTES = 64 * 1024 * 1024
@@ -56,6 +58,7 @@ def check_machine(config: Config, machine: Machine) -> Findings:
         _check_disk(config, findings)
         return findings
     findings.problems += check_engine_options(config)
+    findings.problems += check_overrides(config)
     findings.problems += check_nsight(config)
     findings.problems += _port_problems(config.controller.host, config.controller.port)
     problems, warnings = check_encryption(config)
@@ -110,13 +113,14 @@ def _reward_packages(names: Iterable[str]) -> list[tuple[str, str]]:
 
 def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
     """What the chosen parts need and is not installed, with the extra that brings it."""
-    problems = []
+    problems: list[Problem] = []
     wanted = [("torch", "policy"), ("transformers", "policy")]
     if config.is_evaluation:
         wanted = _reward_packages(config.evaluation.reward_weights)
     elif config.is_grpo:
         wanted += [("transformers", "rollout")]
         wanted += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
+    problems += missing_optimizers(config, installed)
     problems += missing_trackers(config, installed)
     missing: dict[str, str] = {}
     for module, extra in wanted:
@@ -137,6 +141,19 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
         )
         problems.append(Problem("rollout.backend", f"{engine.package} is not installed", name, hint))
     return problems
+
+
+def missing_optimizers(config: Config, installed: Callable[[str], bool]) -> Iterator[Problem]:
+    """Optimizers whose library is not installed."""
+    sections = {} if config.is_evaluation else {"train": config.train.optm_name}
+    if config.is_grpo and config.critic.enable:
+        sections["critic"] = config.critic.optm_name
+    for section, name in sections.items():
+        if name.endswith("8bit") and not installed("torchao"):
+            hint = f"pip install '.[8bit]' in the checkout of cosmos-launch, or write \"{name[:-4]}\""
+            yield Problem(
+                f"{section}.optm_name", "torchao is not installed, which has this optimizer", name, hint
+            )
 
 
 def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
@@ -333,14 +350,50 @@ def check_engine_options(config: Config) -> list[Problem]:
     return problems
 
 
+def check_overrides(config: Config) -> list[Problem]:
+    """Entries of override_config that neither the model's config.json nor transformers' class for it has.
+
+    Nothing is said of a model that is not here, nor of one that comes with its own code: its worker checks again.
+    """
+    policy, critic = config.policy, config.critic
+    name = policy.model_name_or_path
+    models: list[tuple[str, ModelKeys, str]] = [("policy", policy, name)]
+    if config.is_grpo and critic.enable:
+        models.append(("critic", critic, critic.model_name_or_path or name))
+    problems: list[Problem] = []
+    for section, model, name in models:
+        if model.override_config:
+            known = _config_entries(name, model.model_revision)
+            problems += (
+                overrides.unknown(f"{section}.override_config", model.override_config, known) if known else ()
+            )
+    return problems
+
+
+def _config_entries(name: str, revision: str | None) -> set[str]:
+    """Names of a model's configuration; empty where they cannot be known."""
+    spec = importlib.util.find_spec("transformers")
+    try:
+        file = config_file(name, revision)
+        written = read_config(file) if file is not None else {}
+    except BrokenModelError:
+        return set()
+    kind = str(written.get("model_type", "")).replace("-", "_")
+    if spec is None or spec.origin is None or "auto_map" in written:
+        return set()
+    root = Path(spec.origin).parent
+    own = fields(root / "models" / kind / f"configuration_{kind}.py")
+    return {*written, *own, *fields(root / "configuration_utils.py")} if own else set()
+
+
 def installed_vllm() -> Path | None:
     """Where vLLM's source lies."""
     spec = importlib.util.find_spec("vllm")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-def fields(path: Path, classes: Collection[str]) -> frozenset[str]:
-    """Public annotated fields of these classes; empty if the file is not what we know."""
+def fields(path: Path, classes: Collection[str] | None = None) -> frozenset[str]:
+    """Public annotated fields of these classes, or of all in the file; empty if it is not what we know."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -348,7 +401,7 @@ def fields(path: Path, classes: Collection[str]) -> frozenset[str]:
     return frozenset(
         line.target.id
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in classes
+        if isinstance(node, ast.ClassDef) and (classes is None or node.name in classes)
         for line in node.body
         if isinstance(line, ast.AnnAssign)
         and isinstance(line.target, ast.Name)

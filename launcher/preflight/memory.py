@@ -2,7 +2,7 @@
 
 N parameters, W shards of one copy (tensor, pipeline and data-parallel), T tokens of a micro-batch:
 
-    one rank of a trainer    weights N·master/W + gradients N·master/W + AdamW 2·N·master/W
+    one rank of a trainer    weights N·master/W + gradients N·master/W + moments 2·N·master/W
                              + gathered weights (outside the layers + two layers)·param, if sharded or cast
                              + gradients before reduction N·reduce, if a step has several micro-batches
                              + activations + output layer
@@ -20,13 +20,13 @@ and what the allocator keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from launcher.preflight.models import LocalModel
-from schema.config import Config
-from schema.config.sections.optimizer import PrecisionKeys
+from schema.config import Config, CriticConfig, TrainingConfig
+from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
@@ -80,6 +80,9 @@ def trainer(
     if _is_cast(config.train, shards) and _micro_batches(config, data_ranks) > 1:
         reduce = BYTES[config.train.fsdp_reduce_dtype]
         parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
+    if config.train.ema_decay is not None:
+        words = f"{n:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
+        parts.append(Part("moving average of the weights", n * 4 // shards, words))
     if config.has_critic:
         own = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
         parts += [
@@ -106,16 +109,35 @@ def _is_cast(keys: PrecisionKeys, shards: int) -> bool:
     return shards > 1 or keys.param_dtype != keys.master_dtype
 
 
-def _trained(keys: PrecisionKeys, model: LocalModel, shards: int) -> list[Part]:
+def _trained(keys: TrainingConfig | CriticConfig, model: LocalModel, shards: int) -> list[Part]:
     """Weights, gradients and optimizer of a model that learns."""
     n, master = model.parameters, BYTES[keys.master_dtype]
     each = f"{n:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
     parts = [
         Part("weights that are updated", n * master // shards, each),
         Part("gradients", n * master // shards, each),
-        Part("optimizer (AdamW)", 2 * n * master // shards, f"2 x {each}"),
+        *_optimizer(keys, model, master, shards),
     ]
     return [*parts, _gathered(keys, model, BYTES[keys.param_dtype])] if _is_cast(keys, shards) else parts
+
+
+def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int) -> Iterator[Part]:
+    """What the optimizer keeps. Outside the layers Muon keeps what AdamW does; in 8 bits blocks have scales too."""
+    n, name = model.parameters, keys.optm_name
+    layers = n - model.rest
+    numbers, size = {
+        "SGD": (n if keys.optm_momentum else 0, float(master)),
+        "Muon": (layers + 2 * model.rest, float(master)),
+        "AdamW8bit": (2 * n, 1 + 4 / 64),
+        "Adam8bit": (2 * n, 1 + 4 / 64),
+    }.get(name, (2 * n, float(master)))
+    words = f"{numbers:,} x {size:g} B" if numbers != 2 * n else f"2 x {n:,} x {size:g} B"
+    if numbers:
+        yield Part(
+            f"optimizer ({name})",
+            int(numbers * size) // shards,
+            words + (f" / {shards}" if shards > 1 else ""),
+        )
 
 
 def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> Part:

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
 from schema.util.atomic_file import remove_unfinished, replacing_directory, usual_mode
-from weight_sync import hub_tensors
+from weight_sync import gather_full, hub_tensors
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,16 @@ SHARD_BYTES = 4 * 1024**3
 """A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
 
 
-def export_model(trainer: Trainer, config: Config, target: Path) -> None:
+def export_model(trainer: Trainer, config: Config, target: Path, *, average: bool = False) -> None:
     """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
+
+    average: with the moving average of its weights.
 
     Raises:
         ExportError: `target` cannot be written; nothing there was changed.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
-    tensors = hub_tensors(trainer.model.lm, dtype=dtype)
+    tensors = hub_tensors(trainer.model.lm, _average_of(trainer) if average else gather_full, dtype=dtype)
     if not trainer.group.leads:
         for _ in tensors:
             pass
@@ -56,6 +58,12 @@ def export_model(trainer: Trainer, config: Config, target: Path) -> None:
             f"whole; make room or mend the directory, then resume"
         ) from error
     log.info("exported the model to %s", target)
+
+
+def _average_of(trainer: Trainer) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    assert trainer.ema is not None
+    averages = trainer.ema.average
+    return lambda name, tensor: gather_full(name, averages.get(f"lm.{name}", tensor))
 
 
 def write_export(

@@ -4,6 +4,7 @@
       step-00000020/               complete, or it does not have this name
         model-00000.safetensors      what rank 0 held of the model (`storage`)
         optimizer-00000.safetensors  and of the optimizer; `critic-…`, `critic_optimizer-…`, `reference-…` likewise
+        ema-00000.safetensors        and of the moving average, where there is one
         rng-00000.safetensors        random states of rank 0 (`rng`)
         ledger.json                  LedgerSnapshot: frontier and untrained positions
         export/                      the model for transformers, with `train.ckpt.export_safetensors`
@@ -53,15 +54,22 @@ class FileFacts(_Facts):
 
 
 class ScheduleFacts(_Facts):
-    """The learning-rate schedule: fields of `policy_worker.model.lr_schedule.Schedule`, and the rate at factor 1."""
+    """The learning-rate schedule: fields of `policy_worker.model.lr_schedule.Schedule`, and the rates at factor 1.
+
+    further_lrs: of the optimizers after the first.
+    """
 
     peak_lr: float
+    further_lrs: tuple[float, ...] = ()
     total_steps: int
     warmup_steps: int | float
     warmup_start_factor: float
     decay_ratio: float | None
     decay_type: str | None
     min_factor: float
+    decay_steps: int | None = None
+    num_cycles: float = 0.5
+    wsd_decay_type: str = "cosine"
 
 
 class DataFacts(_Facts):

@@ -19,9 +19,11 @@ from policy_worker.checkpoints.layout import EXPORT, DataFacts, Manifest, Schedu
 from policy_worker.checkpoints.state import (
     CRITIC,
     CRITIC_OPTIMIZER,
+    EMA,
     MODEL,
     OPTIMIZER,
     REFERENCE,
+    load_average_state,
     load_model_state,
     load_optimizer_state,
     restore_rng,
@@ -71,12 +73,12 @@ def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
     return Parts("export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted)
 
 
-def schedule_facts(schedule: Schedule, peak_lr: float) -> ScheduleFacts:
-    return ScheduleFacts(peak_lr=peak_lr, **dataclasses.asdict(schedule))
+def schedule_facts(schedule: Schedule, peak_lr: float, *further_lrs: float) -> ScheduleFacts:
+    return ScheduleFacts(peak_lr=peak_lr, further_lrs=further_lrs, **dataclasses.asdict(schedule))
 
 
 def schedule_of(facts: ScheduleFacts) -> Schedule:
-    return Schedule(**facts.model_dump(exclude={"peak_lr"}))
+    return Schedule(**facts.model_dump(exclude={"peak_lr", "further_lrs"}))
 
 
 def schedule_differences(
@@ -86,6 +88,7 @@ def schedule_differences(
     before, now = saved.model_dump(), configured.model_dump()
     names = {
         "peak_lr": f"{section}.optm_lr",
+        "further_lrs": f"{section}.optm_lr[1]",
         "total_steps": "total steps",
         "min_factor": f"{section}.optm_min_lr_factor",
     }
@@ -172,6 +175,7 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
             _restore_reference(resumption, trainer)
         if parts.weights == "state" or resumption.own:
             _restore_critic(resumption, trainer, parts.optimizer)
+        _restore_average(resumption, trainer, saved=parts.extra)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
     if parts.extra:
@@ -223,6 +227,21 @@ def _restore_critic(resumption: Resumption, trainer: Trainer, optimizer: bool) -
             load_optimizer_state(critic, files, CRITIC_OPTIMIZER)
 
 
+def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -> None:
+    """The moving average that was saved; else it begins with the weights that were loaded."""
+    files = [path for path in state_files(resumption.path, EMA) if saved]
+    if trainer.ema is None:
+        return
+    trainer.ema.reset()
+    if files:
+        with StateFiles(files) as opened:
+            load_average_state(trainer, opened)
+    elif trainer.group.leads:
+        log.warning(
+            "no moving average is taken from %s: train.ema_decay begins with its weights", resumption.path
+        )
+
+
 def _check_model(manifest: Manifest, trainer: Trainer) -> None:
     here = type(trainer.model.lm).__name__.removeprefix("FSDP")
     if manifest.architecture != here:
@@ -236,7 +255,7 @@ def _restore_schedule(section: str, saved: ScheduleFacts | None, trained: Traine
     """takes: the saved one is used, else the configured one; what differs is shown."""
     if saved is None:
         return
-    configured = schedule_facts(trained.schedule, trained.optimizer.peak_lr)
+    configured = schedule_facts(trained.schedule, *trained.optimizer.peak_lrs)
     for difference in schedule_differences(saved, configured, section):
         if trained.group.leads:
             used = "checkpoint's" if takes else "configured one"
@@ -245,7 +264,7 @@ def _restore_schedule(section: str, saved: ScheduleFacts | None, trained: Traine
             )
     if takes:
         trained.schedule = schedule_of(saved)
-        trained.optimizer.set_peak_lr(saved.peak_lr)
+        trained.optimizer.set_peak_lrs((saved.peak_lr, *saved.further_lrs))
 
 
 def _say(resumption: Resumption, parts: Parts, trainer: Trainer) -> None:

@@ -60,7 +60,7 @@ class Rhythm:
 
 
 def _schedule_of(trained: TrainedModel) -> ScheduleFacts:
-    return schedule_facts(trained.schedule, trained.optimizer.peak_lr)
+    return schedule_facts(trained.schedule, *trained.optimizer.peak_lrs)
 
 
 class Checkpointer:

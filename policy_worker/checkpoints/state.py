@@ -1,9 +1,10 @@
 """Model and optimizer as one flat mapping of tensors, and back.
 
     model.<name>                 parameters and buffers
-    optimizer.<name>.<slot>      what AdamW keeps of each parameter
+    optimizer.<name>.<slot>      what the optimizer keeps of each parameter
     reference.<name>             the reference model, where it is reset now and then
     critic.<name>, critic_optimizer.<name>.<slot>       the same of a critic
+    ema.<name>                   the moving average of the weights, where there is one
 
 Numbers of the optimizer that are not tensors (betas, weight decay, …) are the configuration's, and are not kept.
 A reference model that is never reset is loaded from where it came from.
@@ -29,12 +30,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from policy_worker.checkpoints.layout import rng_file
@@ -44,7 +40,7 @@ from policy_worker.model.model import Backbone
 from policy_worker.trainer import TrainedModel, Trainer
 from schema.util.atomic_file import usual_mode
 
-MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
+MODEL, OPTIMIZER, REFERENCE, EMA = "model", "optimizer", "reference", "ema"
 CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
 
 
@@ -60,32 +56,26 @@ def model_state(model: Backbone, prefix: str = MODEL) -> State:
 
 
 def optimizer_state(trained: TrainedModel, prefix: str = OPTIMIZER) -> State:
-    """What the optimizer keeps; zeros before its first step."""
-    adamw = trained.optimizer.adamw
-    fresh = not adamw.state
-    found = get_optimizer_state_dict(trained.model, adamw)
-    # Torch has made the state by a step at a learning rate of 0, and counted it: the next is the first.
-    if fresh:
-        for slots in adamw.state.values():
-            slots["step"].zero_()
-        found = get_optimizer_state_dict(trained.model, adamw)
-    return _flatten(found["state"], prefix)
-
-
-def _flatten(slots: dict[str, dict[str, Any]], prefix: str) -> State:
+    """What the optimizer keeps: the tensors themselves, zeros before its first step. A collective."""
+    names = {parameter: name for name, parameter in trained.model.named_parameters()}
     return {
-        f"{prefix}.{name}.{slot}": value
-        for name, values in slots.items()
-        for slot, value in values.items()
-        if isinstance(value, Tensor)
+        f"{prefix}.{names[parameter]}.{slot}": value
+        for parameter, slots in trained.optimizer.slots()
+        for slot, value in slots.items()
     }
+
+
+def average_state(trainer: Trainer) -> State:
+    """The moving average of the weights; nothing where there is none."""
+    average = {} if trainer.ema is None else trainer.ema.average
+    return {f"{EMA}.{name}": tensor for name, tensor in average.items()}
 
 
 def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, State]:
     """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write.
 
-    A reference model that is reset comes with `extra`; a critic always, since no export holds it, and its optimizer
-    with that of the policy.
+    A reference model that is reset and a moving average come with `extra`; a critic always, since no export holds
+    it, and its optimizer with that of the policy.
     """
     found: dict[str, State] = {}
     if MODEL in contents:
@@ -94,6 +84,8 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
         found[OPTIMIZER] = optimizer_state(trainer)
     if "extra" in contents and trainer.reset_interval and trainer.reference:
         found[REFERENCE] = model_state(trainer.reference, REFERENCE)
+    if "extra" in contents and trainer.ema is not None:
+        found[EMA] = average_state(trainer)
     if trainer.critic is not None:
         found[CRITIC] = model_state(trainer.critic.model, CRITIC)
         if OPTIMIZER in contents:
@@ -112,13 +104,14 @@ def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) ->
     set_model_state_dict(model, get_model_state_dict(model) | loaded)
 
 
+def load_average_state(trainer: Trainer, files: StateFiles) -> None:
+    """Raises `CheckpointError`: it is of another model."""
+    _load(files, average_state(trainer), EMA)
+
+
 def load_optimizer_state(trained: TrainedModel, files: StateFiles, prefix: str = OPTIMIZER) -> None:
-    """Raises `CheckpointError`: the state is of another model."""
-    found = get_optimizer_state_dict(trained.model, trained.optimizer.adamw)
-    state = _flatten(found["state"], prefix)
-    _load(files, state, prefix)
-    set_optimizer_state_dict(trained.model, trained.optimizer.adamw, found)
-    trained.optimizer.apply_settings()
+    """A collective. Raises `CheckpointError`: the state is of another model or optimizer."""
+    _load(files, optimizer_state(trained, prefix), prefix)
 
 
 def _load(files: StateFiles, state: State, prefix: str) -> None:
@@ -126,10 +119,12 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
     wrong = differences(saved, state)
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        words, section = prefix.replace("_", "'s "), "critic" if prefix.startswith(CRITIC) else "policy"
+        words = prefix.replace("_", "'s ")
+        model, keys = ("critic", "critic") if prefix.startswith(CRITIC) else ("policy", "train")
+        optimizer = f", and its optimizer with {keys}.optm_name" if prefix.endswith(OPTIMIZER) else ""
         raise CheckpointError(
             f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
-            f"from with {section}.model_name_or_path"
+            f"from with {model}.model_name_or_path{optimizer}"
         )
     files.load(state)
 

@@ -7,30 +7,20 @@
          └───0──W────────total−D─total
 
 One schedule step per committed step: all optimizer steps of training step t use factor(t). Warm-up from f:
-f + (1 - f)(t + 1)/W at step t < W, so that no batch is trained at a rate of 0.
+f + (1 - f)(t + 1)/W at step t < W, so that no batch is trained at a rate of 0. `inverse_sqrt` is stable nowhere:
+max(min, sqrt(W / t)) from step W on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from schema.config.sections.optimizer import OptimizerKeys
 
-DecayType = Literal["linear", "cosine", "sqrt", "none", "wsd"]
-
-_REMAINING: Mapping[str, Callable[[float], float]] = {
-    "linear": lambda p: 1 - p,
-    "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
-    "sqrt": lambda p: 1 - math.sqrt(p),
-    "wsd": lambda p: (1 + math.cos(math.pi * p)) / 2,
-}
-"""Share of the way from minimum to peak that is left at share p of the decay.
-
-sqrt: arXiv 2405.18392, eq. 1 ("1-sqrt"). wsd: warm-up, stable, decay, arXiv 2404.06395, here with a cosine.
-"""
+DecayType = Literal["linear", "cosine", "sqrt", "none", "wsd", "inverse_sqrt"]
+WsdDecayType = Literal["cosine", "linear", "exponential"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +35,9 @@ class Schedule:
             begins before the warm-up has ended.
         decay_type: None or "none": no decay.
         min_factor: factor at the end of the decay and after it.
+        decay_steps: the length of the decay in steps; it comes before `decay_ratio`.
+        num_cycles: waves of a cosine; after an end that is not a whole number of halves the rate stays where it is.
+        wsd_decay_type: the decay of "wsd".
     """
 
     total_steps: int
@@ -53,10 +46,13 @@ class Schedule:
     decay_ratio: float | None = None
     decay_type: DecayType | None = None
     min_factor: float = 0.0
+    decay_steps: int | None = None
+    num_cycles: float = 0.5
+    wsd_decay_type: WsdDecayType = "cosine"
 
     @staticmethod
     def of_config(keys: OptimizerKeys, total_steps: int) -> Schedule:
-        """As `[train]` or `[critic]` has it."""
+        """The schedule of a trained model in a run of `total_steps`."""
         return Schedule(
             total_steps=total_steps,
             warmup_steps=keys.optm_warmup_steps,
@@ -64,6 +60,9 @@ class Schedule:
             decay_ratio=keys.optm_decay_ratio,
             decay_type=keys.optm_decay_type,
             min_factor=keys.optm_min_lr_factor,
+            decay_steps=keys.optm_decay_steps,
+            num_cycles=keys.optm_num_cycles,
+            wsd_decay_type=keys.optm_wsd_decay_type,
         )
 
     @property
@@ -77,12 +76,31 @@ class Schedule:
         """Factor of the training step that follows `step` committed steps."""
         if step < self.warmup:
             return self.warmup_start_factor + (1 - self.warmup_start_factor) * (step + 1) / self.warmup
-        if not self.decay_ratio or self.decay_type in (None, "none"):
+        if self.decay_type == "inverse_sqrt":
+            begin = max(self.warmup, 1)
+            return max(self.min_factor, math.sqrt(begin / max(step, begin)))
+        length = self.decay_steps or round((self.decay_ratio or 0.0) * self.total_steps)
+        start = max(self.warmup, self.total_steps - length)
+        if self.decay_type in (None, "none") or not length or step < start:
             return 1.0
-        start = max(self.warmup, self.total_steps - round(self.decay_ratio * self.total_steps))
-        if step < start:
-            return 1.0
-        if step >= self.total_steps:
-            return self.min_factor
-        share = (step - start) / (self.total_steps - start)
-        return self.min_factor + (1 - self.min_factor) * _REMAINING[self.decay_type](share)
+        share = 1.0 if step >= self.total_steps else (step - start) / (self.total_steps - start)
+        return self.min_factor + (1 - self.min_factor) * self._remaining(share)
+
+    def _remaining(self, p: float) -> float:
+        """Share of the way from minimum to peak that is left at share p of the decay.
+
+        sqrt: arXiv 2405.18392, eq. 1 ("1-sqrt"). wsd: warm-up, stable, decay, arXiv 2404.06395; its exponential is
+        2^(1 - p) - 1, a half-life that is shifted to end at 0 (Megatron-LM).
+        """
+        kind = self.wsd_decay_type if self.decay_type == "wsd" else self.decay_type
+        if kind == "linear":
+            return 1 - p
+        if kind == "sqrt":
+            return 1 - math.sqrt(p)
+        if kind == "exponential":
+            return 2 ** (1 - p) - 1
+        return (1 + math.cos(2 * math.pi * self.num_cycles * p)) / 2
+
+    def progress(self, step: int) -> float:
+        """How far the run is at a step: 0 at its first, 1 at its last and after it."""
+        return min(step / (self.total_steps - 1), 1.0) if self.total_steps > 1 else 1.0

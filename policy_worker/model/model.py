@@ -4,8 +4,9 @@ critic, its like with one number for each position in the place of logits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +19,7 @@ from policy_worker.model import attention
 from policy_worker.model.attention import Block
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_kl, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
-from schema.config import Config
+from schema.config import Config, overrides
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.config.sections.model_keys import ModelKeys
 
@@ -75,12 +76,16 @@ class Backbone(nn.Module):
             SettingsError: the model does not say which they are.
         """
         names = set(self.lm._no_split_modules or ())
-        layers = [module for module in self.lm.modules() if type(module).__name__ in names]
+        layers = [m for m in self.lm.modules() if type(m).__name__.removeprefix("FSDP") in names]
         if not layers:
             raise SettingsError(
                 f"{type(self.lm).__name__} does not name its decoder layers: it cannot be sharded"
             )
         return layers
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """The matrices of the layers: what Muon is for. Raises as `decoder_layers`."""
+        return [p for layer in self.decoder_layers() for p in layer.parameters() if p.ndim == 2]
 
 
 class ValueModel(Backbone):
@@ -173,19 +178,19 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
     """
-    name, revision = config.policy.model_name_or_path, config.policy.model_revision
-    what = f"policy.model_name_or_path = {name!r}"
-    if reference and config.reference.model_name_or_path not in (None, name):
-        name, revision = str(config.reference.model_name_or_path), None
-        what = f"reference.model_name_or_path = {name!r}"
+    source = Source.of_policy(config)
+    if reference and config.reference.model_name_or_path not in (None, source.name):
+        name = str(config.reference.model_name_or_path)
+        source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
     if weights is not None:
-        what = f"the export {weights} as a model of {what}"
+        source = replace(source, what=f"the export {weights} as a model of {source.what}")
     dtype = DTYPES[config.train.param_dtype if reference else config.train.master_dtype]
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
-    trust = config.policy.trust_remote_code
-    lm, dropout, surplus = _load(AutoModelForCausalLM, what, name, revision, trust, dtype, weights)
+    lm, dropout, surplus = _load(AutoModelForCausalLM, source, dtype, weights)
     if weights is not None and surplus:
-        raise SettingsError(f"{what} has weights that this model does not: {', '.join(surplus[:5])}, …")
+        raise SettingsError(
+            f"{source.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
+        )
     recompute = config.policy.model_gradient_checkpointing and not reference
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 
@@ -196,39 +201,70 @@ def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
     Raises:
         SettingsError: as `load_model`, or it reads other tokens than the policy writes.
     """
-    critic, mine = config.critic, config.policy
-    own = critic.model_name_or_path not in (None, mine.model_name_or_path)
-    name = str(critic.model_name_or_path) if own else mine.model_name_or_path
-    revision = critic.model_revision if own else critic.model_revision or mine.model_revision
-    what = f"{'critic' if own else 'policy'}.model_name_or_path = {name!r}"
-    trust = critic.trust_remote_code or (mine.trust_remote_code and not own)
-    _import_modules("critic", critic, name)
-    lm, _, _ = _load(AutoModel, what, name, revision, trust, DTYPES[critic.master_dtype])
+    critic, source = config.critic, Source.of_policy(config)
+    override = {"critic.override_config": critic.override_config}
+    if critic.model_name_or_path in (None, source.name):
+        source = replace(
+            source,
+            revision=critic.model_revision or source.revision,
+            trust=source.trust or critic.trust_remote_code,
+            overrides={**source.overrides, **override},
+        )
+    else:
+        name = str(critic.model_name_or_path)
+        what = f"critic.model_name_or_path = {name!r}"
+        source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
+    _import_modules("critic", critic, source.name)
+    lm, _, _ = _load(AutoModel, source, DTYPES[critic.master_dtype])
     model = ValueModel(lm)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(
-            f"{what} has {model.vocabulary} tokens, and policy.model_name_or_path = {mine.model_name_or_path!r} has "
-            f"{policy.vocabulary}: a critic reads what the policy writes; choose a model of the same tokenizer"
+            f"{source.what} has {model.vocabulary} tokens, and policy.model_name_or_path = "
+            f"{config.policy.model_name_or_path!r} has {policy.vocabulary}: a critic reads what the policy writes; "
+            f"choose a model of the same tokenizer"
         )
     prepare_model(model, packed=config.train.sequence_packing, recompute=critic.model_gradient_checkpointing)
     return model
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. what: its key and its value, for messages. trust: whether its own code may run.
+    overrides: entries of its config.json that are replaced, by the key that has them."""
+
+    what: str
+    name: str
+    revision: str | None
+    trust: bool
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_policy(config: Config) -> Source:
+        policy = config.policy
+        return Source(
+            f"policy.model_name_or_path = {policy.model_name_or_path!r}",
+            policy.model_name_or_path,
+            policy.model_revision,
+            policy.trust_remote_code,
+            {"policy.override_config": policy.override_config},
+        )
+
+
 def _load(
     auto: type[AutoModel | AutoModelForCausalLM],
-    what: str,
-    name: str,
-    revision: str | None,
-    trust: bool,
+    source: Source,
     dtype: torch.dtype,
     weights: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, float], list[str]]:
     """A transformers model; the dropout that its configuration had; names of weights that it has no use for.
 
-    weights: where they are, if not where the configuration is. Raises `SettingsError` that begins with `what`.
+    weights: where they are, if not where the configuration is. Raises `SettingsError`.
     """
+    what, name, revision, trust = source.what, source.name, source.revision, source.trust
     try:
         model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+        for key, override in source.overrides.items():
+            overrides.apply(model_config, key, override)
         dropout = _disable_dropout(model_config)
         lm, loaded = auto.from_pretrained(
             name if weights is None else weights,
@@ -238,6 +274,8 @@ def _load(
             dtype=dtype,
             output_loading_info=True,
         )
+    except overrides.OverrideError as error:
+        raise SettingsError(str(error)) from error
     except (*CANNOT_LOAD, RuntimeError, SafetensorError) as error:
         raise SettingsError(f"{what} cannot be loaded: {error}{remedy(error)}") from error
     missing = sorted(loaded["missing_keys"])
@@ -281,7 +319,7 @@ def _disable_dropout(model_config: PretrainedConfig) -> dict[str, float]:
     found = {
         key: value
         for key, value in model_config.to_dict().items()
-        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float) and value > 0
+        if overrides.is_dropout(key) and isinstance(value, float) and value > 0
     }
     for key in found:
         setattr(model_config, key, 0.0)

@@ -1,9 +1,14 @@
-"""AdamW with clipping by global norm; refuses gradients that would destroy the weights."""
+"""The optimizers of one model, with clipping by global norm; refuses gradients that would destroy the weights.
+
+AdamW, Adam, SGD       one optimizer of torch's over all parameters that train
+Muon                   over the matrices of the layers; AdamW over embeddings, output layer, norms and biases
+AdamW8bit, Adam8bit    torchao's, over the matrices that its blocks fit; AdamW or Adam over the rest
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,66 +18,134 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from policy_worker.errors import NonFiniteGradientError, SettingsError
+from policy_worker.model.muon import Muon
+from policy_worker.model.slots import Slots, fits_blocks, slots_of
 from schema.config.sections.optimizer import OptimizerKeys
+
+EIGHT_BIT = {"AdamW8bit": "AdamW", "Adam8bit": "Adam"}
+"""Optimizers of torchao, and what takes the parameters that they leave."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer keys of `[train]` or `[critic]`; grad_norm_clip 0: gradients are not clipped."""
+    """The optimizer keys of `[train]` or `[critic]`.
 
-    lr: float
+    lrs: peak of each optimizer; one is for all. impl: of torch's own. weight_decay: at the end of its ramp, which
+    begins at weight_decay_start. momentum None: the optimizer's usual. grad_norm_clip 0: gradients are not clipped.
+    """
+
+    lrs: tuple[float, ...]
     betas: tuple[float, float]
     epsilon: float
     weight_decay: float
     impl: str
     grad_norm_clip: float
+    name: str = "AdamW"
+    momentum: float | None = None
+    weight_decay_ramp: str = "constant"
+    weight_decay_start: float = 0.0
+    section: str = "train"
 
     @staticmethod
-    def of_config(keys: OptimizerKeys) -> OptimizerSettings:
-        def single(value: object) -> object:
-            return value[0] if isinstance(value, list) else value
-
+    def of_config(keys: OptimizerKeys, section: str = "train") -> OptimizerSettings:
+        """What a section's keys say; a list of implementations ends with that of torch's AdamW."""
+        impl = keys.optm_impl
         return OptimizerSettings(
-            lr=float(single(keys.optm_lr)),  # type: ignore[arg-type]
+            lrs=tuple(keys.optm_lr) if isinstance(keys.optm_lr, list) else (keys.optm_lr,),
             betas=(keys.optm_betas[0], keys.optm_betas[1]),
             epsilon=keys.epsilon,
             weight_decay=keys.optm_weight_decay,
-            impl=str(single(keys.optm_impl)),
+            impl=impl[-1] if isinstance(impl, list) else impl,
             grad_norm_clip=keys.optm_grad_norm_clip,
+            name=keys.optm_name,
+            momentum=keys.optm_momentum,
+            weight_decay_ramp=keys.optm_weight_decay_ramp,
+            weight_decay_start=keys.optm_weight_decay_start or 0.0,
+            section=section,
         )
+
+    def weight_decay_at(self, progress: float) -> float:
+        """progress: 0 at the run's first step, 1 at its last. The ramp is a line, or half a wave of a cosine."""
+        if self.weight_decay_ramp == "constant":
+            return self.weight_decay
+        share = (1 - math.cos(math.pi * progress)) / 2 if self.weight_decay_ramp == "cosine" else progress
+        return self.weight_decay_start + (self.weight_decay - self.weight_decay_start) * share
 
 
 class Optimizer:
-    """One AdamW over all parameters that train (decoupled weight decay, arXiv 1711.05101)."""
+    """See the module's docstring. matrices: those that Muon may take (`PolicyModel.hidden_matrices`)."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        matrices: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Raises `SettingsError`: the optimizer is not possible here, or its library is not installed."""
         self._settings = settings
         self.parameters = [p for p in parameters if p.requires_grad]
         for device, dtype in {(p.device, p.dtype) for p in self.parameters}:
             _check_possible(settings, torch.zeros(1, device=device, dtype=dtype))
-        self.adamw = _adamw(self.parameters, settings)
+        self.optimizers = [optimizer for optimizer in _make(self.parameters, settings, matrices) if optimizer]
+        """Each of torch's kind; together they have every parameter once."""
+        self._lrs = settings.lrs * len(self.optimizers) if len(settings.lrs) == 1 else settings.lrs
+
+    @staticmethod
+    def of_model(model: Any, keys: OptimizerKeys, section: str = "train") -> Optimizer:
+        """The optimizer of a model on its devices. Raises as the constructor."""
+        matrices = model.hidden_matrices() if keys.optm_name == "Muon" else ()
+        return Optimizer(model.parameters(), OptimizerSettings.of_config(keys, section), matrices)
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate at factor 1."""
-        return self._settings.lr
+        """The learning rate of the first optimizer at factor 1."""
+        return self.peak_lrs[0]
 
-    def set_peak_lr(self, lr: float) -> None:
-        """Go on with the peak of a restored schedule instead of the configured one."""
-        self._settings = replace(self._settings, lr=lr)
+    @property
+    def peak_lrs(self) -> tuple[float, ...]:
+        """The learning rates that the settings name, at factor 1."""
+        return self._settings.lrs
 
-    def apply_settings(self) -> None:
-        """Put the configured numbers into the parameter groups (a restored state brings those it was saved with)."""
-        for group in self.adamw.param_groups:
-            group["betas"], group["eps"] = self._settings.betas, self._settings.epsilon
-            group["weight_decay"] = self._settings.weight_decay
+    def set_peak_lrs(self, lrs: tuple[float, ...]) -> None:
+        """Go on with the peaks of a restored schedule instead of the configured ones."""
+        self._settings = replace(self._settings, lrs=lrs)
+        self._lrs = lrs * len(self.optimizers) if len(lrs) == 1 else lrs
 
     def forget(self) -> None:
         """Begin anew: moments and step counts are those of an optimizer that was just made."""
-        self.adamw.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
-    def step(self, lr_factor: float) -> float:
+    def slots(self) -> Iterator[tuple[nn.Parameter, Slots]]:
+        """What is kept of each parameter, the tensors themselves; zeros before its first step. A collective."""
+        for optimizer in self.optimizers:
+            fresh = [
+                p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state
+            ]
+            if fresh:
+                self._begin(optimizer, fresh)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter, slots_of(parameter, optimizer.state.get(parameter, {}))
+
+    def _begin(self, optimizer: torch.optim.Optimizer, fresh: list[nn.Parameter]) -> None:
+        """Let the optimizer make its state, by a step of nothing at a rate of 0 that is then not counted."""
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in fresh:
+            parameter.grad = torch.zeros_like(parameter)
+        _set(optimizer, 0.0, 0.0)
+        optimizer.step()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for parameter in fresh:
+            if "step" in optimizer.state.get(parameter, {}):
+                optimizer.state[parameter]["step"].zero_()
+
+    def step(self, lr_factor: float, progress: float = 1.0) -> float:
         """Clip, apply, forget the gradients. A collective on sharded parameters.
+
+        progress: of the run, for a weight decay that changes.
 
         Returns:
             The global gradient norm before clipping.
@@ -86,40 +159,100 @@ class Optimizer:
         if not math.isfinite(value):
             raise NonFiniteGradientError(
                 f"the gradient norm is {value}: nothing was applied; look at the loss of the last steps, lower "
-                f"train.optm_lr or train.optm_grad_norm_clip, or check the model's weights for NaN"
+                f"{self._settings.section}.optm_lr or .optm_grad_norm_clip, or check the model's weights for NaN"
             )
         if 0 < self._settings.grad_norm_clip < value:
             for parameters in alike:
                 clip_grads_with_norm_(parameters, self._settings.grad_norm_clip, norm)
-        for group in self.adamw.param_groups:
-            group["lr"] = self._settings.lr * lr_factor
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        for optimizer, lr in zip(self.optimizers, self._lrs, strict=True):
+            _set(optimizer, lr * lr_factor, self._settings.weight_decay_at(progress))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return value
 
 
-def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        [{"params": alike} for alike in _by_layout(parameters, lambda p: p)],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        fused=settings.impl == "fused",
-        foreach=settings.impl == "foreach",
-    )
+def _set(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = weight_decay
+        if isinstance(group["lr"], Tensor):  # torchao compiles its step around this very tensor
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _make(
+    parameters: list[nn.Parameter], settings: OptimizerSettings, matrices: Collection[nn.Parameter]
+) -> list[torch.optim.Optimizer | None]:
+    """The optimizers, in the order of `optm_lr`; None: there is nothing for it."""
+    name, lr, decay = settings.name, settings.lrs[0], settings.weight_decay_at(0.0)
+    if name == "Muon":
+        chosen, rest = _parted(parameters, matrices)
+        if not chosen:
+            raise SettingsError(
+                f'{settings.section}.optm_name = "Muon": the model has no matrices in layers; write "AdamW"'
+            )
+        momentum = 0.95 if settings.momentum is None else settings.momentum
+        muon = Muon(chosen, lr, decay, momentum, adjust_lr_fn="match_rms_adamw")
+        return [muon, _torch_optimizer("AdamW", rest, settings) if rest else None]
+    if name in EIGHT_BIT:
+        chosen, rest = _parted(parameters, [p for p in parameters if fits_blocks(p)])
+        kind = _torchao(settings)
+        arguments = {"lr": lr, "betas": settings.betas, "eps": settings.epsilon, "weight_decay": decay}
+        return [
+            kind(chosen, block_size=math.gcd(256, *(p.shape[-1] for p in chosen)), **arguments) if chosen else None,
+            _torch_optimizer(EIGHT_BIT[name], rest, settings) if rest else None,
+        ]  # fmt: skip
+    return [_torch_optimizer(name, parameters, settings)]
+
+
+def _parted(
+    parameters: list[nn.Parameter], matrices: Collection[nn.Parameter]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Those among the matrices, and the others; both in order."""
+    ids = {id(matrix) for matrix in matrices}
+    return [p for p in parameters if id(p) in ids], [p for p in parameters if id(p) not in ids]
+
+
+def _torchao(settings: OptimizerSettings) -> Any:
+    name, key = settings.name, f"{settings.section}.optm_name"
+    try:
+        import torchao.optim
+    except ImportError as error:
+        raise SettingsError(
+            f'{key} = "{name}" needs the package torchao, which cannot be imported ({error}): install '
+            f'the extra `8bit` (pip install ".[8bit]" in the checkout), or write {key} = '
+            f'"{EIGHT_BIT[name]}"'
+        ) from error
+    return getattr(torchao.optim, name)
+
+
+def _torch_optimizer(
+    name: str, parameters: list[nn.Parameter], settings: OptimizerSettings
+) -> torch.optim.Optimizer:
+    groups = [{"params": alike} for alike in _by_layout(parameters, lambda p: p)]
+    common: dict[str, Any] = {
+        "lr": settings.lrs[-1],
+        "weight_decay": settings.weight_decay_at(0.0),
+        "fused": settings.impl == "fused",
+        "foreach": settings.impl == "foreach",
+    }
+    if name == "SGD":
+        return torch.optim.SGD(groups, momentum=settings.momentum or 0.0, **common)
+    kind = torch.optim.Adam if name == "Adam" else torch.optim.AdamW  # the latter: arXiv 1711.05101
+    return kind(groups, betas=settings.betas, eps=settings.epsilon, **common)
 
 
 def _check_possible(settings: OptimizerSettings, like: Tensor) -> None:
     """Try a step on one number: torch finds out at the first step, by then a batch would be lost."""
     probe = nn.Parameter(like)
     probe.grad = torch.zeros_like(like)
+    name, key = "SGD" if settings.name == "SGD" else "AdamW", f"{settings.section}.optm_impl"
     try:
-        _adamw([probe], settings).step()
+        _torch_optimizer(name, [probe], settings).step()
     except (RuntimeError, NotImplementedError) as error:
         raise SettingsError(
-            f'train.optm_impl = "{settings.impl}" is not possible for {like.dtype} on {like.device}: {error}; '
-            f'write train.optm_impl = "foreach" or "for-loop"'
+            f'{key} = "{settings.impl}" is not possible for {like.dtype} on {like.device}: {error}; '
+            f'write {key} = "foreach" or "for-loop"'
         ) from error
 
 

@@ -220,6 +220,8 @@ class Loop:
             self._say("exporting the model")
             final = Path(self._reply.run_dir) / "final"
             export_model(self._trainer, self._config, final)
+            if self._trainer.ema is not None:
+                export_model(self._trainer, self._config, final.with_name("final_ema"), average=True)
             self._checkpointer.offer_final(final, step)
         self._say("waiting for publications, checkpoints and uploads")
         published = self._settle()

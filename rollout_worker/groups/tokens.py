@@ -60,9 +60,12 @@ def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:
         (AutoConfig, {"trust_remote_code": policy.trust_remote_code}),
     ):
         try:
-            ids = getattr(kind.from_pretrained(path, revision=revision, **trust), "eos_token_id", None)
+            loaded = kind.from_pretrained(path, revision=revision, **trust)
         except (OSError, ValueError):
             continue
+        ids = getattr(loaded, "eos_token_id", None)
+        if kind is AutoConfig:
+            ids = policy.override_config.get("eos_token_id", ids)
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
             break

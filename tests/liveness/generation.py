@@ -90,6 +90,7 @@ ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "policy.model_max_length": (128, 96),
     "policy.tokenizer_name_or_path": (UNSET, Made(lambda place: str(place.other_model))),
     "policy.trust_remote_code": (False, True),
+    "policy.override_config": ({}, {"rms_norm_eps": 1e-3}),
     "rollout.enforce_eager": (True, False),
     "rollout.gpu_memory_utilization": (0.8, 0.5),
     "rollout.enable_chunked_prefill": (False, True),
@@ -124,6 +125,7 @@ watch(
     {
         "policy.model_max_length": (128, 96),
         "policy.trust_remote_code": (False, True),
+        "policy.override_config": ({}, {"rms_norm_eps": 1e-3}),
         "rollout.max_num_seqs": (8, 16),
         "rollout.max_model_len": (128, 64),
         "rollout.dtype": ("auto", "float16"),

@@ -120,7 +120,7 @@ def _grpo(
         for name, parameter in trainer.model.named_parameters():
             found.setdefault(name, parameter.grad.numpy().copy())
 
-    trainer.optimizer.adamw.register_step_pre_hook(keep)
+    trainer.optimizer.optimizers[0].register_step_pre_hook(keep)
     return Grpo(config, trainer, source), found
 
 
@@ -219,7 +219,7 @@ def after_two_steps(config: Config, place: Place) -> tuple[float, int, float]:
         train_step(algorithm, step)
     trainer = algorithm._trainer
     weights = sum(float(p.double().abs().sum()) for p in trainer.reference.parameters())
-    (counted, *_) = (int(slots["step"]) for slots in trainer.optimizer.adamw.state.values())
+    (counted, *_) = (int(slots["step"]) for slots in trainer.optimizer.optimizers[0].state.values())
     return weights, counted, trainer.kl_coefficient
 
 
@@ -364,14 +364,33 @@ watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 
 def optimizer_settings(config: Config, place: Place) -> list[dict[str, Any]]:
     """What torch's optimizers are made with, the policy's and the critic's."""
-    names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
-    groups = [trained.optimizer.adamw.param_groups[0] for trained in _trained(config, place)]
-    return [{name: group[name] for name in names} for group in groups]
+    names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach", "momentum")
+    return [
+        {
+            type(optimizer).__name__: {
+                name: group.get(name) for group in optimizer.param_groups for name in names
+            }
+            for optimizer in trained.optimizer.optimizers
+        }
+        for trained in _trained(config, place)
+    ]
 
 
 def _trained(config: Config, place: Place) -> list[TrainedModel]:
     trainer = _trainer(config, place)
+    trainer.schedule = Schedule.of_config(config.train, 40)
     return [trainer, trainer.critic] if trainer.critic else [trainer]
+
+
+def weight_decays(config: Config, place: Place) -> list[float]:
+    """The weight decay of each of three steps, of the policy and of the critic."""
+    seen = []
+    for trained in _trained(config, place):
+        (optimizer,) = trained.optimizer.optimizers
+        for step in (0, 10, 30):
+            trained.step(step)
+            seen.append(optimizer.param_groups[0]["weight_decay"])
+    return seen
 
 
 def applied_norm(config: Config, place: Place) -> float:
@@ -382,10 +401,7 @@ def applied_norm(config: Config, place: Place) -> float:
 
 def learning_rates(config: Config, place: Place) -> list[float]:
     """The rate of each of forty steps, of the policy and of the critic."""
-    trainer = _trainer(config, place)
-    trainer.schedule = Schedule.of_config(config.train, 40)
-    critic = [trainer.critic] if trainer.critic else []
-    return [trained.lr(step) for trained in (trainer, *critic) for step in range(40)]
+    return [trained.lr(step) for trained in _trained(config, place) for step in range(40)]
 
 
 def weights_of_the_critic(config: Config, place: Place) -> dict[str, np.ndarray]:
@@ -419,19 +435,35 @@ for section, job in (("train", grpo), ("critic", with_critic)):
             f"{section}.optm_weight_decay": (0.01, 0.1),
             f"{section}.optm_betas": ([0.9, 0.999], [0.8, 0.95]),
             f"{section}.epsilon": (1e-6, 1e-8),
+            f"{section}.optm_name": ("AdamW", "Muon"),
         },
     )
-    decaying = changed(job, {f"{section}.optm_decay_ratio": 0.5, f"{section}.optm_decay_type": "linear"})
+    descent = changed(job, {f"{section}.optm_name": "SGD"})
+    watch(optimizer_settings, descent, {f"{section}.optm_momentum": (UNSET, 0.9)})
+    ramping = changed(job, {f"{section}.optm_weight_decay_ramp": "linear"})
+    watch(weight_decays, ramping, {f"{section}.optm_weight_decay_ramp": ("linear", "cosine")})
+    watch(weight_decays, ramping, {f"{section}.optm_weight_decay_start": (UNSET, 0.005)})
     rates = {f"{section}.optm_warmup_steps": (0, 5), f"{section}.optm_lr": (1e-3, 1e-4)}
     watch(learning_rates, job, rates)
     watch(
         learning_rates,
-        decaying,
+        changed(job, {f"{section}.optm_decay_ratio": 0.5, f"{section}.optm_decay_type": "linear"}),
         {
             f"{section}.optm_decay_ratio": (0.5, 0.25),
             f"{section}.optm_decay_type": ("linear", "cosine"),
             f"{section}.optm_min_lr_factor": (0.0, 0.2),
         },
+    )
+    stepwise = {f"{section}.optm_decay_steps": 8, f"{section}.optm_decay_type": "cosine"}
+    watch(
+        learning_rates,
+        changed(job, stepwise),
+        {f"{section}.optm_decay_steps": (8, 16), f"{section}.optm_num_cycles": (0.5, 1.5)},
+    )
+    watch(
+        learning_rates,
+        changed(job, stepwise | {f"{section}.optm_decay_type": "wsd"}),
+        {f"{section}.optm_wsd_decay_type": ("linear", "exponential")},
     )
     watch(
         learning_rates,
@@ -442,11 +474,12 @@ for section, job in (("train", grpo), ("critic", with_critic)):
 # ---- model and precision --------------------------------------------------------------------------------------
 
 
-def loaded_model(config: Config, place: Place) -> tuple[str, bool, float]:
-    """Type, recomputation and a weight of the model that is trained."""
+def loaded_model(config: Config, place: Place) -> tuple[str, bool, float, float]:
+    """Type, recomputation, a weight and an entry of the configuration of the model that is trained."""
     lm = load_model(config).lm
     weight = next(iter(lm.parameters()))
-    return str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
+    value = weight.detach().flatten()[0].item()
+    return str(weight.dtype), lm.is_gradient_checkpointing, value, lm.config.rms_norm_eps
 
 
 def modules_of_the_trainer(config: Config, place: Place) -> bool:
@@ -460,15 +493,15 @@ USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
 watch(modules_of_the_trainer, grpo, {"policy.external_modules": ([], [USER_MODULE])})
 
 
-def loaded_critic(config: Config, place: Place) -> tuple[str, str, bool, float]:
-    """Class, type, recomputation and a weight of the critic."""
+def loaded_critic(config: Config, place: Place) -> tuple[object, ...]:
+    """Class, type, recomputation, a weight and an entry of the configuration of the critic."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(place.root / "modules"))
         patch.setattr(sys, "path", list(sys.path))
         lm = load_critic(config, load_model(config)).lm
     weight = next(iter(lm.parameters()))
     facts = str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
-    return type(lm).__name__, *facts
+    return type(lm).__name__, *facts, lm.config.rms_norm_eps
 
 
 def modules_of_the_critic(config: Config, place: Place) -> bool:
@@ -502,6 +535,7 @@ watch(
     with_critic,
     {
         "critic.master_dtype": ("float32", "bfloat16"),
+        "critic.override_config": ({}, {"rms_norm_eps": 0.1}),
         "critic.model_gradient_checkpointing": (False, True),
         "critic.model_name_or_path": (UNSET, Made(lambda p: str(p.other_model))),
     },
@@ -618,6 +652,7 @@ watch(
         "train.master_dtype": ("float32", "bfloat16"),
         "policy.model_gradient_checkpointing": (False, True),
         "policy.model_name_or_path": (Made(lambda p: str(p.model)), Made(lambda p: str(p.other_model))),
+        "policy.override_config": ({}, {"rms_norm_eps": 0.1}),
     },
 )
 for section, observe, job in (("train", sharding, grpo), ("critic", sharding_of_the_critic, with_critic)):
@@ -862,6 +897,21 @@ def files_at_the_end(config: Config, place: Place) -> bool:
     return (Path(reply.run_dir) / "final" / "config.json").exists()
 
 
+def averaged_weight(config: Config, place: Place) -> list[float]:
+    """A weight of the averaged model that is exported after a step; nothing where none is kept."""
+    trainer, target = _trainer(config, place), place.directory() / "final_ema"
+    if trainer.ema is None:
+        return []
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.step(0)
+    export_model(trainer, config, target, average=True)
+    with safe_open(target / "model.safetensors", framework="pt") as file:
+        return [file.get_tensor("model.norm.weight").flatten()[0].item()]
+
+
+watch(averaged_weight, changed(sft, {"train.transfer_dtype": "float32"}), {"train.ema_decay": (0.5, 0.9)})
+watch(averaged_weight, sft, {"train.ema_decay": (UNSET, 0.9)})
 watch(exported_type, sft, {"train.transfer_dtype": ("float32", "bfloat16")})
 watch(files_at_the_end, sft, {"launcher.export_final": (True, False)})
 

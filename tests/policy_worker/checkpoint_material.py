@@ -57,9 +57,9 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
         staging = Staging(group.device)
         copies = iter(staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
         pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
-    schedule = schedule_facts(trainer.schedule, trainer.optimizer.peak_lr)
+    schedule = schedule_facts(trainer.schedule, *trainer.optimizer.peak_lrs)
     critic = trainer.critic
-    of_critic = critic and schedule_facts(critic.schedule, critic.optimizer.peak_lr)
+    of_critic = critic and schedule_facts(critic.schedule, *critic.optimizer.peak_lrs)
     draft = Draft(
         unfinished=unfinished,
         lock=directory.hold(unfinished),

@@ -95,10 +95,10 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         source.look_ahead(guess, algorithm.rows_needed)
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
-    trainer.optimizer.adamw.register_step_pre_hook(lambda *_: keep("", trainer.model))
+    trainer.optimizer.optimizers[0].register_step_pre_hook(lambda *_: keep("", trainer.model))
     if trainer.critic is not None:
         critic = trainer.critic
-        critic.optimizer.adamw.register_step_pre_hook(lambda *_: keep("critic.", critic.model))
+        critic.optimizer.optimizers[0].register_step_pre_hook(lambda *_: keep("critic.", critic.model))
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = []
     for step in range(first, last):

@@ -356,6 +356,7 @@ class TransformersEngine:
             settings.dtype,
             device,
             trust_remote_code=settings.trust_remote_code,
+            override=settings.override,
         )
         self._decoder = Decoder(
             model,

@@ -8,6 +8,7 @@ every start by comparing log-probs, so a model that is attended to differently i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rollout_worker.engines.checksum import Tally
 from rollout_worker.engines.scatter import Place, Published, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
+from schema.config import overrides
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.util.imports import without_collections
 from weight_sync import hub_tensors
@@ -43,8 +45,12 @@ def load_model(
     device: torch.device,
     *,
     trust_remote_code: bool = False,
+    override: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here."""
+    """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here.
+
+    override: entries of its configuration that are replaced.
+    """
     with without_collections():
         from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -54,11 +60,16 @@ def load_model(
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
     trust = {"trust_remote_code": trust_remote_code}
     try:
+        config = AutoConfig.from_pretrained(path, revision=revision, **trust)
+        overrides.apply(config, "policy.override_config", override)
         if load_format == "dummy":
-            config = AutoConfig.from_pretrained(path, revision=revision, **trust)
             model = AutoModelForCausalLM.from_config(config, **arguments, **trust)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, revision=revision, **arguments, **trust)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, revision=revision, config=config, **arguments, **trust
+            )
+    except overrides.OverrideError as error:
+        raise EngineConfigError(str(error)) from error
     except CANNOT_LOAD as error:
         raise EngineConfigError(
             f"policy.model_name_or_path = {path!r} cannot be loaded: {error}{remedy(error)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,6 +30,8 @@ class Settings:
     slots: int
     capacity: int
     trust_remote_code: bool = False
+    override: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of the model's configuration that are replaced."""
     fill_tokens: int = FILL_TOKENS
     keep_cache: bool = False
     patience: float = scheduler.PATIENCE
@@ -52,6 +56,7 @@ def settings_of(config: Config) -> Settings:
         slots=slots,
         capacity=rollout.max_concurrent_samples,
         trust_remote_code=config.policy.trust_remote_code,
+        override=config.policy.override_config,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
         alone=config.train.deterministic,
         rows_alone=1 if rollout.n_generation_to_batch else min(slots, config.group_size),

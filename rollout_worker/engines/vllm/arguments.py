@@ -84,6 +84,7 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "block_size": rollout.block_size,
         "quantization": None if rollout.quantization == "none" else rollout.quantization,
+        "hf_overrides": config.policy.override_config or None,
         "attention_config": {"backend": "FLASHINFER"} if rollout.vllm_use_flashinfer else None,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}

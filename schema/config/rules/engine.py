@@ -71,7 +71,7 @@ _ENGINE_OWN = frozenset(
 )
 _UNBUILT = (
     ("LoRA", r".*lora.*"),
-    ("changes to a model's own configuration", r"hf_overrides|hf_config_path"),
+    ("a model's configuration from another place", r"hf_config_path"),
     ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
     ("a quantised rollout engine", r"quantization_config"),
     ("data parallelism of a rollout replica", r"data_parallel_.*"),
@@ -168,6 +168,8 @@ def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
         return _RESHAPES, "leave it out"
     if name.startswith("attention_") and "flashinfer" in str(value).lower():
         return "has a key of its own", "write rollout.vllm_use_flashinfer = true"
+    if name == "hf_overrides":
+        return "has a key of its own, which the trainer reads too", "write it as policy.override_config"
     for missing, names in _UNBUILT:
         if re.fullmatch(names, name):
             return f"this build cannot do {missing} yet", "leave it out"

@@ -11,6 +11,7 @@ from typing import Any
 
 from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
 from schema.config.modules import is_importable
+from schema.config.overrides import refusals
 from schema.config.paths import exists, home_hint, local_path
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -357,6 +358,13 @@ def _directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) 
     return []
 
 
+def overrides_can_act(config: Config) -> Iterator[Problem]:
+    """Entries of override_config that other keys decide, or that training switches off."""
+    yield from refusals("policy.override_config", config.policy.override_config)
+    if config.is_grpo and config.critic.enable:
+        yield from refusals("critic.override_config", config.critic.override_config)
+
+
 def modules_can_be_imported(config: Config) -> Iterator[Problem]:
     """External modules are found where Python looks. They are not imported: that runs their code."""
     for name in config.policy.external_modules:
@@ -387,5 +395,6 @@ MODEL_RULES = (
     model_is_there,
     tokenizer_is_there,
     modules_can_be_imported,
+    overrides_can_act,
 )
 MODEL_WARNINGS = (model_warnings, code_is_trusted)

@@ -128,14 +128,40 @@ def weight_decay_ramp_agrees(config: Config) -> Iterator[Problem]:
             yield Problem(ramp_key, message, ramp, hint, related=(key, end_key))
 
 
-def one_optimizer(config: Config) -> Iterator[Problem]:
-    """Lists are for several optimizers; there is one."""
+def lists_are_for_the_optimizers(config: Config) -> Iterator[Problem]:
+    """Lists have a value for each optimizer: Muon and the AdamW next to it, or one."""
     for section, keys in _optimizers(config):
+        both, name_key = keys.optm_name == "Muon", f"{section}.optm_name"
         for name, value in (("optm_lr", keys.optm_lr), ("optm_impl", keys.optm_impl)):
-            if isinstance(value, list) and len(value) != 1:
-                message = f"a list of {len(value)} is for {len(value)} optimizers, and there is one"
-                hint = "write one value"
-                yield Problem(f"{section}.{name}", message, value, hint)
+            if isinstance(value, list) and len(value) not in ({1, 2} if both else {1}):
+                there = "there are two, Muon and AdamW" if both else "there is one"
+                message = f"a list of {len(value)} is for {len(value)} optimizers, and {there}"
+                hint = "write one value, or two" if both else "write one value"
+                yield Problem(f"{section}.{name}", message, value, hint, related=(name_key,))
+        impl = keys.optm_impl
+        if both and isinstance(impl, list) and len(impl) == 2 and impl[0] != "for-loop":
+            message, hint = f'Muon has no implementation "{impl[0]}"', f'write ["for-loop", "{impl[1]}"]'
+            yield Problem(f"{section}.optm_impl", message, impl, hint, related=(name_key,))
+
+
+def options_are_the_optimizers(config: Config) -> Iterator[Problem]:
+    """Options that the chosen optimizer does not have."""
+    for section, keys in _optimizers(config):
+        name = keys.optm_name
+        idle = ["optm_betas", "epsilon"] if name == "SGD" else []
+        idle += [] if name in ("SGD", "Muon") else ["optm_momentum"]
+        for option, value in written(keys, *idle):
+            message = f'has no effect with {section}.optm_name = "{name}"'
+            hint = "leave it out, or choose another optimizer"
+            yield Problem(f"{section}.{option}", message, value, hint, related=(f"{section}.optm_name",))
+
+
+def average_goes_somewhere(config: Config) -> Iterator[Problem]:
+    """A moving average is exported at the end."""
+    decay, key, other = config.train.ema_decay, "train.ema_decay", "launcher.export_final"
+    if decay is not None and not config.launcher.export_final:
+        message, hint = f"has no effect: {other} = false exports no average", f"write {other} = true"
+        yield Problem(key, message, decay, hint, related=(other,))
 
 
 def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
@@ -350,7 +376,9 @@ TRAINING_RULES = (
     decay_fits_the_run,
     options_belong_to_their_shape,
     weight_decay_ramp_agrees,
-    one_optimizer,
+    lists_are_for_the_optimizers,
+    options_are_the_optimizers,
+    average_goes_somewhere,
     one_narrow_format,
     overlap_is_possible,
     recomputation_is_on,

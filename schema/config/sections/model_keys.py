@@ -35,9 +35,10 @@ class ModelKeys(Section):
     )
     override_config: FreeTable = key(
         {},
-        "Entries of the model's config.json that are replaced, such as dropout.",
-        example={"attention_dropout": 0.0},
-        unbuilt="changes to a model's own configuration",
+        "Entries at the top of the model's config.json that are replaced, in training, in the engine and in "
+        "exports. Dropout stays off.",
+        example={"rms_norm_eps": 1e-5},
+        acts="engine argument: `hf_overrides` of the engine, and the configuration of the trained model.",
     )
 
 

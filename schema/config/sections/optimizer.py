@@ -22,6 +22,7 @@ from schema.config.base import (
 )
 from schema.config.key import cosmos_key, key
 
+OptimizerName = Literal["AdamW", "Adam", "SGD", "Muon", "AdamW8bit", "Adam8bit"]
 OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 LearningRate = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -29,33 +30,45 @@ LearningRate = Annotated[float, Field(ge=0.0, le=1.0)]
 class OptimizerKeys(Section):
     """The optimizer and its schedule."""
 
-    optm_name: Literal["AdamW", "Adam", "Muon"] = cosmos_key(
-        "AdamW", "Optimizer.", unbuilt="an optimizer other than AdamW"
+    optm_name: OptimizerName = cosmos_key(
+        "AdamW",
+        "Optimizer. `Muon` is for the matrices of the layers, and AdamW takes embeddings, output layer, norms and "
+        "biases next to it. `AdamW8bit` and `Adam8bit` keep moments in 8 bits; they need the package torchao.",
+        acts="number: Optimizer that updates the weights.",
     )
     optm_lr: LearningRate | list[LearningRate] = cosmos_key(
         1e-6,
         "Peak learning rate, at most 1: a step of Adam moves each weight by about that. A list gives one "
-        "for each optimizer.",
+        "for each optimizer: [Muon's, AdamW's].",
         acts="number: Learning rate of the optimizer.",
     )
     optm_impl: OptimizerImpl | list[OptimizerImpl] = cosmos_key(
         "fused",
-        "Implementation of the optimizer; a list gives one for each optimizer.",
+        "Implementation of the optimizer; a list gives one for each optimizer. Muon has `for-loop` alone: one "
+        "value is that of the AdamW next to it.",
         acts="number: Implementation that the optimizer runs.",
     )
+    optm_momentum: BetaFloat | None = key(
+        None,
+        "Momentum of SGD (unset: 0.0) or Muon (unset: 0.95).",
+        example=0.9,
+        acts="number: Momentum of the optimizer.",
+    )
     optm_weight_decay: NotNegative = cosmos_key(
-        0.01, "Decoupled weight decay.", acts="number: Weight decay of the optimizer."
+        0.01,
+        "Weight decay: decoupled from the gradient, but in Adam, Adam8bit and SGD, where it is added to it.",
+        acts="number: Weight decay of the optimizer.",
     )
     optm_weight_decay_ramp: Literal["constant", "linear", "cosine"] = key(
         "constant",
-        "How weight decay goes from optm_weight_decay_start to optm_weight_decay over all steps.",
-        unbuilt="a weight decay that changes",
+        "How weight decay goes from optm_weight_decay_start at the first step to optm_weight_decay at the last.",
+        acts="number: Weight decay of each step.",
     )
     optm_weight_decay_start: NotNegative | None = key(
         None,
         "Weight decay at the first step of a ramp. Unset: 0.0.",
         example=0.1,
-        unbuilt="a weight decay that changes",
+        acts="number: Weight decay of the first step.",
     )
     optm_betas: list[BetaFloat] = cosmos_key(
         [0.9, 0.999],
@@ -84,7 +97,7 @@ class OptimizerKeys(Section):
         None,
         "Steps, at the end, over which the rate decays: optm_decay_ratio in steps.",
         example=200,
-        unbuilt="learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine",
+        acts="number: Learning rate of the last steps.",
     )
     optm_decay_type: Literal["linear", "cosine", "sqrt", "none", "wsd", "inverse_sqrt"] | None = cosmos_key(
         None,
@@ -92,18 +105,16 @@ class OptimizerKeys(Section):
         "square root of the step. Unset or `none`: constant.",
         acts="number: Learning rate of the last steps.",
         example="cosine",
-        unbuilt="the inverse square root schedule",
-        neutral=(None, "none", "linear", "cosine", "sqrt", "wsd"),
     )
     optm_num_cycles: Positive = key(
         0.5,
         "Waves of a cosine decay; 0.5 goes down once, from the peak to the floor.",
-        unbuilt="learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine",
+        acts="number: Learning rate of the last steps.",
     )
     optm_wsd_decay_type: Literal["cosine", "linear", "exponential"] = key(
         "cosine",
         "Shape of the last part of a `wsd` schedule.",
-        unbuilt="learning-rate schedules beyond linear, cosine, sqrt and wsd with a cosine",
+        acts="number: Learning rate of the last steps.",
     )
     optm_min_lr_factor: UnitFloat = cosmos_key(
         0.0,

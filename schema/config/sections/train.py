@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schema.config.base import Count, Dtype, Natural, NonEmptyStr, Samples, Section, Seed, SizeOrAll
+from schema.config.base import (
+    BetaFloat,
+    Count,
+    Dtype,
+    Natural,
+    NonEmptyStr,
+    Samples,
+    Section,
+    Seed,
+    SizeOrAll,
+)
 from schema.config.key import Deviation, cosmos_key, key
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.sections.train_policy import GrpoConfig, TrainPolicy
@@ -144,6 +154,13 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
             "Their default is printed as the text None; ours is unset and means param_dtype, so that the rollout "
             "engine gets exactly the weights that the trainer computes with.",
         ),
+    )
+    ema_decay: BetaFloat | None = key(
+        None,
+        "Decay of a moving average of the policy's weights, kept in float32 and updated after each optimizer step. "
+        "It is exported to final_ema and kept in checkpoints; nothing generates from it. Unset: there is none.",
+        acts="file: `final_ema`, an export of the averaged weights.",
+        example=0.999,
     )
     train_batch_per_replica: Samples = cosmos_key(
         16,

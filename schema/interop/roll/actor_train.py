@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from schema.config.overrides import is_dropout
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
@@ -162,6 +163,8 @@ def _override(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("no override")
     if not leaf.rest:
         raise BadValue(f"expected a table, got {shown(leaf.value)}")
+    if is_dropout(leaf.rest):
+        return implicit("dropout is off in training: log-probs would be of another model")
     return mapped((f"policy.override_config.{leaf.rest}", leaf.value))
 
 

@@ -36,6 +36,8 @@ def _schedule(context: ConversionContext, leaf: KeyPath) -> Result:
     ours = _SCHEDULES[name.lower()]
     if ours == "none":
         return mapped(("train.optm_decay_type", "none"))
+    if ours == "inverse_sqrt":  # it has no end
+        return mapped(("train.optm_decay_type", ours))
     return mapped(("train.optm_decay_type", ours), ("train.optm_decay_ratio", _decay_ratio(context)))
 
 
@@ -154,6 +156,18 @@ def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.batch_size_per_optimize", batch), note=note)
 
 
+_OPTIMIZERS = {
+    "adamw": "AdamW",
+    "adamw_torch": "AdamW",
+    "adamw_torch_fused": "AdamW",
+    "adamw_torch_8bit": "AdamW8bit",
+    "adamw_8bit": "AdamW8bit",
+    "adamw_bnb_8bit": "AdamW8bit",
+    "sgd": "SGD",
+    "muon": "Muon",
+}
+"""Names of Hugging Face's trainer."""
+
 TRAINING_ARGS: tuple[Rule, ...] = (
     Rule("learning_rate", to.number("train.optm_lr"), default=5e-5),
     Rule("weight_decay", to.number("train.optm_weight_decay"), default=0.0),
@@ -166,6 +180,7 @@ TRAINING_ARGS: tuple[Rule, ...] = (
     Rule("adam_beta1", _betas),
     Rule("adam_beta2", _betas),
     Rule("adam_epsilon", to.number("train.epsilon"), default=1e-8),
+    Rule("optim", to.choice("train.optm_name", _OPTIMIZERS)),
     Rule("max_grad_norm", to.number("train.optm_grad_norm_clip")),
     Rule("num_train_epochs", _epochs, default=1),
     Rule("max_steps", to.always("ROLL computes it from the pipeline's max_steps")),
@@ -175,12 +190,4 @@ TRAINING_ARGS: tuple[Rule, ...] = (
     Rule("bf16", _precision),
     Rule("fp16", _precision),
     Rule("tf32", lost(f"{ROLE}.training_args.tf32")),
-    Rule(
-        "optim",
-        to.unless(
-            ("adamw_torch", "adamw_torch_fused", "adamw"),
-            "AdamW, as here",
-            lost(f"{ROLE}.training_args.optim"),
-        ),
-    ),
 )

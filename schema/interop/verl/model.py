@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from schema.config.overrides import is_dropout
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import (
@@ -133,6 +134,8 @@ class Model:
     def _override(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or leaf.value == {}:
             return implicit("nothing is overridden")
+        if is_dropout(leaf.rest):
+            return implicit("dropout is off in training: log-probs would be of another model")
         return mapped((f"{self.ours}.override_config.{leaf.rest}", leaf.value))
 
     def _rank(self, context: ConversionContext, leaf: KeyPath) -> Result:

@@ -38,9 +38,12 @@ _STYLES = {
 _OPTIMIZERS = {
     "adam": "AdamW",
     "adamw": "AdamW",
-    "Adam": "AdamW",
+    "Adam": "Adam",
     "AdamW": "AdamW",
-    "AdamW8bit": None,
+    "AdamW8bit": "AdamW8bit",
+    "Adam8bit": "Adam8bit",
+    "sgd": "SGD",
+    "SGD": "SGD",
     "muon": "Muon",
     "Muon": "Muon",
 }
@@ -102,8 +105,13 @@ class Optim:
             "lr": to.number(f"{self.ours}.optm_lr"),
             "weight_decay": to.number(f"{self.ours}.optm_weight_decay"),
             "betas": own(self._betas, "as it is", "betas"),
-            "optimizer": own(self._optimizer, "`adam` → `AdamW` (its decay is decoupled)", "name"),
-            "optimizer_impl": own(self._impl, "torch's own optimizers"),
+            "optimizer": own(
+                self._optimizer,
+                "`adam` → `AdamW` (its decay is decoupled), `sgd` with its momentum",
+                "name",
+                "momentum",
+            ),
+            "optimizer_impl": own(self._impl, "torch's own optimizers, or torchao's in 8 bits"),
             "clip_grad": own(self._clip, "as it is", "grad_norm_clip"),
             "lr_warmup_steps": own(
                 self._warmup_steps, "an integer counts steps; negative: the ratio counts", "warmup_steps"
@@ -147,6 +155,8 @@ class Optim:
 
     def _optimizers(self) -> dict[str, Converter]:
         muon = " ".join(f"muon_{name}" for name in MUON_OPTIONS)
+        momentum = f"{self.ours}.optm_momentum"
+        only_muon = to.given(self.is_muon, "no effect without optimizer = muon", to.number(momentum))
         return {
             "weight_decay_incr_style": to.always(
                 "verl ramps from weight_decay to weight_decay: it stays constant"
@@ -157,9 +167,11 @@ class Optim:
             "use_precision_aware_optimizer": lacking(False),
             "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype": lacking("fp32"),
             "use_layer_wise_distributed_optimizer": to.always("the optimizer's state is always sharded"),
+            "muon_momentum": only_muon,
             muon: Converter(self._muon, (), "with optimizer = muon only"),
             "override_optimizer_config": lacking({}),
             "override_optimizer_config.eps": to.number(f"{self.ours}.epsilon"),
+            "override_optimizer_config.momentum": to.number(momentum),
             "override_optimizer_config.*": lacking(),
         }
 
@@ -168,6 +180,10 @@ class Optim:
     def key(self, name: str) -> str:
         """The full key of a name in this table."""
         return f"{self.optim}.{name}"
+
+    def is_muon(self, context: ConversionContext) -> bool:
+        """Whether the file asks for Muon."""
+        return "muon" in context.text(self.key("optimizer")).lower()
 
     def warmup(self, context: ConversionContext) -> int | float:
         """Steps, or a share of all steps as a float; 0 for none."""
@@ -240,17 +256,22 @@ class Optim:
     def _optimizer(self, context: ConversionContext, leaf: KeyPath) -> Result:
         name = _OPTIMIZERS.get(leaf.value) if isinstance(leaf.value, str) else None
         if name is None:
-            raise BadValue(f"expected AdamW, Adam or Muon, got {shown(leaf.value)}")
-        note = "its weight decay is decoupled" if name != leaf.value else ""
-        return mapped((f"{self.ours}.optm_name", name), note=note)
+            raise BadValue(f"expected AdamW, Adam, SGD, Muon or AdamW8bit, got {shown(leaf.value)}")
+        target = (f"{self.ours}.optm_name", name)
+        if leaf.value == "sgd":
+            return mapped(target, (f"{self.ours}.optm_momentum", 0.9), note="with Megatron's momentum")
+        note = "its weight decay is decoupled" if (leaf.value, name) == ("adam", "AdamW") else ""
+        return mapped(target, note=note)
 
     def _impl(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, "torch.optim"):
             return implicit("optimizers are torch's own")
+        if leaf.value in ("torchao.optim", "bitsandbytes.optim"):
+            return implicit("optimizers in 8 bits are torchao's, the others torch's own")
         return unknown(f"optimizers of {shown(leaf.value)} are not available here")
 
     def _muon(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if "muon" not in context.text(self.key("optimizer")).lower():
+        if not self.is_muon(context):
             return implicit("no effect without optimizer = muon")
         return lacking().run(context, leaf)
 

@@ -33,7 +33,7 @@ _OLD_POLICY = (
 )
 
 MUON_OPTIONS = words(
-    "momentum nesterov split_qkv scale_mode coefficient_type num_ns_steps tp_mode fp32_matmul_prec "
+    "nesterov split_qkv scale_mode coefficient_type num_ns_steps tp_mode fp32_matmul_prec "
     "extra_scale_factor scalar_optimizer match_adamw_update_rms"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from launcher.plan.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight.checks import (
     check_hardware,
     check_machine,
+    check_overrides,
     check_redis,
     fields,
     missing_packages,
@@ -66,6 +68,34 @@ def test_missing_packages_come_with_the_extra_that_brings_them():
     assert "rollout.backend: vllm is not installed" in text
     assert 'rollout.backend = "transformers"' in text
     assert missing_packages(config(rollout={"backend": "vllm"}), lambda name: True) == []
+
+
+def test_an_optimizer_whose_library_is_missing_is_named():
+    def found(**train: object) -> list[str]:
+        problems = missing_packages(config(train=train), lambda name: name != "torchao")
+        return [problem.render() for problem in problems]
+
+    (text,) = found(optm_name="AdamW8bit")
+    assert text.startswith("train.optm_name")
+    assert "torchao is not installed" in text
+    assert """pip install '.[8bit]' in the checkout""" in text
+    assert 'write "AdamW"' in text
+    assert found(optm_name="Muon") == []
+
+
+def test_overrides_are_entries_of_the_models_configuration(tmp_path: Path):
+    def found(**entries: object) -> list[tuple[str, str]]:
+        policy = {"model_name_or_path": str(tmp_path), "override_config": entries}
+        return [(problem.key, problem.hint) for problem in check_overrides(config(policy=policy))]
+
+    written = {"model_type": "qwen3", "hidden_size": 32, "own_entry": 1}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert found(rms_norm_eps=1e-5, own_entry=2, id2label={}) == []
+    assert found(rms_norm_epz=1e-5) == [
+        ("policy.override_config.rms_norm_epz", "did you mean 'rms_norm_eps'?")
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(written | {"auto_map": {"AutoConfig": "own.Config"}}))
+    assert found(rms_norm_epz=1e-5) == [], "its own code may have it"
 
 
 def test_variables_of_rewards_that_are_not_set_are_named():

@@ -41,6 +41,26 @@ def test_one_rank_in_float32() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("keys", "name", "n_bytes"),
+    [
+        ({"optm_name": "Adam"}, "optimizer (Adam)", 8000),
+        ({"optm_name": "SGD"}, "", 0),
+        ({"optm_name": "SGD", "optm_momentum": 0.9}, "optimizer (SGD)", 4000),
+        ({"optm_name": "Muon"}, "optimizer (Muon)", (800 + 2 * 200) * 4),
+        ({"optm_name": "AdamW8bit"}, "optimizer (AdamW8bit)", 2125),
+        ({"ema_decay": 0.9}, "moving average of the weights", 4000),
+    ],
+)
+def test_what_optimizer_and_average_keep(keys: dict[str, Any], name: str, n_bytes: int) -> None:
+    found = parts(job(**keys), MODEL, 1, 1)
+    assert [value for part, value in found.items() if part.startswith("optimizer") or part == name][-1:] == (
+        [n_bytes] if name else []
+    )
+    if name:
+        assert parts(job(**keys), MODEL, 2, 2)[name] == n_bytes // 2
+
+
 def test_sharded_in_bfloat16() -> None:
     found = parts(job(param_dtype="bfloat16"), MODEL, 2, 2)
     assert found["weights that are updated"] == found["gradients"] == 2000

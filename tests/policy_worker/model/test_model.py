@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,16 @@ from transformers import (
     Qwen2Config,
 )
 
+from policy_worker.checkpoints.export import write_export
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import Head
 from policy_worker.model.micro_batch import Layout, collate
 from policy_worker.model.model import PolicyModel, load_model, prepare_model
+from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of
 from tests.support.devices import DEVICE, rounding
+from weight_sync import hub_tensors
 
 SMALL = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -158,6 +163,31 @@ def test_loads_in_the_master_type_and_without_dropout(tmp_path: Path):
         make_config(policy={"model_name_or_path": str(tmp_path)}, train={"master_dtype": "bfloat16"})
     )
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_entries_of_its_configuration_are_replaced(tmp_path: Path):
+    write_model(tmp_path)
+
+    def overridden(**entries: Any) -> Config:
+        return make_config(policy={"model_name_or_path": str(tmp_path), "override_config": entries})
+
+    config = overridden(rms_norm_eps=0.1, attention_dropout=0.0)
+    model = load_model(config)
+    assert model.lm.model.norm.variance_epsilon == 0.1
+    write_export(model, hub_tensors(model.lm), config, tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["rms_norm_eps"] == 0.1
+    with pytest.raises(
+        SettingsError, match=r"policy\.override_config\.rms_norm_epz(?s:.*)did you mean 'rms_norm_eps'"
+    ):
+        load_model(overridden(rms_norm_epz=0.1))
+    with pytest.raises(
+        SettingsError, match=r"override_config\.attention_dropout(?s:.*)dropout is off in training"
+    ):
+        load_model(overridden(attention_dropout=0.1))
+    with pytest.raises(
+        SettingsError, match=r"override_config\.hidden_size = 'wide' is not taken by the model"
+    ):
+        load_model(overridden(hidden_size="wide"))
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path):

@@ -95,7 +95,7 @@ def test_one_optimizer_step_equals_the_naive_one(group: Group, critic: dict[str,
         weights = {name: p.detach().clone().cpu() for name, p in named}
         states.append((weights, {name: p.grad.clone().cpu() for name, p in named}))
 
-    learned.optimizer.adamw.register_step_pre_hook(keep)
+    learned.optimizer.optimizers[0].register_step_pre_hook(keep)
     metrics = train_step(algorithm, 0)
     assert len(states) == 2
     model, old = tiny_critic(), tiny_critic()
@@ -141,7 +141,7 @@ def test_masked_samples_and_failed_ones_teach_nothing(group: Group):
         algorithm = make_grpo(group, make_config(GAE), encode_step(chosen))
         critic = algorithm._trainer.critic
         assert critic is not None
-        critic.optimizer.adamw.register_step_pre_hook(
+        critic.optimizer.optimizers[0].register_step_pre_hook(
             lambda *_: gradients.append([p.grad.clone() for p in critic.model.parameters()])  # noqa: B023
         )
         train_step(algorithm, 0)

@@ -65,7 +65,7 @@ def trained(
     change(algorithm)
     found: dict[str, torch.Tensor] = {}
     trainer = algorithm._trainer
-    hook = trainer.optimizer.adamw.register_step_pre_hook(
+    hook = trainer.optimizer.optimizers[0].register_step_pre_hook(
         lambda *_: found.update({n: p.grad.clone().cpu() for n, p in trainer.model.named_parameters()})
     )
     metrics = train_step(algorithm, 0)
@@ -352,7 +352,7 @@ def test_a_reference_that_is_the_policy_adds_nothing(group: Group):
     algorithm._trainer.reference = tiny_model()
     found: dict[str, torch.Tensor] = {}
     named = algorithm._trainer.model.named_parameters
-    algorithm._trainer.optimizer.adamw.register_step_pre_hook(
+    algorithm._trainer.optimizer.optimizers[0].register_step_pre_hook(
         lambda *_: found.update({n: p.grad.clone().cpu() for n, p in named()})
     )
     assert train_step(algorithm, 0)["reference_kl"] == pytest.approx(0.0, abs=1e-9)
@@ -652,7 +652,7 @@ def test_several_optimizer_steps_per_batch(group: Group):
     assert metrics["optimizer_steps"] == 6.0
     # Later steps compare with the policy that sampled, not with themselves.
     assert metrics["behaviour_kl"] > 1e-6
-    state = next(iter(algorithm._trainer.optimizer.adamw.state.values()))
+    state = next(iter(algorithm._trainer.optimizer.optimizers[0].state.values()))
     assert state["step"].item() == 6
 
 

@@ -24,7 +24,6 @@ EXAMPLES: dict[str, Any] = {
     "train.fp8.fp8_recipe": "delayed_scaling",
     "train.fp8.quant_recipe": "tensorwise",
     "train.master_dtype": "float16",
-    "train.optm_name": "Muon",
     "train.param_dtype": "float16",
     "train.train_policy.dataloader_prefetch_factor": 2,
     "weight_sync.lora": "adapter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,23 @@ from rollout_worker.engines.transformers.model import (
     weight_map,
 )
 from tests.rollout_worker.engines.test_checksum import hash_of
-from tests.rollout_worker.tiny import random_model
+from tests.rollout_worker.tiny import random_model, save_model
 from tests.support.devices import DEVICE, rounding
 from weight_sync.delta.delta import Change
 
 SETTINGS = SamplingSettings(max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_entries_of_the_models_configuration_are_replaced(tmp_path: Path, load_format: str) -> None:
+    save_model(tmp_path, random_model(1))
+
+    def loaded(**entries: Any) -> Any:
+        return load_model(str(tmp_path), None, load_format, torch.float32, DEVICE, override=entries)
+
+    assert loaded(rms_norm_eps=0.25).model.norm.variance_epsilon == 0.25
+    with pytest.raises(EngineConfigError, match=r"policy\.override_config\.rms_norm_epz(?s:.*)did you mean"):
+        loaded(rms_norm_epz=0.25)
 
 
 def make_decoder(model: Any, **changes: Any) -> Decoder:

@@ -41,6 +41,9 @@ ENGINE_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
         {"policy": {"tokenizer_name_or_path": "/t", "model_revision": "abc"}}, "tokenizer_revision", ABSENT, "main",
     ),
     "trust_remote_code": ({"policy": {"trust_remote_code": True}}, "trust_remote_code", False, True),
+    "override": (
+        {"policy": {"override_config": {"rms_norm_eps": 0.1}}}, "hf_overrides", ABSENT, {"rms_norm_eps": 0.1},
+    ),
     "dtype": ({"rollout": {"dtype": "float16"}}, "dtype", "bfloat16", "float16"),
     "dtype auto": ({"train": {"param_dtype": "float32"}}, "dtype", "bfloat16", "float32"),
     "transfer_dtype": ({"train": {"transfer_dtype": "float32"}}, "dtype", "bfloat16", "float32"),

@@ -78,7 +78,7 @@ def test_deviations_and_limits_are_told() -> None:
         for info in look_up(key).keys:
             assert row.missing in info.limits
     assert all(info.limits for info in INFOS if not info.acts)
-    assert only("train.optm_name").taken == ('"AdamW"',)
+    assert only("train.optm_name").taken == ()
     assert only("policy.lora.r").taken == (UNSET,)
     assert only("train.optm_lr").taken == ()
 

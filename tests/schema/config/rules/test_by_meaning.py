@@ -257,7 +257,19 @@ FAULTS = {
             *('"linear"', "@.optm_weight_decay_start = 0.0", "@.optm_weight_decay = 0.0"),
         ),
     ),
-    training.one_optimizer: of_both(({"@.optm_lr": [1e-4, 1e-5]}, "list of 2")),
+    training.lists_are_for_the_optimizers: of_both(
+        ({"@.optm_lr": [1e-4, 1e-5]}, "list of 2", "there is one"),
+        ({"@.optm_lr": [1e-4, 1e-5, 1e-6], "@.optm_name": "Muon"}, "list of 3", "Muon and AdamW"),
+        ({"@.optm_impl": ["fused", "foreach"], "@.optm_name": "Muon"}, 'no implementation "fused"'),
+    ),
+    training.options_are_the_optimizers: of_both(
+        ({"@.optm_momentum": 0.9}, '@.optm_name = "AdamW"'),
+        ({"@.optm_momentum": 0.9, "@.optm_name": "Adam8bit"}, '@.optm_name = "Adam8bit"'),
+        ({"@.epsilon": 1e-7, "@.optm_name": "SGD"}, '@.optm_name = "SGD"'),
+    ),
+    training.average_goes_somewhere: [
+        ({"train.ema_decay": 0.9, "launcher.export_final": False}, "launcher.export_final = false")
+    ],
     ckpt.uploads_have_a_place: [
         ({f"{K}.upload_s3": True, f"{K}.enable_checkpoint": True}, "true", f"{K}.s3_bucket is unset"),
         ({f"{K}.upload_s3": "final", f"{K}.s3_bucket": "mine"}, '"final"', f"{K}.enable_checkpoint = false"),
@@ -552,6 +564,10 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (SFT, {"train.optm_decay_type": "wsd", "train.optm_decay_ratio": 0.1, "train.optm_num_cycles": 1.5}),
     (SFT, {"train.optm_weight_decay_ramp": "cosine", "train.optm_weight_decay_start": 0.3}),
+    (SFT, {"train.optm_name": "Muon", "train.optm_lr": [1e-2, 1e-3], "train.optm_momentum": 0.9}),
+    (SFT, {"train.optm_name": "Muon", "train.optm_lr": [1e-3], "train.optm_impl": ["for-loop", "foreach"]}),
+    (SFT, {"train.optm_name": "SGD", "train.optm_momentum": 0.9, "train.ema_decay": 0.99}),
+    (SFT, {"policy.override_config": {"attention_dropout": 0.0, "rms_norm_eps": 1e-5}}),
     (SFT, {"critic.optm_lr": [0.1, 0.2]}),  # a critic that is not there is somebody else's fault
     (
         GRPO,

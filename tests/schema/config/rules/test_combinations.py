@@ -150,7 +150,7 @@ def test_extra_is_no_detour(name: str, hint: str) -> None:
             "this build cannot do context parallelism of a rollout replica yet",
         ),
         ("enable_eplb", True, "this build cannot do expert parallelism of a rollout replica yet"),
-        ("hf_overrides", {"a": 1}, "this build cannot do changes to a model's own configuration yet"),
+        ("hf_overrides", {"a": 1}, "write it as policy.override_config"),
         ("nnodes", 2, "this build cannot do a rollout replica on several machines yet"),
         ("attention_backend", "FLASHINFER", "write rollout.vllm_use_flashinfer = true"),
         ("logits_processors", ["a:b"], "changes the distribution sampled from"),

@@ -15,6 +15,7 @@ from schema.config.rules.model import (
     logprobs_are_right,
     model_agrees,
     model_warnings,
+    overrides_can_act,
 )
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO, SFT
@@ -248,3 +249,27 @@ def test_logits_of_several_layers_are_refused(tmp_path: Path) -> None:
     for kind in ("gemma2", "granite", "cohere", "phi"):
         values = named(tmp_path, QWEN | {"model_type": kind}, {})
         assert list(logprobs_are_right(config_of(GRPO, values))) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        (
+            {"policy.override_config": {"attention_dropout": 0.1}},
+            "attention_dropout",
+            "dropout is off in training",
+        ),
+        ({"policy.override_config": {"resid_pdrop": 1}}, "resid_pdrop", "dropout is off in training"),
+        ({"policy.override_config": {"dtype": "float32"}}, "dtype", "is not for override_config"),
+    ],
+)
+def test_overrides_that_cannot_act(values: dict[str, Any], key: str, words: str) -> None:
+    (problem,) = overrides_can_act(config_of(GRPO, values))
+    assert problem.key == f"policy.override_config.{key}"
+    assert words in problem.message
+    assert problem.hint
+    harmless = {"policy.override_config": {"attention_dropout": 0.0, "rms_norm_eps": 1e-5}}
+    assert list(overrides_can_act(config_of(GRPO, harmless))) == []
+    critic = {"critic.enable": True, "critic.override_config": values["policy.override_config"]}
+    (problem,) = overrides_can_act(config_of(GRPO, critic))
+    assert problem.key == f"critic.override_config.{key}"
