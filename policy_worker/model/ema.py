@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-
-from policy_worker.parallel.fsdp import local_of
+from torch.distributed.tensor import DTensor
 
 
 class Ema:
@@ -33,4 +32,9 @@ class Ema:
         """Take one step towards the present weights. Nothing is communicated."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                local_of(self.average[name]).lerp_(local_of(parameter).float(), 1 - self._decay)
+                _part(self.average[name]).lerp_(_part(parameter).float(), 1 - self._decay)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
