@@ -231,6 +231,10 @@ def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -
     """The moving average that was saved; else it begins with the weights that were loaded."""
     files = [path for path in state_files(resumption.path, EMA) if saved]
     if trainer.ema is None:
+        if files and trainer.group.leads:
+            log.warning(
+                "the moving average in %s is left out: train.ema_decay is not written", resumption.path
+            )
         return
     trainer.ema.reset()
     if files:

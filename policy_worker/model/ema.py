@@ -32,8 +32,9 @@ class Ema:
         """Take one step towards the present weights. Nothing is communicated."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                _local(self.average[name]).lerp_(_local(parameter).float(), 1 - self._decay)
+                _part(self.average[name]).lerp_(_part(parameter).float(), 1 - self._decay)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

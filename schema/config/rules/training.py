@@ -145,7 +145,7 @@ def lists_are_for_the_optimizers(config: Config) -> Iterator[Problem]:
 
 
 def options_are_the_optimizers(config: Config) -> Iterator[Problem]:
-    """Options that the chosen optimizer does not have."""
+    """Warning: options that the chosen optimizer does not have."""
     for section, keys in _optimizers(config):
         name = keys.optm_name
         idle = ["optm_betas", "epsilon"] if name == "SGD" else []
@@ -377,7 +377,6 @@ TRAINING_RULES = (
     options_belong_to_their_shape,
     weight_decay_ramp_agrees,
     lists_are_for_the_optimizers,
-    options_are_the_optimizers,
     average_goes_somewhere,
     one_narrow_format,
     overlap_is_possible,
@@ -390,4 +389,4 @@ TRAINING_RULES = (
     modules_are_named_once,
     patterns_are_sound,
 )
-TRAINING_WARNINGS = (warmup_ends_in_time, casts_are_fused, dropout_is_meant)
+TRAINING_WARNINGS = (warmup_ends_in_time, options_are_the_optimizers, casts_are_fused, dropout_is_meant)

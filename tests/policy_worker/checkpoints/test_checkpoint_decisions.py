@@ -144,6 +144,10 @@ def test_a_schedule_survives_and_differences_are_named():
     assert schedule_of(type(facts).model_validate_json(facts.model_dump_json())) == schedule
     other = schedule_facts(Schedule(80, 4, 0.0, 0.5, "linear", 0.2), 1e-4)
     assert schedule_differences(facts, facts) == []
+    new = {"further_lrs", "decay_steps", "num_cycles", "wsd_decay_type"}
+    assert schedule_of(type(facts).model_validate(facts.model_dump(exclude=new))) == schedule, "an older one"
+    several = schedule_facts(schedule, 1e-2, 1e-3)
+    assert (several.peak_lr, several.further_lrs) == (1e-2, (1e-3,))
     differences = schedule_differences(facts, other)
     assert [line.partition(":")[0] for line in differences] == [
         "train.optm_lr", "total steps", "train.optm_warmup_steps",

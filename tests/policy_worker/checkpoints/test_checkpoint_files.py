@@ -117,6 +117,37 @@ def test_a_missing_piece_is_noticed(tmp_path: Path, group: Group):
         StateFiles([path])
 
 
+def test_another_optimizer_is_named(tmp_path: Path, group: Group):
+    save_state(trainer_of(group), tmp_path)
+    config = make_config(train={"optm_name": "Muon"})
+    trainer = Trainer(tiny_model(), config, group, Schedule(10))
+    with pytest.raises(
+        CheckpointError, match=r"its optimizer is another one.*momentum_buffer.*train\.optm_name"
+    ):
+        load_state(trainer, tmp_path / "step-00000000", config)
+
+
+def test_an_average_that_was_not_saved_begins_with_the_weights_that_were(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+):
+    config = make_config(train={"ema_decay": 0.5})
+    save_state(trainer_of(group, seed=1), tmp_path / "without")
+    trainer = Trainer(tiny_model(), config, group, Schedule(10))
+    with caplog.at_level("WARNING"):
+        load_state(trainer, tmp_path / "without" / "step-00000000", config)
+    assert "train.ema_decay begins with its weights" in caplog.text
+    assert trainer.ema is not None
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(trainer.ema.average[name], parameter)
+        trainer.ema.average[name].fill_(7.0)
+    save_state(trainer, tmp_path / "with")
+    again = Trainer(tiny_model(), config, group, Schedule(10))
+    load_state(again, tmp_path / "with" / "step-00000000", config)
+    assert again.ema is not None
+    assert all((average == 7.0).all() for average in again.ema.average.values())
+    load_state(trainer_of(group), tmp_path / "with" / "step-00000000", make_config())  # and without one
+
+
 def test_another_architecture_is_named(tmp_path: Path, group: Group):
     trainer = trainer_of(group)
     found = save_state(trainer, tmp_path)

@@ -227,6 +227,12 @@ def test_warm_up_counts_training_steps() -> None:
     }
     found = roll_with(changes)  # 512 / 128 = 4 optimizer steps, twice: 8 in each training step
     assert value_of(found, "train.optm_warmup_steps") == 6
+    inverse = roll_with(
+        {f"{_TRAINING}.lr_scheduler_type": "inverse_sqrt", f"{_TRAINING}.optim": "adamw_bnb_8bit"}
+    )
+    assert value_of(inverse, "train.optm_decay_type") == "inverse_sqrt"
+    assert value_of(inverse, "train.optm_decay_ratio") is None
+    assert value_of(inverse, "train.optm_name") == "AdamW8bit"
     assert roll_with({f"{_TRAINING}.warmup_ratio": 0.1}).config["train"]["optm_warmup_steps"] == 0.1
 
 

@@ -206,6 +206,22 @@ FACTS: list[tuple[str, str, dict[str, Any]]] = [
         {"optm_warmup_start_factor": 0.1, "optm_min_lr_factor": 0.1, "optm_grad_norm_clip": 0.5},
     ),
     (MEGATRON.format(LINEAR), "train", {"optm_decay_type": "linear", "optm_decay_steps": 100}),
+    (OPTIM.format("optimizer: Adam"), "train", {"optm_name": "Adam"}),
+    (
+        OPTIM.format("optimizer: SGD, override_optimizer_config: {momentum: 0.5}"),
+        *("train", {"optm_name": "SGD", "optm_momentum": 0.5}),
+    ),
+    (
+        OPTIM.format("optimizer: AdamW8bit, optimizer_impl: torchao.optim"),
+        "train",
+        {"optm_name": "AdamW8bit"},
+    ),
+    (MEGATRON.format("optimizer: sgd"), "train", {"optm_name": "SGD", "optm_momentum": 0.9}),
+    (
+        MEGATRON.format("optimizer: muon, muon_momentum: 0.9"),
+        *("train", {"optm_name": "Muon", "optm_momentum": 0.9}),
+    ),
+    (MEGATRON.format("optimizer: adam, muon_momentum: 0.9"), "train", {"optm_momentum": None}),
     (MEGATRON.format(LINEAR), "train", {"optm_min_lr_factor": 0.1, "optm_decay_ratio": None}),
     (MEGATRON.format(WSD), "train", {"optm_decay_type": "wsd", "optm_decay_steps": 30}),
     (MEGATRON.format(WSD), "train", {"optm_wsd_decay_type": "exponential"}),
