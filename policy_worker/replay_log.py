@@ -39,7 +39,7 @@ class Trained:
     metrics: dict[str, float]
     at: float
     packed: bytes | None
-    validations: tuple[m.ValidationRecord, ...] = ()
+    validations: tuple[m.HeldOutLoss, ...] = ()
 
     @property
     def table(self) -> StepTable | None:
@@ -80,11 +80,7 @@ class History:
             self._table = table
 
     def applied(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        at: float,
-        validations: Iterable[m.ValidationRecord] = (),
+        self, step: int, metrics: Mapping[str, float], at: float, validations: Iterable[m.HeldOutLoss] = ()
     ) -> str:
         """The weights contain this step now, whatever the controller will say; the digest of its batch."""
         with self._lock:

@@ -46,6 +46,7 @@ from schema.wire.messages import (
     CommitReply,
     ErrorCode,
     EventKind,
+    HeldOutLoss,
     LedgerSnapshot,
     Phase,
     Role,
@@ -420,12 +421,12 @@ class Job:
         samples: int,
         tokens: int,
         score: float | None,
-        validations: Iterable[ValidationRecord] = (),
+        validations: Iterable[HeldOutLoss] = (),
     ) -> None:
         """A step was committed. score: the mean of its samples, None where nothing was scored."""
         self.steps.add(record, samples, tokens)
         for validation in validations:
-            self.validation.record(validation)
+            self.validation.record(ValidationRecord(**validation.model_dump()))
         self.events.add(
             EventKind.STEP,
             f"step {record.step} is trained" + ("" if score is None else f", reward {score:.3f}"),

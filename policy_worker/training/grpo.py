@@ -58,7 +58,7 @@ from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from schema.config import Config, GrpoConfig
 from schema.util.own_code import is_own
 from schema.wire.batch import StepTable
-from schema.wire.messages import TrainedSample, ValidationRecord
+from schema.wire.messages import HeldOutLoss, TrainedSample
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Grpo:
         self._max_request_bytes = config.controller.max_request_bytes
         self._said_cut = self._said_parts = False
         self.kept: list[TrainedSample] = []
-        self.validations: list[ValidationRecord] = []
+        self.validations: list[HeldOutLoss] = []
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step; None: it is not assembled after `wait_s` seconds. A collective.

@@ -68,7 +68,7 @@ class Algorithm(Protocol):
         """What is to be shown of the samples of the last step; on rank 0."""
 
     @property
-    def validations(self) -> list[m.ValidationRecord]:
+    def validations(self) -> list[m.HeldOutLoss]:
         """Of the version with the last step, and of version 0 with the first, where the trainer validates."""
 
     def train_on(self, batch: Any) -> Metrics | None:
@@ -281,7 +281,7 @@ class Commits:
         step: int,
         metrics: Mapping[str, float],
         kept: list[m.TrainedSample],
-        validations: Sequence[m.ValidationRecord] = (),
+        validations: Sequence[m.HeldOutLoss] = (),
     ) -> None:
         """Commit a step, without waiting for the answer. Metrics that are not finite stay here: they cannot travel.
 

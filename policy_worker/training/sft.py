@@ -25,7 +25,7 @@ from policy_worker.training.batch_plan import Batching, plan_step
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.metrics import Metrics, PartSums
 from schema.config import Config
-from schema.wire.messages import TrainedSample, ValidationRecord
+from schema.wire.messages import HeldOutLoss, TrainedSample
 from schema.wire.prompts import PromptFile, PromptFileError
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class HeldOut:
             return self._before
         return version % self._freq == 0 or version == self._total
 
-    def validate(self, version: int) -> list[ValidationRecord]:
+    def validate(self, version: int) -> list[HeldOutLoss]:
         """The record of the present weights, the same on each rank; none, and a warning, if a loss is not finite.
 
         A collective.
@@ -104,7 +104,7 @@ class HeldOut:
             log.warning("validation of version %d has no finite loss: it is not recorded", version)
             return []
         return [
-            ValidationRecord(
+            HeldOutLoss(
                 version=version,
                 at=time.time(),
                 samples=self._rows,
@@ -139,7 +139,7 @@ class Sft:
         self._trainer, self._batching = trainer, Batching.of_config(config)
         self._batch = config.samples_per_step
         self.kept: list[TrainedSample] = []
-        self.validations: list[ValidationRecord] = []
+        self.validations: list[HeldOutLoss] = []
         self._data = _open(data_file)
         self._held_out = held_out
         shuffle = config.sft.dataloader_shuffle
@@ -161,7 +161,7 @@ class Sft:
         self.validations = self.validations + self._validate(batch.step + 1)
         return metrics
 
-    def _validate(self, version: int) -> list[ValidationRecord]:
+    def _validate(self, version: int) -> list[HeldOutLoss]:
         held_out = self._held_out
         return held_out.validate(version) if held_out is not None and held_out.is_due(version) else []
 

@@ -64,7 +64,10 @@ def test_a_step_is_remembered_with_its_batch_from_the_moment_it_is_in_the_weight
 
 
 def test_a_validation_is_remembered_with_its_step() -> None:
-    history, record = registered(), m.ValidationRecord(version=1, at=1.0, samples=2, response_tokens_mean=3.0)
+    history, record = (
+        registered(),
+        m.HeldOutLoss(version=1, at=1.0, samples=2, loss=2.0, accuracy=0.5, response_tokens_mean=3.0),
+    )
     history.applied(0, {}, 7.0, [record])
     assert [trained.validations for trained in history.since(0)] == [(record,)]
 

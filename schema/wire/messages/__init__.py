@@ -87,6 +87,7 @@ from schema.wire.messages.steps import (
     CheckpointRequest,
     CommitReply,
     CommitRequest,
+    HeldOutLoss,
     LedgerSnapshot,
     StepRecord,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "HeartbeatReply",
     "HeartbeatRequest",
     "HeldLease",
+    "HeldOutLoss",
     "JobStatus",
     "LeaseReply",
     "LeaseRequest",

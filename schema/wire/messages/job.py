@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schema.wire.messages.base import Count, Message
+from schema.wire.messages.base import Message
 from schema.wire.messages.publications import WeightsStatus
 
 
@@ -28,9 +28,9 @@ TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
 class ValidationRecord(Message):
     """One validation of one version. Generated answers have scores; conversations of supervised training a loss."""
 
-    version: Count
-    at: float = Field(ge=0, lt=2**53)
-    samples: Count
+    version: int
+    at: float
+    samples: int
     loss: float | None = Field(
         default=None, description="Supervised training: mean −log π over the tokens to learn; else null."
     )

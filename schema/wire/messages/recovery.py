@@ -29,9 +29,8 @@ from schema.wire.messages.base import (
     RequestId,
     Text,
 )
-from schema.wire.messages.job import ValidationRecord
 from schema.wire.messages.leases import HeldLease
-from schema.wire.messages.steps import LedgerSnapshot
+from schema.wire.messages.steps import HeldOutLoss, LedgerSnapshot
 from schema.wire.weights import Publication
 
 MAX_PUBLICATIONS = 256
@@ -85,7 +84,7 @@ class ReplayRequest(Message):
     table: StepTable | None = Field(description="The batch; null in a supervised job.")
     metrics: dict[MetricName, float] = Field(default_factory=dict, max_length=MOST_METRICS)
     at: float = Field(ge=0, lt=2**53, description="Unix time at which it was trained.")
-    validations: list[ValidationRecord] = Field(default_factory=list, max_length=MOST_VALIDATIONS)
+    validations: list[HeldOutLoss] = Field(default_factory=list, max_length=MOST_VALIDATIONS)
 
 
 class DeclareLeases(Message):

@@ -16,8 +16,18 @@ from schema.wire.messages.base import (
     Text,
     TrainerRequest,
 )
-from schema.wire.messages.job import ValidationRecord
 from schema.wire.messages.samples import MOST_TRAINED, TrainedSample
+
+
+class HeldOutLoss(Message):
+    """One validation of supervised training, by its trainer."""
+
+    version: Count
+    at: float = Field(ge=0, lt=2**53, description="Unix time.")
+    samples: Count = Field(description="Conversations.")
+    loss: float = Field(description="Mean of −log π over the tokens to learn.")
+    accuracy: float = Field(ge=0, le=1, description="Share of those tokens that are the likeliest.")
+    response_tokens_mean: float = Field(ge=0, description="Tokens to learn of a conversation.")
 
 
 class CommitRequest(TrainerRequest):
@@ -34,7 +44,7 @@ class CommitRequest(TrainerRequest):
     samples: Annotated[list[TrainedSample], FailFast()] = Field(
         default_factory=list, max_length=MOST_TRAINED, description="Of those that are kept as text."
     )
-    validations: list[ValidationRecord] = Field(
+    validations: list[HeldOutLoss] = Field(
         default_factory=list,
         max_length=MOST_VALIDATIONS,
         description="Supervised training: of the version with this step, and of version 0 with the first.",

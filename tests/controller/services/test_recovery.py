@@ -298,8 +298,8 @@ def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
         stage.trainer(stage.serve(config, rows=25)).register(resume_step=3, snapshot=snapshot)
 
 
-def loss_of(version: int, loss: float) -> m.ValidationRecord:
-    return m.ValidationRecord(
+def loss_of(version: int, loss: float) -> m.HeldOutLoss:
+    return m.HeldOutLoss(
         version=version, at=1.0, samples=2, loss=loss, accuracy=0.5, response_tokens_mean=3.0
     )
 
@@ -312,7 +312,7 @@ def test_validations_of_supervised_training_travel_with_its_steps(stage: Stage) 
     session = session_of(served.url)
     session.register()
 
-    def commit(step: int, *records: m.ValidationRecord) -> None:
+    def commit(step: int, *records: m.HeldOutLoss) -> None:
         request = m.CommitRequest(**session.identity(), metrics={}, validations=list(records))
         session.call(api.commit(step, request))
 
