@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 
 import torch
@@ -22,7 +23,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import Beside, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
-from policy_worker.model.model import PolicyModel
+from policy_worker.model.model import More, PolicyModel
 from policy_worker.model.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
@@ -51,11 +52,12 @@ class Trainer:
         group: Group,
         schedule: Schedule,
         reference: PolicyModel | None = None,
+        teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
     ) -> None:
         train = config.train
         self.group, self.schedule = group, schedule
         self.sharded = needs_sharding(group.data_ranks, train)
-        takes_blocks = all(one.takes_blocks for one in (model, reference) if one is not None)
+        takes_blocks = all(one.takes_blocks for one in (model, reference, *teachers.values()) if one)
         self.least_spared = LEAST_SPARED.get(group.device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.least_spared)
@@ -63,8 +65,12 @@ class Trainer:
         self._reference_layout = replace(
             self._layout, device=group.second_device() if self._reference_is_apart else group.device
         )
+        self.vocabulary = model.vocabulary
         self.model = apply_fsdp(model, group.mesh(), train) if self.sharded else model.to(group.device)
         self.reference = None if reference is None else self._frozen(reference, config)
+        offloads = {one.name: one.offload for one in config.local_teachers}
+        self.teachers = {name: self._spread(one, config, offloads[name]) for name, one in teachers.items()}
+        """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
         self.reset_interval = (grpo.reference_reset_interval or 0) if grpo and reference is not None else 0
         """Steps between two resets of the reference model; 0: it stays."""
@@ -76,12 +82,16 @@ class Trainer:
         self.optimizer = Optimizer(self.model.parameters(), OptimizerSettings.of_config(train))
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
-        model.requires_grad_(False).eval()
-        offload = config.reference.offload
         if self._reference_is_apart:
             log.info("reference model: on %s, whole", self._reference_layout.device)
-        if self._reference_is_apart or (self.group.data_ranks == 1 and not offload):
-            return model.to(self._reference_layout.device)
+            return model.requires_grad_(False).eval().to(self._reference_layout.device)
+        return self._spread(model, config, config.reference.offload)
+
+    def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:
+        """A frozen model on the policy's devices, sharded like it."""
+        model.requires_grad_(False).eval()
+        if self.group.data_ranks == 1 and not offload:
+            return model.to(self.group.device)
         return apply_fsdp(model, self.group.mesh(), config.train, frozen=True, offload=offload)
 
     def _check_alike(self) -> None:
@@ -148,31 +158,38 @@ class Trainer:
         fields: Sequence[str] = ("logprobs",),
         columns: Columns = MappingProxyType({}),
         head: Tensor | None = None,
+        more: More | None = None,
     ) -> list[dict[int, Tensor]]:
         """For each of these `TokenOutputs`: by row, of the learned tokens of each sample, on the CPU. A collective.
 
-        batches: the rows of each micro-batch, equally many on each rank. columns, head: see `forward`.
+        batches: the rows of each micro-batch, equally many on each rank. fields: dotted where they are parts of
+        `more`. columns, head, more: see `forward`.
         """
         found: list[dict[int, Tensor]] = [{} for _ in fields]
         layout = self._reference_layout if model is self.reference else self._layout
         for rows in batches:
             batch = collate([samples[row] for row in rows], rows, layout, columns)
             with torch.accelerator.device_index(layout.device.index):
-                outputs = model(batch, temperature, beside(batch, head), "hidden" in fields)
+                outputs = model(batch, temperature, beside(batch, head), "hidden" in fields, more)
             sizes = [samples[row].learned_tokens for row in rows]
             for field, of_rows in zip(fields, found, strict=True):
-                of_rows.update(zip(rows, getattr(outputs, field).cpu().split(sizes), strict=True))
+                of_rows.update(zip(rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
         return found
 
     def forward(
-        self, batch: MicroBatch, temperature: float = 1.0, head: Tensor | None = None
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        head: Tensor | None = None,
+        more: More | None = None,
     ) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 
         head: the output matrix of the reference model; then also the KL to it, of the states in column `HIDDEN`.
+        more: see `PolicyModel.forward`.
         """
         with span("forward"):
-            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head))
+            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head), more=more)
         return outputs
 
     def backward(self, loss: Tensor) -> None:

@@ -27,6 +27,7 @@ class TokenOutputs(NamedTuple):
     """Per token, [K]: log-prob of the label, entropy of the distribution, whether the label was the likeliest.
 
     kl: to `Beside`, where there is one. hidden: the states that all of it comes from, [K, D], where asked for.
+    more: what the caller computes of states and output matrix (see `PolicyModel.forward`).
     """
 
     logprobs: Tensor
@@ -34,6 +35,14 @@ class TokenOutputs(NamedTuple):
     correct: Tensor
     kl: Tensor | None = None
     hidden: Tensor | None = None
+    more: Any = ()
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens of each position, the first one first: log-probs and ids, [K, k]."""
+
+    logprobs: Tensor
+    ids: Tensor
 
 
 class Beside(NamedTuple):
@@ -116,6 +125,66 @@ class _TokenKl(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             grad_weight.add_(grad.T @ hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor, weight: Tensor, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+) -> TopTokens:
+    """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
+    chunk = max(1, chunk_elements // weight.shape[0])
+    found = [
+        _log_softmax(part, weight, temperature).topk(k, dim=1) for part in hidden.split(chunk)
+    ]  # of no positions one empty part
+    return TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def logprobs_at(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """Log-probs, with gradient, of several tokens at each position, [K, k].
+
+    ids: int64 [K, k], different ones at each position. Other arguments as of `token_logprobs`.
+    """
+    chunk = max(1, chunk_elements // weight.shape[0])
+    found: Tensor = _LogprobsAt.apply(hidden, weight, ids, temperature, chunk)
+    return found
+
+
+class _LogprobsAt(torch.autograd.Function):
+    """∂ log π(y_j) / ∂z = 1[y_j] − p, so of all of them together Σ_j g_j 1[y_j] − p Σ_j g_j."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk: int
+    ) -> Tensor:
+        found = hidden.new_empty(ids.shape, dtype=_accurate(hidden.dtype))
+        for start in range(0, len(ids), chunk):
+            part = slice(start, start + chunk)
+            found[part] = _log_softmax(hidden[part], weight, temperature).gather(1, ids[part])
+        ctx.save_for_backward(hidden, weight, ids)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, ids = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
+        for start in range(0, len(ids), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            slope = _log_softmax(hidden[part], weight, ctx.temperature).exp_()
+            slope.mul_(-grad[part].sum(1, keepdim=True))
+            rows = torch.arange(len(slope), device=slope.device)[:, None]
+            slope[rows, ids[part]] += grad[part]  # deterministic, unlike scatter_add: no id is there twice
+            slope = slope.div_(ctx.temperature).to(weight.dtype)
+            grad_hidden[part] = slope @ weight
+            grad_weight.add_(slope.T @ hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

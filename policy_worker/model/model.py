@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,12 +19,17 @@ from policy_worker.model.logprobs import Beside, TokenOutputs, token_kl, token_l
 from policy_worker.model.micro_batch import MicroBatch
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.config.rules.teacher import tokens_are_those_of_the_policy
+from schema.config.sections.teacher import TeacherConfig
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference of two ways to the same logits: far above rounding, far below a softcap or a leak."""
+
+
+More = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyModel(nn.Module):
@@ -42,13 +47,20 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         beside: Beside | None = None,
         with_hidden: bool = False,
+        more: More | None = None,
     ) -> TokenOutputs:
-        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
+        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature).
+
+        more: computes `TokenOutputs.more` of the hidden states [K, D] and the output matrix [V, D], which are whole
+        nowhere else.
+        """
         hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
         picked = hidden.flatten(0, 1).index_select(0, batch.index)
         found = token_logprobs(picked, self._head(), batch.labels, temperature)
         if beside is not None:
             found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
+        if more is not None:
+            found = found._replace(more=more(picked, self._head()))
         return found._replace(hidden=picked) if with_hidden else found
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = ()) -> Tensor:
@@ -108,10 +120,38 @@ def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:
     return model
 
 
-def load_model(config: Config, weights: str | None = None, *, reference: bool = False) -> PolicyModel:
+def load_teacher(config: Config, teacher: TeacherConfig, policy: PolicyModel) -> PolicyModel:
+    """The frozen model of a local `[[teacher]]` on the CPU, in `train.param_dtype`.
+
+    Raises:
+        SettingsError: as `load_model`, or its tokens are not those of the policy.
+    """
+    model = load_model(config, teacher=teacher)
+    for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
+        raise SettingsError(problem.render())
+    whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
+    if model.vocabulary < policy.vocabulary or (whole and model.vocabulary != policy.vocabulary):
+        raise SettingsError(
+            f"teacher {teacher.name}: model = {teacher.model!r} has {model.vocabulary} tokens, and the policy "
+            f'{policy.vocabulary}, and loss = "{teacher.loss}" compares probabilities of the same tokens; choose a '
+            f"model of the same tokenizer, or of a larger one of its family with one of the losses on sampled tokens"
+        )
+    if teacher.loss == "top_k_jsd" and teacher.top_k > model.vocabulary:
+        raise SettingsError(f"teacher {teacher.name}: top_k = {teacher.top_k} of {model.vocabulary} tokens")
+    return model
+
+
+def load_model(
+    config: Config,
+    weights: str | None = None,
+    *,
+    reference: bool = False,
+    teacher: TeacherConfig | None = None,
+) -> PolicyModel:
     """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train.
 
-    weights: an export of it, whose weights are taken instead. reference: see `load_reference`.
+    weights: an export of it, whose weights are taken instead. reference: see `load_reference`. teacher: see
+    `load_teacher`.
 
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
@@ -121,10 +161,14 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
     if reference and config.reference.model_name_or_path not in (None, name):
         name, revision = str(config.reference.model_name_or_path), None
         what = f"reference.model_name_or_path = {name!r}"
+    if teacher is not None:
+        name, revision = str(teacher.model), None
+        what = f"teacher {teacher.name}: model = {name!r}"
+    frozen = reference or teacher is not None
     if weights is not None:
         what = f"the export {weights} as a model of {what}"
     trust = config.policy.trust_remote_code
-    dtype = DTYPES[config.train.param_dtype if reference else config.train.master_dtype]
+    dtype = DTYPES[config.train.param_dtype if frozen else config.train.master_dtype]
     _import_modules(config)
     try:
         model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
@@ -145,7 +189,7 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
     surplus = sorted(loaded["unexpected_keys"])
     if weights is not None and surplus:
         raise SettingsError(f"{what} has weights that this model does not: {', '.join(surplus[:5])}, …")
-    recompute = config.policy.model_gradient_checkpointing and not reference
+    recompute = config.policy.model_gradient_checkpointing and not frozen
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 
 

@@ -51,6 +51,7 @@ OF_ANOTHER_JOB = (
     Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
     Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", but=("enable",)),
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
+    Idle("teacher", _is_grpo, "a teacher judges samples of the policy, and supervised training has none"),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
     Idle(
@@ -154,7 +155,9 @@ BESIDE_AN_EVALUATION = tuple(
     Idle(name, lambda _: False, "an evaluation scores a file and runs nothing else", but=but)
     for name, but in {
         "train": _OF_EVERY_JOB,
-        **dict.fromkeys(("policy", "rollout", "validation", "controller", "redis", "weight_sync"), ()),
+        **dict.fromkeys(
+            ("policy", "teacher", "rollout", "validation", "controller", "redis", "weight_sync"), ()
+        ),
         **dict.fromkeys(("placement", "launcher", "logging", "profiler"), ()),
         "reward": ("timeout", "num_workers", "retries", "environment"),
     }.items()

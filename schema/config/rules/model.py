@@ -239,7 +239,7 @@ def _shorter(config: Config, key: str, longest: int) -> str:
 def model_is_there(config: Config) -> Iterator[Problem]:
     """A local model is a directory with a config.json; anything else is a name on the hub."""
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
-    problems = _directory_problems(_MODEL, name, "model", ("config.json",))
+    problems = directory_problems(_MODEL, name, "model", ("config.json",))
     yield from problems
     if revision and not problems and local_path(name) is not None:
         message = "a local model has no revisions"
@@ -252,10 +252,10 @@ def tokenizer_is_there(config: Config) -> list[Problem]:
     if name is None:
         return []
     files = ("tokenizer_config.json", "tokenizer.json")
-    return _directory_problems("policy.tokenizer_name_or_path", name, "tokenizer", files)
+    return directory_problems("policy.tokenizer_name_or_path", name, "tokenizer", files)
 
 
-def _directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
+def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
     """What is wrong with a local directory that must hold one of some files; nothing with a name on the hub."""
     path = local_path(name)
     if path is None:

@@ -47,7 +47,8 @@ def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | 
     """The algorithm on a controller that always answers with the same batch."""
     model = model or tiny_model(packed=config.train.sequence_packing)
     reference = tiny_model(seed=1) if config.has_reference else None
-    trainer = Trainer(model, config, group, Schedule(10), reference)
+    teachers = {one.name: tiny_model(seed=2 + i) for i, one in enumerate(config.local_teachers)}
+    trainer = Trainer(model, config, group, Schedule(10), reference, teachers)
     source = BatchSource(group, lambda call: answer, 1, config.staleness_bound)
     return Grpo(config, trainer, source)
 
@@ -58,14 +59,14 @@ def trained(
     grpo: dict[str, Any],
     train: dict[str, Any] | None = None,
     change: Callable[[Grpo], None] = lambda _: None,
+    **sections: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """(metrics, gradient of each parameter on the CPU) of one optimizer step with plain descent: lr 1, no clipping.
 
     AdamW would hide the size of a gradient; the gradient is caught by a hook that runs when it is complete.
     """
-    algorithm = make_grpo(
-        group, make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}), encode_step(samples)
-    )
+    config = make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}, **sections)
+    algorithm = make_grpo(group, config, encode_step(samples))
     change(algorithm)
     found: dict[str, torch.Tensor] = {}
     trainer = algorithm._trainer

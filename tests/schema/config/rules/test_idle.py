@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {
     "rollout.parallelism.cp_size": 2,
     "validation.freq": 5,
     "reward.timeout": 1.0,
+    "teacher": [{"name": "one", "model": "Qwen/Qwen3-0.6B"}],
     "weight_sync.keep": 2,
     "train.sync_weight_interval": 2,
     "controller.lease_timeout": 60.0,
