@@ -31,6 +31,7 @@ from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import (
     cut_short,
+    from_sources,
     make_config,
     make_table,
     random_samples,
@@ -50,9 +51,9 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         **options.get("sections", {}),
     )
     reference = tiny_model(seed=1) if config.has_reference else None
-    trainer = Trainer(
-        tiny_model(packed=config.train.sequence_packing), config, group, Schedule(10), reference
-    )
+    teachers = {one.name: tiny_model(seed=2 + i) for i, one in enumerate(config.local_teachers)}
+    model = tiny_model(packed=config.train.sequence_packing)
+    trainer = Trainer(model, config, group, Schedule(10), reference, teachers)
     assert trainer.sharded == (group.data_ranks > 1 or config.train.param_dtype != config.train.master_dtype)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -62,6 +63,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
             gradients[f"grad.{name}"] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
     samples = with_common_prompts(random_samples(**options["samples"]))
+    if config.teacher:
+        samples = from_sources(samples, ["math", "code"])
     if config.grpo.sample_masks.truncated:
         samples = cut_short(samples)
     if config.grpo.min_filter_prefix_tokens:

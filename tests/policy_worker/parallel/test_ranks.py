@@ -38,6 +38,13 @@ EVERYTHING = {
 }
 """Passes over all samples before training, sums over all ranks for advantages, and masks by groups."""
 
+TEACHERS = [
+    {"name": "a", "model": "unused", "loss": "reverse_kl_full", "source": ["math"], "offload": True},
+    {"name": "b", "model": "unused", "loss": "top_k_jsd", "top_k": 5},
+    {"name": "c", "model": "unused", "source": ["code"], "mini_batch": 1},
+]
+"""One for each way to teach: states and a head, likeliest tokens, log-probs; sharded like the policy."""
+
 Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 
 
@@ -121,7 +128,12 @@ def test_several_ranks_equal_one_whatever_the_algorithm(tmp_path: Path, group: G
         "train": {"sequence_packing": True},
         "ahead": "partly",
     }
-    pairs = [(whole, parted), *(drawn(random) for _ in range(examples(6)))]
+    taught = whole | {"sections": {"teacher": TEACHERS}}
+    pairs = [
+        (whole, parted),
+        (taught, parted | {"sections": taught["sections"]}),
+        *(drawn(random) for _ in range(examples(6))),
+    ]
     found = run_each(tmp_path / "ranks", world, [parted for _, parted in pairs])
     for (whole, parted), (tensors, metrics) in zip(pairs, found, strict=True):
         alone, expected = train(group, whole)
