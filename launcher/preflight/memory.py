@@ -9,6 +9,7 @@ N parameters, W shards of one copy (tensor, pipeline and data-parallel), T token
     activations              T·param·(L·H + A) when recomputed in backward, else T·param·L·A, where
                              A = 4·H + 2·heads·dim + 2·kv·dim + 3·I numbers of one layer are kept per token
     output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
+                             + N'·param/W of each local teacher, which has N' parameters
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
@@ -20,11 +21,14 @@ and what the allocator keeps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from launcher.preflight.models import LocalModel
 from schema.config import Config
 
+HOST = "host"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
 """A process before it holds anything: Python with torch and transformers, or with the web service (measured)."""
@@ -65,11 +69,17 @@ class Cache:
 
 
 def trainer(
-    config: Config, model: LocalModel, shards: int, data_ranks: int, apart: str = ""
+    config: Config,
+    model: LocalModel,
+    shards: int,
+    data_ranks: int,
+    apart: str = "",
+    teachers: Mapping[str, LocalModel] = MappingProxyType({}),
 ) -> tuple[Part, ...]:
     """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own.
 
-    apart: the device on which the rank has a reference model whole.
+    apart: the device on which the rank has a reference model whole. teachers: local ones that are on this machine, by
+    name; the others are taken to be as large as the policy.
     """
     train, n = config.train, model.parameters
     master, param = BYTES[train.master_dtype], BYTES[train.param_dtype]
@@ -91,6 +101,13 @@ def trainer(
             f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
         )
         parts.append(Part("reference model", n * param // parted, words, apart))
+    for teacher in config.local_teachers:
+        known = teachers.get(teacher.name)
+        count = (known or model).parameters
+        words = f"{count:,} x {param} B" + (f" / {shards}" if shards > 1 else "")
+        place = HOST if teacher.offload else ""
+        size = count * param // shards
+        parts.append(Part(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
     return (*parts, *_activations(config, model, param, data_ranks))
 
 

@@ -51,7 +51,7 @@ OF_ANOTHER_JOB = (
     Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
     Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}, so nothing is validated", but=("enable",)),
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
-    Idle("teacher", _is_grpo, "a teacher judges samples of the policy, and supervised training has none"),
+    Idle("teacher", _is_grpo, "supervised training has no samples of the policy, which a teacher judges"),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
     Idle(
