@@ -66,6 +66,8 @@ def _key_path(detail: ErrorDetails, data: Any) -> KeyPath:
             path, data = (*path, part), data[part]
     if detail["type"] == "union_tag_invalid":
         path = (*path, "type")
+    if detail["type"] == "missing":
+        path = (*path, detail["loc"][-1])
     return path
 
 
@@ -224,6 +226,8 @@ def _other_fault(detail: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "finite_number":
         return f"must be a finite number, got {value}"
+    if kind == "missing":
+        return "must be written"
     if kind == "string_too_short":
         return "must not be empty"
     if kind in ("too_short", "too_long"):
