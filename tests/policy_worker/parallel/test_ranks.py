@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +24,7 @@ from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.policy_worker.training.cases import algorithm, cut
 from tests.support.devices import rounding
 from tests.support.effort import examples
+from tests.support.teacher_server import SERVED, teacher_server
 
 SAMPLES = {"n": 9, "n_masked": 1}
 GRPO = {"mini_batch": 2, "entropy_coeff": 0.02, "positive_nll_coef": 0.1}
@@ -116,10 +118,19 @@ def drawn(random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, {"grpo": grpo | size, "train": train, "samples": samples}
 
 
+@pytest.fixture
+def far() -> Iterator[dict[str, Any]]:
+    """A teacher on a server, which each rank asks for its own samples."""
+    with teacher_server(tiny_lm(seed=9)) as server:
+        yield {"name": "d", "url": server.url, "served_model": SERVED, "loss": "reverse_kl_k2"}
+
+
 @pytest.mark.slow
 @pytest.mark.scaled
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.soak)])
-def test_several_ranks_equal_one_whatever_the_algorithm(tmp_path: Path, group: Group, world: int):
+def test_several_ranks_equal_one_whatever_the_algorithm(
+    tmp_path: Path, group: Group, world: int, far: dict[str, Any]
+):
     # the first with passes over all samples, empty micro-batches, packed, and guessed ahead
     random, size = Random(world), {"max_token_len_per_mini_batch": 25}
     whole = {"grpo": GRPO | EVERYTHING, "samples": SAMPLES, "steps": 2}
@@ -128,7 +139,7 @@ def test_several_ranks_equal_one_whatever_the_algorithm(tmp_path: Path, group: G
         "train": {"sequence_packing": True},
         "ahead": "partly",
     }
-    taught = whole | {"sections": {"teacher": TEACHERS}}
+    taught = whole | {"sections": {"teacher": [*TEACHERS, far]}}
     pairs = [
         (whole, parted),
         (taught, parted | {"sections": taught["sections"]}),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +22,9 @@ from policy_worker.training.teacher_client import TeacherClient
 from schema.config.sections.teacher import TeacherConfig
 from tests.policy_worker.material import VOCABULARY, encode_step, make_config, random_samples, tiny_lm
 from tests.policy_worker.training.test_grpo import assert_equal_gradients, make_grpo, trained
-from tests.rollout_worker.tiny import tokenizer
+from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 from tests.support.certificates import make_certificates
+from tests.support.ports import free_port
 from tests.support.teacher_server import SERVED, TeacherServer, teacher_server
 from tests.support.waiting import until
 
@@ -202,3 +206,41 @@ def test_the_key_is_sent_and_never_said(
     monkeypatch.delenv("TEACHER_KEY")
     with pytest.raises(TeacherError, match=r"the variable TEACHER_KEY \(key_variable\) is not set"):
         trained(group, random_samples(4), {}, teacher=far)
+
+
+@pytest.mark.soak
+def test_it_agrees_with_vllm(tmp_path: Path) -> None:
+    """The real server, which is not there yet when it is first asked; log-probs as of transformers."""
+    pytest.importorskip("vllm")
+    model, port = random_model(1), free_port()
+    path = save_model(tmp_path / "model", model)
+    program = ["vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
+    options = ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", *program, *options]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, env=environment, stderr=log) as server,
+    ):
+        try:
+            teacher = TeacherConfig(
+                name="far", url=f"http://127.0.0.1:{port}", loss="top_k_jsd", top_k=5, timeout=10.0
+            )
+            client = TeacherClient(teacher, 258)
+            client.meet(encode, 200)
+            until(lambda: client.advance(0.2) or client.is_done or server.poll() is not None, "vLLM")
+            assert server.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            samples = random_samples(5)
+            client.ask({row: TrainSample.of_wire(sample) for row, sample in enumerate(samples)})
+            finished(client)
+        finally:
+            server.terminate()
+    for row, sample in enumerate(samples):
+        ids = torch.from_numpy(sample.token_ids.astype("int64"))
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0], 1)
+        learned = [i for i in range(1, len(ids)) if sample.loss_mask[i]]
+        own = torch.stack([log_p[i - 1, ids[i]] for i in learned])
+        top = log_p[[i - 1 for i in learned]].topk(5).values
+        assert torch.allclose(client.found[row].logprobs, own, atol=1e-4)
+        assert torch.allclose(client.found[row].top.logprobs, top, atol=1e-4)
