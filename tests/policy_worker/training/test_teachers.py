@@ -25,8 +25,8 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": "reverse_kl_advantage", "weight": 0.5},
     {"loss": "reverse_kl_k2"},
     {"loss": "reverse_kl_k3", "weight": 2.0},
-    {"loss": "reverse_kl_full"},
-    {"loss": "top_k_jsd", "top_k": 5, "beta": 0.3},
+    {"loss": "reverse_kl_full", "weight": 0.5},
+    {"loss": "top_k_jsd", "top_k": 5, "beta": 0.3, "weight": 3.0},
 ]
 
 
