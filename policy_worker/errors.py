@@ -11,6 +11,7 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── JobFinishedError        exit code 0: there is nothing left to train
 ├── SettingsError           exit code 2: these settings cannot work, restarting will not help
 │   ├── SampleTooLongError
+│   ├── TeacherError             a teacher is not the one that is meant, or refuses
 │   └── CheckpointError          a checkpoint that this job cannot resume from
 │       └── DamagedCheckpointError   a file of it is missing, short or altered
 └── NoCheckpointError            exit code 4: steps were committed, and there is nothing to resume from
@@ -79,6 +80,10 @@ class SettingsError(PolicyError):
 
 class SampleTooLongError(SettingsError):
     """A sample does not fit into a micro-batch."""
+
+
+class TeacherError(SettingsError):
+    """A teacher's server refuses, or answers of other tokens. One that is away is waited for."""
 
 
 class CheckpointError(SettingsError):

@@ -73,6 +73,7 @@ def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: Shutdown
         from policy_worker.training.profiles import Profiles
         from policy_worker.training.recording import RecordedBatches
         from policy_worker.training.replay import Replay, Report, begin
+        from policy_worker.training.teachers import tokenizer_of
         from policy_worker.worker import make_trainer
     transformers_logging.disable_progress_bar()
     if (threads := number_of("COSMOS_CPU_THREADS")) is not None:
@@ -100,7 +101,11 @@ def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: Shutdown
         batches = RecordedBatches(folder_of(options.run_dir), config.staleness_bound)
         folder = options.run_dir / "profiles"
         profiles = Profiles(config.profiler, trainer, folder, None, shutdown, prefix="replay-")
-        replay = Replay(Grpo(config, trainer, batches), group, shutdown, report, profiles)
+        algorithm = Grpo(config, trainer, batches)
+        algorithm.teachers.shutdown = shutdown
+        if any(one.url for one in config.teacher):
+            algorithm.teachers.meet(tokenizer_of(config))
+        replay = Replay(algorithm, group, shutdown, report, profiles)
         replay.run(beginning.steps, options.repeat)
 
 

@@ -17,17 +17,17 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.ema import Ema
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
-from policy_worker.model.model import Backbone, PolicyModel, ValueModel
+from policy_worker.model.model import Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
 from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
@@ -166,6 +166,34 @@ class Critic(TrainedModel):
         return torch.accelerator.device_index(self._layout.device.index)
 
 
+class Ema:
+    """A moving average of the weights that are trained: a ← decay · a + (1 − decay) · w after each optimizer step.
+
+    In float32 whatever the type of the weights: with a decay near 1 a bfloat16 average would never move. It is sharded
+    as they are, and begins as they begin. average: by the parameter's name in the model, those that train.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self.average: dict[str, Tensor] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self.average = {
+            name: parameter.detach().to(torch.float32, copy=True)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take one step towards the present weights. Nothing is communicated."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                local_of(self.average[name]).lerp_(local_of(parameter).float(), 1 - self._decay)
+
+
 class Trainer(TrainedModel):
     """See the module's docstring. reference: the frozen model of the KL terms, in the type it computes in."""
 
@@ -177,8 +205,9 @@ class Trainer(TrainedModel):
         schedule: Schedule,
         reference: PolicyModel | None = None,
         critic: Critic | None = None,
+        teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
     ) -> None:
-        models = (model, reference, None if critic is None else critic.model)
+        models = (model, reference, None if critic is None else critic.model, *teachers.values())
         super().__init__(
             model,
             config.train,
@@ -187,12 +216,15 @@ class Trainer(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=all(one.takes_blocks for one in models if one is not None),
         )
-        self.critic = critic
+        self.critic, self.vocabulary = critic, self._layout.vocabulary
         self._reference_is_apart = reference_layout(config) is not None
         self._reference_layout = replace(
             self._layout, device=group.other_device(1) if self._reference_is_apart else group.device
         )
         self.reference = None if reference is None else self._frozen(reference, config)
+        offloads = {one.name: one.offload for one in config.local_teachers}
+        self.teachers = {name: self._spread(one, config, offloads[name]) for name, one in teachers.items()}
+        """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
         self.reset_interval = (grpo.reference_reset_interval or 0) if grpo and reference is not None else 0
         """Steps between two resets of the reference model; 0: it stays."""
@@ -205,12 +237,16 @@ class Trainer(TrainedModel):
         self.ema = None if decay is None else Ema(self.model, decay)
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
-        model.requires_grad_(False).eval()
-        offload = config.reference.offload
         if self._reference_is_apart:
             log.info("reference model: on %s, whole", self._reference_layout.device)
-        if self._reference_is_apart or (self.group.data_ranks == 1 and not offload):
-            return model.to(self._reference_layout.device)
+            return model.requires_grad_(False).eval().to(self._reference_layout.device)
+        return self._spread(model, config, config.reference.offload)
+
+    def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:
+        """A frozen model on the policy's devices, sharded like it."""
+        model.requires_grad_(False).eval()
+        if self.group.data_ranks == 1 and not offload:
+            return model.to(self.group.device)
         return apply_fsdp(model, self.group.mesh(), config.train, frozen=True, offload=offload)
 
     def _check_alike(self) -> None:
@@ -252,20 +288,22 @@ class Trainer(TrainedModel):
         fields: Sequence[str] = ("logprobs",),
         columns: Columns = MappingProxyType({}),
         head: Head | None = None,
+        more: More | None = None,
     ) -> list[dict[int, Tensor]]:
         """For each of these `TokenOutputs`: by row, of the learned tokens of each sample, on the CPU. A collective.
 
-        batches: the rows of each micro-batch, equally many on each rank. columns, head: see `forward`.
+        batches: the rows of each micro-batch, equally many on each rank. fields: dotted where they are parts of
+        `more`. columns, head, more: see `forward`.
         """
         found: list[dict[int, Tensor]] = [{} for _ in fields]
         layout = self._reference_layout if model is self.reference else self._layout
         for rows in batches:
             batch = collate([samples[row] for row in rows], rows, layout, columns)
             with torch.accelerator.device_index(layout.device.index):
-                outputs = model(batch, temperature, beside(batch, head), "hidden" in fields)
+                outputs = model(batch, temperature, beside(batch, head), "hidden" in fields, more)
             sizes = [samples[row].learned_tokens for row in rows]
             for field, of_rows in zip(fields, found, strict=True):
-                of_rows.update(zip(rows, getattr(outputs, field).cpu().split(sizes), strict=True))
+                of_rows.update(zip(rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
         return found
 
     def step(self, step: int) -> float:
@@ -274,11 +312,14 @@ class Trainer(TrainedModel):
             self.ema.update()
         return norm
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0, head: Head | None = None) -> TokenOutputs:
+    def forward(
+        self, batch: MicroBatch, temperature: float = 1.0, head: Head | None = None, more: More | None = None
+    ) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 
-        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`.
+        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`. more: see
+        `PolicyModel.forward`.
         """
         with span("forward"):
-            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head))
+            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head), more=more)
         return outputs

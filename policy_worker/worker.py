@@ -16,17 +16,18 @@ from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import load_critic, load_model, load_reference
+from policy_worker.model.model import load_critic, load_model, load_reference, load_teacher
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
-from policy_worker.session import Caller, Session
+from policy_worker.session import Caller, LeaveRequestedError, Session
 from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import HeldOut, Sft
+from policy_worker.training.teachers import Teachers, tokenizer_of
 from schema.config import Config
 from schema.config.rules.profiler import absent_ranks
 from schema.config.trained import settings_digest
@@ -91,11 +92,13 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
     reference = load_reference(config, model) if config.has_reference else None
+    teachers = {one.name: load_teacher(config, one, model) for one in config.local_teachers}
     critic = None
     if config.has_critic:
-        schedule = Schedule.of_config(config.critic, total_steps)
-        critic = Critic(load_critic(config, model), config, group, schedule)
-    return Trainer(model, config, group, Schedule.of_config(config.train, total_steps), reference, critic)
+        of_critic = Schedule.of_config(config.critic, total_steps)
+        critic = Critic(load_critic(config, model), config, group, of_critic)
+    schedule = Schedule.of_config(config.train, total_steps)
+    return Trainer(model, config, group, schedule, reference, critic, teachers)
 
 
 def _algorithm(
@@ -121,8 +124,29 @@ def _algorithm(
             source.keep = recorder.keep
             caller.troubles.append(recorder.trouble)
     algorithm = Grpo(config, trainer, source)
+    _meet_teachers(config, algorithm.teachers, caller)
     source.look_ahead(caller.client().send, algorithm.rows_needed)
     return algorithm
+
+
+def _meet_teachers(config: Config, teachers: Teachers, caller: Caller) -> None:
+    """Look at the servers of teachers before anything is generated.
+
+    Raises:
+        TeacherError: one is not what is meant.
+        LeaveRequestedError: a request to leave came while one did not answer.
+    """
+    teachers.shutdown = caller.shutdown
+    if isinstance(caller, Session):
+        session = caller
+
+        def say(status: str) -> None:
+            session.status = status or "training"
+
+        teachers.say = say
+        session.troubles.append(lambda: teachers.trouble)
+    if any(one.url for one in config.teacher) and not teachers.meet(tokenizer_of(config)):
+        raise LeaveRequestedError(caller.shutdown.reason or "asked to leave on another rank")
 
 
 def _recorder(

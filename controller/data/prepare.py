@@ -178,8 +178,10 @@ def _check_columns(config: Config, source: Source, role: Role) -> None:
 
 
 def _wants_source(config: Config, role: Role) -> bool:
-    """Whether a row needs its `data_source`: a reward asks for it, or its column is named."""
-    return config.grpo.data_source_column_name != "data_source" or _scored_by_source(config, role)
+    """Whether a row needs its `data_source`: a reward or a teacher asks for it, or its column is named."""
+    taught = role == "train" and any(teacher.source for teacher in config.teacher)
+    named = config.grpo.data_source_column_name != "data_source"
+    return taught or named or _scored_by_source(config, role)
 
 
 def _scored_by_source(config: Config, role: Role) -> bool:

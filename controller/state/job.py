@@ -120,7 +120,8 @@ class Job:
         self.event_file = event_file.path_of(run_dir)
         self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.samples = SampleLog()
-        compares = config.is_grpo and config.group_size > 1
+        # A teacher teaches where scores are alike.
+        compares = config.is_grpo and config.group_size > 1 and not config.teacher
         self.alarms = Alarms(_short_weights(config), compares=compares)
         self.alarms.restore(self.steps.ends(BEGINNING, LOOKED_BACK), self.validation.records.values())
         known = headers.get("rewards")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from schema.config import Config, Problem
 from schema.config.layout import apart_layouts
 from schema.config.secrets import MASK, masked
 
-HOST = "host"
+HOST = memory.HOST
 SECRETS = Tokens(MASK, MASK, MASK)
 FREE_PORT, FREE_SOCKET = "<a free port>", "<a temporary directory>/redis.sock"
 WHAT = {
@@ -89,10 +90,11 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
     config = checked.config
     run, continued = choose(config, resume or config.train.resume is True, time.time())
     model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
+    teachers = _teachers(config, env)
     workers = [] if config.is_evaluation else place(config, checked.machine)
     capacity = find_capacity(checked.machine.gpus)
     processes = [
-        _process(config, spec, run, env, _memory_of(config, model, capacity, replica, spec))
+        _process(config, spec, run, env, _memory_of(config, model, teachers, capacity, replica, spec))
         for replica in [*_services(config, run), *workers]
         for spec in replica.processes
     ]
@@ -113,6 +115,15 @@ def _model(config: Config, env: Mapping[str, str]) -> tuple[LocalModel | None, s
         return find_model(config.policy.model_name_or_path, config.policy.model_revision, env), ""
     except UnknownModelError as error:
         return None, str(error)
+
+
+def _teachers(config: Config, env: Mapping[str, str]) -> dict[str, LocalModel]:
+    """The local teachers that are on this machine, by name."""
+    found: dict[str, LocalModel] = {}
+    for teacher in config.local_teachers:
+        with suppress(UnknownModelError):
+            found[teacher.name] = find_model(str(teacher.model), None, env)
+    return found
 
 
 def _services(config: Config, run: RunDir) -> Iterator[Replica]:
@@ -141,7 +152,12 @@ class _Memory:
 
 
 def _memory_of(
-    config: Config, model: LocalModel | None, capacity: Capacity, replica: Replica, spec: ProcessSpec
+    config: Config,
+    model: LocalModel | None,
+    teachers: Mapping[str, LocalModel],
+    capacity: Capacity,
+    replica: Replica,
+    spec: ProcessSpec,
 ) -> _Memory:
     """What one process takes, on the device that it works on."""
     gpus = _gpus(spec)
@@ -157,7 +173,7 @@ def _memory_of(
         for number, role in enumerate(apart_layouts(config) if gpus else ()):
             mine = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
             apart[role.name] = f"GPU {mine}"
-        return _Memory(device, memory.trainer(config, model, shards, data_ranks, apart))
+        return _Memory(device, memory.trainer(config, model, shards, data_ranks, apart, teachers))
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
     return _Memory(device)

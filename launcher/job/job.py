@@ -253,7 +253,8 @@ class Job:
         if spec.role is Role.ROLLOUT:
             own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
         store, rewards = plan.config.weight_sync.store, plan.config.reward.environment
-        given = credentials_of(spec.role, base_environment(plan.env), store, rewards)
+        teachers = [one.key_variable for one in plan.config.teacher if one.key_variable]
+        given = credentials_of(spec.role, base_environment(plan.env), store, rewards, teachers)
         return {**given, **spec.env, **own}
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------

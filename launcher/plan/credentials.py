@@ -21,16 +21,24 @@ _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "H
 
 
 def credentials_of(
-    role: Role, env: Mapping[str, str], weight_store: str = "", rewards: Collection[str] = ()
+    role: Role,
+    env: Mapping[str, str],
+    weight_store: str = "",
+    rewards: Collection[str] = (),
+    teachers: Collection[str] = (),
 ) -> dict[str, str]:
     """An environment without the credentials that this role has no use for.
 
     weight_store: `weight_sync.store`. rewards: `reward.environment`, which whoever scores has a use for.
+    teachers: `key_variable` of each, which trainers have a use for.
     """
     kept, buckets = dict(env), {Role.POLICY, Role.ROLLOUT} if is_url(weight_store) else {Role.POLICY}
     scores = role in (Role.ROLLOUT, Role.DATA)
     for name in env:
         if scores and name in rewards:
+            continue
+        if name in teachers and role is not Role.POLICY:
+            del kept[name]
             continue
         is_hub = name in _HUB_TOKENS and role in (Role.CONTROLLER, Role.REDIS)
         if is_hub or (name.startswith(_AWS) and role not in buckets):

@@ -88,15 +88,15 @@ def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
 
 
 def unset_variables(config: Config, env: Mapping[str, str]) -> list[Problem]:
-    """Names of `reward.environment` that the environment of this command does not have."""
+    """Variables that `reward.environment` and teachers name and the environment of this command does not have."""
+    names = {f"reward.environment[{index}]": name for index, name in enumerate(config.reward.environment)}
+    for index, teacher in enumerate(config.teacher):
+        if teacher.key_variable:
+            names[f"teacher[{index}].key_variable"] = teacher.key_variable
+    hint = "export {}=… before the start, or leave the name out"
     return [
-        Problem(
-            f"reward.environment[{index}]",
-            f"{name} is not set in the environment",
-            name,
-            f"export {name}=… before the start, or leave the name out",
-        )
-        for index, name in enumerate(config.reward.environment)
+        Problem(key, f"{name} is not set in the environment", name, hint.format(name))
+        for key, name in names.items()
         if name not in env
     ]
 

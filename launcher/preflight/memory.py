@@ -9,6 +9,7 @@ N parameters, W shards of one copy (tensor, pipeline and data-parallel), T token
     activations              T·param·(L·H + A) when recomputed in backward, else T·param·L·A, where
                              A = 4·H + 2·heads·dim + 2·kv·dim + 3·I numbers of one layer are kept per token
     output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
+                             + N'·param/W of each local teacher, which has N' parameters
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
@@ -28,6 +29,7 @@ from launcher.preflight.models import LocalModel
 from schema.config import Config, CriticConfig, TrainingConfig
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 
+HOST = "host"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
 """A process before it holds anything: Python with torch and transformers, or with the web service (measured)."""
@@ -69,11 +71,17 @@ class Cache:
 
 
 def trainer(
-    config: Config, model: LocalModel, shards: int, data_ranks: int, apart: Mapping[str, str] = NOWHERE
+    config: Config,
+    model: LocalModel,
+    shards: int,
+    data_ranks: int,
+    apart: Mapping[str, str] = NOWHERE,
+    teachers: Mapping[str, LocalModel] = MappingProxyType({}),
 ) -> tuple[Part, ...]:
     """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own.
 
-    apart: role to its device, of `reference` and `critic`, where they have devices of their own.
+    apart: role to its device, of `reference` and `critic`, where they have devices of their own. teachers: local ones
+    that are on this machine, by name; the others are taken to be as large as the policy.
     """
     n, param = model.parameters, BYTES[config.train.param_dtype]
     parts = _trained(config.train, model, shards)
@@ -102,6 +110,13 @@ def trainer(
             f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
         )
         parts.append(Part("reference model", n * param // parted, words, alone))
+    for teacher in config.local_teachers:
+        known = teachers.get(teacher.name)
+        count = (known or model).parameters
+        words = f"{count:,} x {param} B" + (f" / {shards}" if shards > 1 else "")
+        place = HOST if teacher.offload else ""
+        size = count * param // shards
+        parts.append(Part(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
     return (*parts, *_activations(config, model, param, data_ranks))
 
 

@@ -50,6 +50,7 @@ class PolicyTokens:
     that sample, floating. positive: whether its reward is above 0. ref_logprobs: of the reference model; needed where
     `kl_beta` is not 0. behaviour_logprobs: of the policy that made the tokens; None: that is π_old. weights:
     factors of the policy loss; None: 1. full_kl: to the reference over the vocabulary, if `kl_type` is "full".
+    taught: what teachers add to the loss of each token; None: there are none.
     """
 
     logprobs: Tensor
@@ -65,6 +66,7 @@ class PolicyTokens:
     behaviour_logprobs: Tensor | None = None
     weights: Tensor | None = None
     full_kl: Tensor | None = None
+    taught: Tensor | None = None
 
     def inside(self) -> PolicyTokens:
         """The same with 0 for every number outside of the mask, so that no formula and no gradient meets NaN there.
@@ -335,6 +337,8 @@ def policy_objective(
     per_token = result.loss if tokens.weights is None else tokens.weights * result.loss
     if config.entropy_coeff:
         per_token = per_token - config.entropy_coeff * tokens.entropy
+    if tokens.taught is not None:
+        per_token = per_token + tokens.taught
     if config.kl_beta:
         assert tokens.ref_logprobs is not None
         kl = tokens.full_kl

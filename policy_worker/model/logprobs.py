@@ -49,6 +49,7 @@ class TokenOutputs(NamedTuple):
     """Per token, [K]: log-prob of the label, entropy of the distribution, whether the label was the likeliest.
 
     kl: to `Beside`, where there is one. hidden: the states that all of it comes from, [K, D], where asked for.
+    more: what the caller computes of states and output head (see `PolicyModel.forward`).
     """
 
     logprobs: Tensor
@@ -56,6 +57,14 @@ class TokenOutputs(NamedTuple):
     correct: Tensor
     kl: Tensor | None = None
     hidden: Tensor | None = None
+    more: Any = ()
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens of each position, the first one first: log-probs and ids, [K, k]."""
+
+    logprobs: Tensor
+    ids: Tensor
 
 
 class Beside(NamedTuple):
@@ -130,6 +139,68 @@ class _TokenKl(torch.autograd.Function):
             log_q, _ = _log_softmax(ctx.other.hidden[part], ctx.other.head, ctx.temperature)
             slope = (log_p - log_q).sub_(kl[part, None])
             sums.add(part, slope.mul_(log_p.exp_()).mul_(grad_kl[part, None]), logits)
+        return *sums.found(), None, None, None, None, None
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor, head: Head, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+) -> TopTokens:
+    """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
+    chunk = max(1, chunk_elements // head.weight.shape[0])
+    found = [
+        _log_softmax(part, head, temperature)[0].topk(k, dim=1) for part in hidden.split(chunk)
+    ]  # of no positions one empty part
+    return TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def logprobs_at(
+    hidden: Tensor, head: Head, ids: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+) -> Tensor:
+    """Log-probs, with gradient, of several tokens at each position, [K, k].
+
+    ids: int64 [K, k], different ones at each position. Other arguments as of `token_logprobs`.
+    """
+    chunk = max(1, chunk_elements // head.weight.shape[0])
+    found: Tensor = _LogprobsAt.apply(hidden, *head, ids, temperature, chunk)
+    return found
+
+
+class _LogprobsAt(torch.autograd.Function):
+    """∂ log π(y_j) / ∂z = 1[y_j] − p, so of all of them together Σ_j g_j 1[y_j] − p Σ_j g_j."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        ids: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
+        head = Head(weight, bias, scale, softcap)
+        found = hidden.new_empty(ids.shape, dtype=_accurate(hidden.dtype))
+        for start in range(0, len(ids), chunk):
+            part = slice(start, start + chunk)
+            found[part] = _log_softmax(hidden[part], head, temperature)[0].gather(1, ids[part])
+        ctx.save_for_backward(hidden, weight, bias, ids)
+        ctx.form, ctx.temperature, ctx.chunk = (scale, softcap), temperature, chunk
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids = ctx.saved_tensors
+        sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
+        for start in range(0, len(ids), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p, logits = _log_softmax(hidden[part], sums.head, ctx.temperature)
+            slope = log_p.exp().mul_(-grad[part].sum(1, keepdim=True))
+            rows = torch.arange(len(slope), device=slope.device)[:, None]
+            slope[rows, ids[part]] += grad[part]  # deterministic, unlike scatter_add: no id is there twice
+            sums.add(part, slope, logits)
         return *sums.found(), None, None, None, None, None
 
 

@@ -4,7 +4,7 @@ critic, its like with one number for each position in the place of logits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -21,7 +21,9 @@ from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_kl, t
 from policy_worker.model.micro_batch import MicroBatch
 from schema.config import Config, overrides
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.config.rules.teacher import tokens_are_those_of_the_policy
 from schema.config.sections.model_keys import ModelKeys
+from schema.config.sections.teacher import TeacherConfig
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ FACTORS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """What configurations call the number by which logits are multiplied, divided, or at which they are capped."""
+More = Callable[[Tensor, Head], Any]
+"""What else is computed of hidden states [K, D] and the output head: see `PolicyModel.forward`."""
 MULTIPLIES_BY_DIVISOR = frozenset({"hyperclovax"})
 """Kinds of models that multiply by `logits_scaling`."""
 
@@ -119,12 +123,18 @@ class PolicyModel(Backbone):
         temperature: float = 1.0,
         beside: Beside | None = None,
         with_hidden: bool = False,
+        more: More | None = None,
     ) -> TokenOutputs:
-        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
+        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature).
+
+        more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else.
+        """
         picked = self._picked(batch)
         found = token_logprobs(picked, self._head(), batch.labels, temperature)
         if beside is not None:
             found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
+        if more is not None:
+            found = found._replace(more=more(picked, self._head()))
         return found._replace(hidden=picked) if with_hidden else found
 
     def whole_head(self) -> Head:
@@ -170,10 +180,38 @@ def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:
     return model
 
 
-def load_model(config: Config, weights: str | None = None, *, reference: bool = False) -> PolicyModel:
+def load_teacher(config: Config, teacher: TeacherConfig, policy: PolicyModel) -> PolicyModel:
+    """The frozen model of a local `[[teacher]]` on the CPU, in `train.param_dtype`.
+
+    Raises:
+        SettingsError: as `load_model`, or its tokens are not those of the policy.
+    """
+    model = load_model(config, teacher=teacher)
+    for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
+        raise SettingsError(problem.render())
+    whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
+    if model.vocabulary < policy.vocabulary or (whole and model.vocabulary != policy.vocabulary):
+        raise SettingsError(
+            f"teacher {teacher.name}: model = {teacher.model!r} has {model.vocabulary} tokens, and the policy "
+            f'{policy.vocabulary}, and loss = "{teacher.loss}" compares probabilities of the same tokens; choose a '
+            f"model of the same tokenizer, or of a larger one of its family with one of the losses on sampled tokens"
+        )
+    if teacher.loss == "top_k_jsd" and teacher.top_k > model.vocabulary:
+        raise SettingsError(f"teacher {teacher.name}: top_k = {teacher.top_k} of {model.vocabulary} tokens")
+    return model
+
+
+def load_model(
+    config: Config,
+    weights: str | None = None,
+    *,
+    reference: bool = False,
+    teacher: TeacherConfig | None = None,
+) -> PolicyModel:
     """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train.
 
-    weights: an export of it, whose weights are taken instead. reference: see `load_reference`.
+    weights: an export of it, whose weights are taken instead. reference: see `load_reference`. teacher: see
+    `load_teacher`.
 
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
@@ -182,16 +220,20 @@ def load_model(config: Config, weights: str | None = None, *, reference: bool = 
     if reference and config.reference.model_name_or_path not in (None, source.name):
         name = str(config.reference.model_name_or_path)
         source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
+    if teacher is not None:
+        name = str(teacher.model)
+        source = Source(f"teacher {teacher.name}: model = {name!r}", name, None, source.trust)
+    frozen = reference or teacher is not None
     if weights is not None:
         source = replace(source, what=f"the export {weights} as a model of {source.what}")
-    dtype = DTYPES[config.train.param_dtype if reference else config.train.master_dtype]
+    dtype = DTYPES[config.train.param_dtype if frozen else config.train.master_dtype]
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     lm, dropout, surplus = _load(AutoModelForCausalLM, source, dtype, weights)
     if weights is not None and surplus:
         raise SettingsError(
             f"{source.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
         )
-    recompute = config.policy.model_gradient_checkpointing and not reference
+    recompute = config.policy.model_gradient_checkpointing and not frozen
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 
 

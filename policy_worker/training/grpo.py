@@ -1,7 +1,7 @@
 """Group-relative policy optimisation: one training step, as the papers write it.
 
     the table of the step, the payloads of this rank
-    log-probs of the reference model, r_i −= β Σ_t KL_t; values of the critic
+    log-probs of teachers and of the reference model, r_i −= β Σ_t KL_t; values of the critic
     advantages, such as A_i = (r_i − mean) / std in each group
     the critic's own optimizer steps (see `critic`), alone while it warms up
     for each mini-batch of the step (mu passes):
@@ -55,6 +55,7 @@ from policy_worker.training.batch_plan import (
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.critic import RETURN, VALUE, CriticTraining
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
+from policy_worker.training.teachers import Teachers
 from schema.config import Config, GrpoConfig
 from schema.util.own_code import is_own
 from schema.wire.batch import StepTable
@@ -116,6 +117,7 @@ class Grpo:
         self._temperature = config.sampling_temperature
         self._groups_per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
         self._names = config.reward_names
+        self.teachers = Teachers(config, trainer)
         self._max_request_bytes = config.controller.max_request_bytes
         self._said_cut = self._said_parts = False
         self.kept: list[TrainedSample] = []
@@ -133,13 +135,14 @@ class Grpo:
         return table
 
     def train_on(self, table: StepTable) -> Metrics | None:
-        """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone."""
+        """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone, or this
+        replica was asked to leave while a teacher did not answer."""
         trainer = self._trainer
         learned, masks, masked, idle, alike, plan = self._planned(table)
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
             samples = self._source.payloads(table, self._with_peers(table, learned, mine))
-        if samples is None:
+        if samples is None or not self.teachers.prepare(table, samples, plan, alike):
             return None
         if trainer.reset_interval and table.step and table.step % trainer.reset_interval == 0:
             trainer.reset_reference(self._resets_optimizer)
@@ -179,7 +182,7 @@ class Grpo:
             self._learn(table, samples, plan, columns, head, advantages, tokens, metrics, kept)
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
-        metrics.facts |= self._reward_kl(kl)
+        metrics.facts |= self._reward_kl(kl) | self.teachers.metrics(samples)
         uncomputed = range(table.n_samples) if warms_up else idle
         self.kept = kept.gather(trainer.group, advantages.by_sample, uncomputed)
         if kept.cut and trainer.group.leads and not self._said_cut:
@@ -210,10 +213,11 @@ class Grpo:
         normed = ((mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan)
         for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
             for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
-                out = trainer.forward(batch, self._temperature, beside)
+                out = trainer.forward(batch, self._temperature, beside, self.teachers.more(batch))
                 kept.add(batch, out.logprobs)
                 with span("loss"):
                     facts = policy_tokens(out, batch, table, tokens, advantages, self._correction)
+                    facts = self.teachers.teach(facts, out, batch)
                     loss, parts = policy_objective(facts, norm, self._loss)
                 trainer.backward(loss)
                 metrics.add(parts)
@@ -230,7 +234,7 @@ class Grpo:
         learned = [counts(table, row) for row in range(table.n_samples)]
         masks = self._masks.rows(table)
         masked = set[int]().union(*masks.values())
-        idle = self._idle(table, masked)
+        idle = self._idle(table, masked) - (self.teachers.rows(table) - masked)
         alike = self._alike(table, [row for row in table.sampled if learned[row] and row not in idle])
         plan = plan_step(
             table.total_tokens,

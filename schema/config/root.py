@@ -2,7 +2,7 @@
 
 Config ─┬─ train ── train_policy (grpo | sft) ── dataset, overlong_reward, kl_in_reward, rollout_correction
         │         └ ckpt, fp8, fp4
-        ├─ policy ─ parallelism, lora          ├─ reference, critic, reward_model
+        ├─ policy ─ parallelism, lora          ├─ reference, [[teacher]], critic, reward_model
         ├─ rollout ─ parallelism, sampling_config, multi_turn_config
         ├─ validation, evaluation, reward      ├─ controller, redis, weight_sync
         ├─ placement, autoscale, launcher      └─ logging, profiler, custom
@@ -29,6 +29,7 @@ from schema.config.sections.reference import ReferenceConfig
 from schema.config.sections.reward import RewardConfig
 from schema.config.sections.reward_model import RewardModelConfig
 from schema.config.sections.rollout import RolloutConfig
+from schema.config.sections.teacher import TeacherConfig
 from schema.config.sections.train import TrainingConfig
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
 from schema.config.sections.validation import ValidationConfig
@@ -44,6 +45,7 @@ class Config(Section):
     policy: PolicyConfig = cosmos_key(PolicyConfig, "The model that is trained.")
     rollout: RolloutConfig = cosmos_key(RolloutConfig, "Generation of answers.")
     reference: ReferenceConfig = key(ReferenceConfig, "The frozen model of the KL terms.")
+    teacher: list[TeacherConfig] = key([], "Models that the policy is distilled from, one table each.")
     critic: CriticConfig = key(
         CriticConfig,
         "The value model.",
@@ -103,6 +105,11 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether a value model is trained next to the policy."""
         return self.is_grpo and self.critic.enable
+
+    @property
+    def local_teachers(self) -> list[TeacherConfig]:
+        """The teachers that a trainer loads."""
+        return [teacher for teacher in self.teacher if teacher.is_local]
 
     @property
     def sft(self) -> SFTDataConfig:

@@ -13,7 +13,7 @@ from typing import Any
 from schema.config.keys import leaf_keys, observable
 from schema.config.root import Config
 
-READ = ("train.", "policy.", "reference.", "critic.", "rollout.sampling_config.temperature")
+READ = ("train.", "policy.", "reference.", "critic.", "teacher", "rollout.sampling_config.temperature")
 
 
 def changes_numbers(key: str) -> bool:
@@ -29,7 +29,9 @@ def settings_digest(config: Config) -> str:
 
 
 def _value_at(data: Any, key: str) -> Any:
-    """None where one of its tables does not have it."""
-    for part in key.split("."):
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return data
+    """None where one of its tables does not have it; of a list of tables one for each."""
+    if isinstance(data, list):
+        return [_value_at(item, key) for item in data]
+    part, _, rest = key.partition(".")
+    data = data.get(part) if isinstance(data, Mapping) else None
+    return _value_at(data, rest) if rest else data

@@ -36,13 +36,16 @@ def _listed(vocabulary: Any) -> dict[str, int]:
     return {str(token): number for number, (token, *_) in enumerate(vocabulary)}
 
 
-def difference(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """The first token, by its id in the one, that the other numbers otherwise or lacks; "" where there is none."""
-    ours = {number: token for token, number in mine.items()}
-    for number, token in sorted({number: token for token, number in theirs.items()}.items()):
-        if ours.get(number) != token:
-            there = f"{ours[number]!r}" if number in ours else "no token"
-            return f"token {number} is {token!r} there and {there} here"
-    if len(mine) != len(theirs):
-        return f"it has {len(theirs)} tokens there and {len(mine)} here"
+def difference(mine: Mapping[str, int], theirs: Mapping[str, int], *, padded: bool = False) -> str:
+    """The first token, by its id here, that the other numbers otherwise or lacks; "" where there is none.
+
+    padded: tokens that only the other has do not matter.
+    """
+    there = {number: token for token, number in theirs.items()}
+    for token, number in sorted(mine.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            other = f"{there[number]!r}" if number in there else "no token"
+            return f"token {number} is {token!r} here and {other} there"
+    if len(mine) != len(theirs) and not padded:
+        return f"there are {len(mine)} tokens here and {len(theirs)} there"
     return ""

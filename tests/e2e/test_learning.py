@@ -13,10 +13,11 @@ import pytest
 from tests.e2e.program import ROOT, check_ledger
 
 pytestmark = pytest.mark.e2e
+QUICKSTART = ROOT / "examples" / "quickstart"
 
 
 def quickstart(out: Path, *arguments: str) -> dict[str, object]:
-    script = ROOT / "examples" / "quickstart" / "run.py"
+    script = QUICKSTART / "run.py"
     command = [sys.executable, str(script), "--plain", "--out", str(out), *arguments]
     result = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=800, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
@@ -37,6 +38,29 @@ def test_a_model_begins_to_learn(tmp_path: Path) -> None:
     accuracy, rewards = curves(tmp_path / "quickstart", "--set", "train.max_num_steps=20")
     assert accuracy[-1] > accuracy[0] + 0.15, "0.39 to 0.52 more were seen"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, "0.35 to 0.40 were seen"
+
+
+@pytest.mark.soak
+def test_a_trained_model_teaches_an_untrained_one(tmp_path: Path) -> None:
+    """No reward counts: all that the pupil learns is what the teacher says of its tokens, in either way."""
+    out = tmp_path / "quickstart"
+    trained = curves(out)[0][-1]
+    for loss in ("reverse_kl_advantage", "top_k_jsd"):
+        teacher = f'{{ name = "trained", model = "{out}/grpo/final", loss = "{loss}" }}'
+        settings = [
+            f'policy.model_name_or_path="{out}/sft/final"', f'train.output_dir="{tmp_path}"',
+            f'train.timestamp="{loss}"', "train.train_policy.reward_function={ boxed_math = 0.0 }",
+            "train.max_num_steps=40", f"teacher=[{teacher}]",
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "launcher.cli", "--config", str(QUICKSTART / "grpo_plain.toml")]
+        command += [part for setting in settings for part in ("--set", setting)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
+        summary = json.loads((tmp_path / loss / "summary.json").read_text())
+        taught = [record["score_mean"] for record in summary["validations"]]
+        assert taught[0] < 0.55
+        assert taught[-1] > trained - 0.15, "0.88 and 0.93 were seen after 40 steps, of a teacher of 0.92"
+        assert all(step["metrics"]["advantage_abs_mean"] == 0.0 for step in summary["steps"])
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import shutil
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import Backbone, load_critic, load_model, load_reference
+from policy_worker.model.model import Backbone, load_critic, load_model, load_reference, load_teacher
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, ShutdownRequest
@@ -40,6 +42,8 @@ from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.profiles import Profiles
 from policy_worker.training.sft import HeldOut, Sft
+from policy_worker.training.teacher_client import TeacherClient
+from policy_worker.training.teachers import _key
 from policy_worker.worker import _algorithm, _seed
 from schema.config import Config
 from schema.config.sections.optimizer import PrecisionKeys
@@ -52,8 +56,10 @@ from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
 from tests.policy_worker.material import (
     cut_short,
     encode_step,
+    from_sources,
     random_samples,
     tiny_critic,
+    tiny_lm,
     tiny_model,
     train_step,
     with_shared_prefixes,
@@ -61,6 +67,8 @@ from tests.policy_worker.material import (
 )
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
+from tests.support.teacher_server import TeacherServer, teacher_server
+from tests.support.waiting import until
 
 POLICY = "train.train_policy"
 
@@ -82,7 +90,8 @@ def _trainer(config: Config, place: Place) -> Trainer:
     if config.has_critic:
         critic = Critic(tiny_critic(), config, place.group, Schedule.of_config(config.critic, 40))
     torch.manual_seed(0)
-    return Trainer(model, config, place.group, Schedule(10), reference, critic)
+    teachers = {one.name: load_teacher(config, one, model) for one in config.local_teachers}
+    return Trainer(model, config, place.group, Schedule(10), reference, critic, teachers)
 
 
 def gradient_of_alike_beginnings(config: Config, place: Place) -> dict[str, np.ndarray]:
@@ -197,6 +206,8 @@ watch(
         f"{correction}.off_policy_mask": (UNSET, 0.01),
     },
 )
+MADE = tuple(Made(lambda place, seed=seed: str(write_model(place.directory(), seed))) for seed in (3, 4))
+"""Models of the policy's vocabulary."""
 with_kl = {f"{POLICY}.kl_beta": 0.5, f"{POLICY}.kl_in_reward.beta": 0.5}
 watch(
     gradient,
@@ -205,9 +216,108 @@ watch(
         f"{POLICY}.kl_type": ("k3", "full"),
         f"{POLICY}.unbiased_kl_estimate": (False, True),
         f"{POLICY}.kl_in_reward.type": ("k1", "k2"),
-        "reference.model_name_or_path": tuple(
-            Made(lambda place, seed=seed: str(write_model(place.directory(), seed))) for seed in (3, 4)
-        ),
+        "reference.model_name_or_path": MADE,
+    },
+)
+
+
+def with_teacher(place: Place, **keys: Any) -> dict[str, Any]:
+    data = unclipped(place)
+    data["policy"]["model_name_or_path"] = str(write_model(place.directory(), 0))
+    data["teacher"] = [{"name": "one", "model": str(write_model(place.directory(), 3)), **keys}]
+    return data
+
+
+def teacher_by_advantage(place: Place) -> dict[str, Any]:
+    return with_teacher(place)
+
+
+def teacher_by_divergence(place: Place) -> dict[str, Any]:
+    return with_teacher(place, loss="top_k_jsd", top_k=3)
+
+
+def gradient_of_sources(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The gradient where the prompts of each group are of another source."""
+    algorithm, found = _grpo(config, place, samples=from_sources(random_samples(12), ["math", "code"]))
+    train_step(algorithm, 0)
+    return found
+
+
+watch(gradient, teacher_by_advantage, {"teacher.model": MADE, "teacher.weight": (1.0, 0.5)})
+watch(gradient_of_sources, teacher_by_advantage, {"teacher.source": (["math"], ["math", "code"])})
+watch(
+    gradient,
+    teacher_by_divergence,
+    {
+        "teacher.loss": ("top_k_jsd", With("reverse_kl_k2", {"teacher.top_k": 20})),
+        "teacher.top_k": (3, 7),
+        "teacher.beta": (0.5, 0.2),
+    },
+)
+
+
+def teacher_metrics(config: Config, place: Place) -> list[str]:
+    """Names of the metrics that speak of teachers."""
+    return sorted(name for name in train_step(_grpo(config, place)[0], 0) if name.startswith("teacher/"))
+
+
+watch(teacher_metrics, teacher_by_advantage, {"teacher.name": ("one", "two")})
+
+
+def place_of_a_teacher(config: Config, place: Place) -> list[str]:
+    """Where FSDP keeps the weights of a teacher between its passes; nothing where it does not shard it."""
+    (model,) = _trainer(config, place).teachers.values()
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return [type(state._fsdp_param_group.offload_policy).__name__ for state in states]
+
+
+watch(place_of_a_teacher, teacher_by_advantage, {"teacher.offload": (False, True)})
+
+
+def request_to_a_teacher(config: Config, place: Place) -> list[Any]:
+    """Which server is asked, for which model, with which key, and whether an answer after a while is waited for."""
+    (teacher,) = config.teacher
+    samples = {0: TrainSample.of_wire(random_samples(1)[0])}
+    port = teacher.url.rpartition(":")[2]
+    server, found = _teacher_servers(place)[int(port)], []
+    server.seen, server.fault, server.delay = [], "slow", 0.5
+    with patch.dict(os.environ, {"KEY_A": "a", "KEY_B": "b"}):
+        client = TeacherClient(teacher, 61, _key(teacher))
+        client.ask(samples)
+        until(lambda: client.advance(0.05) or client.is_done or client.trouble, "an answer or a time-out")
+        found = [port, client.is_done, *((body["model"], key) for body, key in server.seen[:1])]
+        client.close()
+    server.fault = ""
+    return found
+
+
+def _teacher_servers(place: Place) -> dict[int, TeacherServer]:
+    if not hasattr(place, "teacher_servers"):
+        place.teacher_servers = {}
+        for _ in range(2):
+            server = place.stack.enter_context(teacher_server(tiny_lm(3)))
+            place.teacher_servers[server.port] = server
+    return place.teacher_servers
+
+
+def _address(number: int) -> Made:
+    return Made(lambda place: list(_teacher_servers(place).values())[number].url)
+
+
+def with_server(place: Place) -> dict[str, Any]:
+    data = unclipped(place)
+    data["teacher"] = [{"name": "far", "url": _address(0).make(place), "served_model": "a"}]
+    return data
+
+
+watch(
+    request_to_a_teacher,
+    with_server,
+    {
+        "teacher.url": (_address(0), _address(1)),
+        "teacher.served_model": ("a", "b"),
+        "teacher.key_variable": ("KEY_A", "KEY_B"),
+        "teacher.timeout": (60.0, 0.1),
     },
 )
 
@@ -330,7 +440,7 @@ watch(
 def samples_of_passes(config: Config, place: Place) -> list[int]:
     """How many samples the micro-batches have that models see without training on them."""
     trainer, seen = (algorithm := _grpo(config, place)[0])._trainer, []
-    for model in (trainer.model, trainer.reference):
+    for model in (trainer.model, trainer.reference, *trainer.teachers.values()):
         if model is not None:
             model.register_forward_pre_hook(
                 lambda _, given: None if torch.is_grad_enabled() else seen.append(given[0].n_samples)
@@ -356,6 +466,19 @@ watch(
     samples_of_passes,
     changed(grpo, {f"{POLICY}.kl_beta": 0.5, "policy.model_max_length": 24}),
     {"reference.mini_batch": (2, 3), "reference.max_token_len_per_mini_batch": (24, 48)},
+)
+
+
+def short_teacher(place: Place) -> dict[str, Any]:
+    data = teacher_by_advantage(place)
+    data["policy"]["model_max_length"] = 24
+    return data
+
+
+watch(
+    samples_of_passes,
+    short_teacher,
+    {"teacher.mini_batch": (2, 3), "teacher.max_token_len_per_mini_batch": (24, 48)},
 )
 watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 

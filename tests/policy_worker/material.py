@@ -66,7 +66,10 @@ def make_trainer(config: Config, group: Group, model: PolicyModel | None = None)
         critic = Critic(
             tiny_critic(packed=packed), config, group, Schedule.of_config(config.critic, total_steps=10)
         )
-    return Trainer(model or tiny_model(packed=packed), config, group, Schedule(10), reference, critic)
+    teachers = {one.name: tiny_model(seed=2 + i) for i, one in enumerate(config.local_teachers)}
+    return Trainer(
+        model or tiny_model(packed=packed), config, group, Schedule(10), reference, critic, teachers
+    )
 
 
 def write_model(directory: Path, seed: int = 0) -> Path:
@@ -186,6 +189,14 @@ def with_common_prompts(samples: Sequence[Sample], group_size: int = 4) -> list[
     return [*found, samples[-1]]
 
 
+def from_sources(samples: Sequence[Sample], names: Sequence[str], group_size: int = 4) -> list[Sample]:
+    """The same, each group from the next of these sources."""
+    return [
+        replace(s, header=s.header.model_copy(update={"source": names[i // group_size % len(names)]}))
+        for i, s in enumerate(samples)
+    ]
+
+
 def with_shared_prefixes(samples: list[Sample], length: int = 2) -> list[Sample]:
     """The same, and all responses of more than `length` tokens begin alike."""
     for sample in samples:
@@ -235,6 +246,7 @@ def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, ti
         oldest_version=[header.oldest_version for header in headers],
         newest_version=[header.newest_version for header in headers],
         finish_reason=[header.finish_reason for header in headers],
+        source=[header.source for header in headers] if any(header.source for header in headers) else [],
         baseline=[header.baseline for header in headers]
         if any(header.baseline for header in headers)
         else [],

@@ -29,6 +29,7 @@ from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import (
     cut_short,
+    from_sources,
     make_config,
     make_table,
     make_trainer,
@@ -58,6 +59,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         gradients.update({f"grad.{of}{name}": whole(p.grad) for name, p in model.named_parameters()})
 
     samples = with_common_prompts(random_samples(**options["samples"]))
+    if config.teacher:
+        samples = from_sources(samples, ["math", "code"])
     if config.grpo.sample_masks.truncated:
         samples = cut_short(samples)
     if config.grpo.min_filter_prefix_tokens:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from schema.config import GrpoConfig
+from schema.config.sections.teacher import TeacherConfig
 from schema.wire.sample import Sample
 
 
@@ -63,6 +64,7 @@ def grpo_loss(
     group_size: int = 4,
     temperature: float = 1.0,
     frozen: PreTrainedModel | None = None,
+    teachers: Sequence[tuple[TeacherConfig, PreTrainedModel]] = (),
 ) -> Tensor:
     """The loss of all samples as one optimizer step. frozen: the reference model of KL terms."""
     known: dict[int, list[float]] = {}
@@ -101,7 +103,10 @@ def grpo_loss(
     total = torch.zeros(())
     for sample, advantage in chosen:
         facts, counts = told[id(sample)], kept[id(sample)]
-        losses = [_token_loss(facts, i, advantage, how) for i in range(len(facts))]
+        judged = _taught(lm, teachers, sample, temperature, how)
+        losses = [
+            _token_loss(facts, i, advantage + judged[i][0], how) + judged[i][1] for i in range(len(facts))
+        ]
         whole = full_kl(lm, frozen, sample, temperature) if how.kl_type == "full" else []
         if how.kl_beta:
             for i, (logprob, _, old) in enumerate(facts):
@@ -124,6 +129,50 @@ def grpo_loss(
             pairs = zip(facts, counts, strict=True)
             nll = -torch.stack([logprob for (logprob, _, _), counted in pairs if counted]).sum()
             total = total + how.positive_nll_coef * nll / n_positive
+    return total
+
+
+def _taught(
+    lm: PreTrainedModel,
+    teachers: Sequence[tuple[TeacherConfig, PreTrainedModel]],
+    sample: Sample,
+    temperature: float,
+    how: GrpoConfig,
+) -> list[tuple[float, Tensor]]:
+    """(advantage, loss) that teachers add to each generated token."""
+    ids = torch.from_numpy(sample.token_ids.astype("int64"))
+    positions = [i for i in range(1, len(ids)) if sample.loss_mask[i]]
+    found = [(0.0, torch.zeros(())) for _ in positions]
+    for teacher, other in teachers:
+        if not teacher.teaches(sample.header.source):
+            continue
+        logits = [m(input_ids=ids[None], use_cache=False).logits[0] / temperature for m in (lm, other)]
+        p, q = (torch.log_softmax(one, 1) for one in (logits[0], logits[1].detach()))
+        for n, i in enumerate(positions):
+            d = p[i - 1, ids[i]] - q[i - 1, ids[i]]
+            old = float(p[i - 1, ids[i]].detach()) if how.recomputes_old else float(sample.logprobs[i])
+            advantage, loss = 0.0, torch.zeros(())
+            if teacher.loss == "reverse_kl_advantage":
+                advantage = float(q[i - 1, ids[i]]) - old
+            elif teacher.loss in ("reverse_kl_k2", "reverse_kl_k3"):
+                loss = _kl(d, teacher.loss[-2:]).clamp(max=10.0)
+            elif teacher.loss == "reverse_kl_full":
+                loss = sum((p[i - 1, v].exp() * (p[i - 1, v] - q[i - 1, v]) for v in range(p.shape[1])), loss)
+            else:
+                loss = _jsd(p[i - 1].exp(), q[i - 1].exp(), teacher.top_k, teacher.beta)
+            found[n] = found[n][0] + teacher.weight * advantage, found[n][1] + teacher.weight * loss
+    return found
+
+
+def _jsd(p: Tensor, q: Tensor, k: int, beta: float) -> Tensor:
+    """Over the k likeliest tokens of q, and all others together."""
+    chosen = q.argsort(descending=True)[:k].tolist()
+    others = [v for v in range(len(q)) if v not in chosen]
+    pairs = [(p[v], q[v]) for v in chosen] + [(p[others].sum(), q[others].sum())] * bool(others)
+    total = torch.zeros(())
+    for a, b in pairs:
+        m = beta * b + (1 - beta) * a
+        total = total + beta * b * torch.log(b / m) + (1 - beta) * a * torch.log(a / m)
     return total
 
 

@@ -66,9 +66,10 @@ def refused(function: Callable[..., object], *arguments: object) -> list[Problem
 
 
 def write(data: dict[str, Any], path: list[str] | tuple[str, ...], value: Any) -> None:
-    """Write one value, with the tables around it."""
+    """Write one value, with the tables around it; of a list of tables into the first."""
     for part in path[:-1]:
-        data = data.setdefault(part, {})
+        found = data.setdefault(part, {})
+        data = found[0] if isinstance(found, list) else found
     data[path[-1]] = value
 
 

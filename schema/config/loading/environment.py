@@ -8,7 +8,7 @@ a table whose keys are the user's own (`custom`, `rollout.engine_kwargs`) they b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from schema.config.loading.explain import all_fields, annotation_of, section_classes, suggest_key
 from schema.config.problem import MOST_SHOWN, KeyPath, Problem, format_key
@@ -73,10 +73,13 @@ def without_effect(env: Mapping[str, str]) -> list[Problem]:
 
 
 def _schema_path(parts: list[str]) -> KeyPath:
-    """The parts with the schema's own spelling where it has such names, else in lower case."""
+    """The parts in the schema's spelling where it has such names, else in lower case; items of lists by number."""
     path: KeyPath = ()
     annotation: Any = Config
     for part in parts:
+        if get_origin(annotation) is list and part.isascii() and part.isdigit():
+            path = (*path, int(part[:6]))  # an item: the annotation of its keys is the list's
+            continue
         names = {
             name.lower(): name for section in section_classes(annotation) for name in section.model_fields
         }

@@ -66,6 +66,8 @@ def _key_path(detail: ErrorDetails, data: Any) -> KeyPath:
             path, data = (*path, part), data[part]
     if detail["type"] == "union_tag_invalid":
         path = (*path, "type")
+    if detail["type"] == "missing":
+        path = (*path, detail["loc"][-1])
     return path
 
 
@@ -89,6 +91,8 @@ def annotation_of(path: KeyPath) -> Any:
     """The declared type of a field by its path; None where the schema has no such field."""
     annotation: Any = Config
     for part in path:
+        if isinstance(part, int):
+            continue  # an item of a list of tables: the list's type has their class
         found = [
             model.model_fields[str(part)]
             for model in section_classes(annotation)
@@ -101,12 +105,18 @@ def annotation_of(path: KeyPath) -> Any:
 
 
 def section_classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The section classes that a type can be."""
+    """The section classes that a type can be, or that a list of tables holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) is Annotated or _is_union(annotation):
+    elif get_origin(annotation) in (Annotated, list) or _is_union(annotation):
         for part in get_args(annotation):
             yield from section_classes(part)
+
+
+def is_list_of_tables(path: tuple[str, ...]) -> bool:
+    """Whether a path names tables that stand as often as one likes: `[[teacher]]`."""
+    annotation = annotation_of(path)
+    return get_origin(annotation) is list and any(True for _ in section_classes(annotation))
 
 
 def _is_union(annotation: Any) -> bool:
@@ -149,7 +159,7 @@ def _plural(annotation: Any) -> str:
         return _plural(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "names, each " + describe(annotation)
-    return _PLURALS.get(annotation, "values")
+    return "tables" if any(True for _ in section_classes(annotation)) else _PLURALS.get(annotation, "values")
 
 
 def found(value: Any) -> str:
@@ -216,6 +226,8 @@ def _other_fault(detail: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "finite_number":
         return f"must be a finite number, got {value}"
+    if kind == "missing":
+        return "must be written"
     if kind == "string_too_short":
         return "must not be empty"
     if kind in ("too_short", "too_long"):
@@ -256,6 +268,8 @@ def _type_hint(path: KeyPath, value: Any, expected: str) -> str:
         return f'write it in quotes: {name} = "{_short(value)}"'
     if expected == "a table":
         return f"write a table: [{format_key(path)}]"
+    if expected == "a list of tables":
+        return f"write each as a table: [[{format_key(path)}]]"
     return _meaning(field_path(path))
 
 

@@ -142,11 +142,12 @@ class Layers:
             else:
                 self._replace(into, inner, value, origin)
 
-    def _replace(self, into: dict[str, Any], path: KeyPath, value: Any, origin: Any) -> None:
-        if path[-1] in into:
-            for inside in [path, *_inside(into[str(path[-1])], path)]:
+    def _replace(self, into: Any, path: KeyPath, value: Any, origin: Any) -> None:
+        part = path[-1]
+        if part < len(into) if isinstance(part, int) else part in into:
+            for inside in [path, *_inside(into[part], path)]:
                 self.origins.pop(inside, None)
-        into[str(path[-1])] = value
+        _put(into, part, value)
         for inside in [path, *_inside(value, path)]:
             self.origins[inside] = origin(inside)
 
@@ -156,15 +157,21 @@ class Layers:
             self.problems.append(depth_problem(path[:NAMED]).at(origin.source[:80]))
             return
         table: Any = self.data
-        for end, part in enumerate(path[:-1], 1):
-            if part not in table:
-                table[part] = {}
-                self.origins[path[:end]] = origin
-            table = table[part]
-            if not isinstance(table, dict):
+        for end, part in enumerate(path):
+            wanted, kind = (list, "a list") if isinstance(part, int) else (dict, "a table")
+            fault = "" if isinstance(table, wanted) else f"is not {kind}"
+            if not fault and isinstance(part, int) and part > len(table):
+                fault = f"has {len(table)} items: the next one is [{len(table)}]"
+            if fault:
                 name = format_key(path[:end])
-                self.problems.append(Problem(name, f"{name} is not a table", value, file=origin.source))
+                self.problems.append(Problem(name, f"{name} {fault}", value, file=origin.source))
                 return
+            if end + 1 == len(path):
+                break
+            if part == len(table) if isinstance(part, int) else part not in table:
+                _put(table, part, [] if isinstance(path[end + 1], int) else {})
+                self.origins[path[: end + 1]] = origin
+            table = table[part]
         self._replace(table, path, value, lambda _: origin)
 
 
@@ -212,6 +219,14 @@ def without_port(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(port, str) and (port == "" or (port.isascii() and port.isdigit() and len(port) <= 5)):
         return {key: value for key, value in data.items() if key != "redis"}
     return data
+
+
+def _put(into: Any, part: str | int, value: Any) -> None:
+    """Write a key of a table, an item of a list, or the next item of it."""
+    if isinstance(part, int) and part == len(into):
+        into.append(value)
+    else:
+        into[part] = value
 
 
 def _at(table: Any, path: KeyPath) -> Any:

@@ -76,8 +76,32 @@ def depth_problem(path: KeyPath) -> Problem:
     return Problem(format_key(path), message, hint="no key needs that; is it the right file?")
 
 
-def dotted_path(name: str) -> tuple[str, ...] | None:
-    """A dotted key, quoted parts allowed, as its parts, the first ones of too many; None for what is not a key."""
+_ITEM = re.compile(r"\[(\d{1,6})\]")
+
+
+def dotted_path(name: str) -> KeyPath | None:
+    """A dotted key as its parts, the first ones of too many; None for what is not a key.
+
+    Quoted parts are allowed, and items of lists: `teacher[0].weight`.
+    """
+    if not _ITEM.search(name) or '"' in name or "'" in name:
+        return _plain_path(name)
+    path: KeyPath = ()
+    for place, part in enumerate(_ITEM.split(name)):
+        if place % 2:
+            path = (*path, int(part))
+        elif part:
+            inner = _plain_path(part.removeprefix(".") if path else part)
+            if inner is None or (path and not part.startswith(".")):
+                return None
+            path = (*path, *inner)
+        elif not path:
+            return None
+    return path[: MAX_DEPTH + 1]
+
+
+def _plain_path(name: str) -> tuple[str, ...] | None:
+    """A dotted key without items."""
     if found := _LONG_KEY.match(name):
         return tuple(found.group().split(".")[: MAX_DEPTH + 1])
     try:

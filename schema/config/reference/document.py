@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from schema.config.availability import refused_by
 from schema.config.keys import leaf_keys, published_keys, section_keys
+from schema.config.loading.explain import is_list_of_tables
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.reference.lookup import MUST, UNSET, KeyInfo, SectionInfo, all_infos, look_up
 
@@ -74,7 +75,7 @@ def _overview() -> Iterator[str]:
 
 
 def _section(section: SectionInfo) -> Iterator[str]:
-    yield f"## `[{section.key}]`\n" if section.key else "## Outside of sections\n"
+    yield f"## `{_title(section.key)}`\n" if section.key else "## Outside of sections\n"
     if section.key:
         yield section.description.replace("\n", "  \n") + "\n"
         row = refused_by(section.key)
@@ -136,7 +137,11 @@ def _line(text: str) -> str:
 
 def _link(key: str) -> str:
     """A link to a section: the anchor is the heading without its signs."""
-    return f"[`[{key}]`](#{key.replace('.', '')})"
+    return f"[`{_title(key)}`](#{key.replace('.', '')})"
+
+
+def _title(key: str) -> str:
+    return f"[[{key}]]" if is_list_of_tables(tuple(key.split("."))) else f"[{key}]"
 
 
 def _row(*cells: str) -> str:

@@ -29,7 +29,7 @@ from schema.config.keys import (
     section_keys,
 )
 from schema.config.loading.environment import PREFIX, SEPARATOR, variable_of
-from schema.config.loading.explain import closest, describe, section_classes
+from schema.config.loading.explain import closest, describe, is_list_of_tables, section_classes
 from schema.config.loading.tomlread import parse_value
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import ConfigError, Problem
@@ -231,7 +231,15 @@ def _info(key: str, info: FieldInfo) -> KeyInfo:
     value = example_value(key, info)
     line = f"{name} = {toml_value(value)}"
     bare = value if isinstance(value, str) and parse_value(value) == value else toml_value(value)
-    example = f"[{section}]\n{line}" if section else f"[{name}]\nmine = 1"
+    is_list = is_list_of_tables(tuple(section.split("."))) if section else False
+    table = f"[[{section}]]" if is_list else f"[{section}]"
+    item = f"{section}[0].{name}" if is_list else key
+    place = (section, "0", name) if is_list else tuple(key.split("."))
+    if is_list:  # with the keys that each of its tables must have
+        needed = [n for model in models_at(section) for n, f in model.model_fields.items() if f.is_required()]
+        others = [(n, example_value(f"{section}.{n}", fields_of(f"{section}.{n}")[0][1])) for n in needed]
+        line = "\n".join([*(f"{n} = {toml_value(v)}" for n, v in others if n != name), line])
+    example = f"{table}\n{line}" if section else f"[{name}]\nmine = 1"
     return KeyInfo(
         key=key,
         description=info.description or "",
@@ -246,8 +254,8 @@ def _info(key: str, info: FieldInfo) -> KeyInfo:
         kind=seen.kind,
         effect=seen.sentence,
         example=example,
-        override=f"{key}={bare}" if section else "",
-        variable=f"{variable_of(tuple(key.split('.')))}={bare}" if section else "",
+        override=f"{item}={bare}" if section else "",
+        variable=f"{variable_of(place)}={bare}" if section else "",
     )
 
 

@@ -4,7 +4,7 @@ Every rule refuses a configuration that would fail, deadlock or silently do some
 changes anything. They are grouped by what they speak of:
 
     batch timing                    sizes and lengths; staleness and waits
-    algorithm                       loss, advantages, KL terms
+    algorithm teacher               loss, advantages, KL terms; distillation
     training mesh placement         how a model is trained, and where
     model                           the model that is named
     checkpoint weights              what is saved, and how versions travel
@@ -38,6 +38,7 @@ from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.rules.profiler import PROFILER_RULES, PROFILER_WARNINGS
 from schema.config.rules.reward import EVALUATION_RULES, REWARD_RULES
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
+from schema.config.rules.teacher import TEACHER_RULES, TEACHER_WARNINGS
 from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
 from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
@@ -60,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *TIMING_RULES,
     *ALGORITHM_RULES,
+    *TEACHER_RULES,
     *TRAINING_RULES,
     *CHECKPOINT_RULES,
     *ENGINE_RULES,
@@ -100,6 +102,7 @@ WARNINGS: tuple[Rule, ...] = (
     losses_can_be_made_good,
     *BATCH_WARNINGS,
     *ALGORITHM_WARNINGS,
+    *TEACHER_WARNINGS,
     *TIMING_WARNINGS,
     *TRAINING_WARNINGS,
     *ROLE_WARNINGS,

@@ -129,6 +129,8 @@ def _caps(config: Config) -> Iterator[tuple[str, int | None]]:
     if config.is_grpo:
         yield f"{_POLICY}.old_log_prob.{_BUDGET}", config.grpo.old_log_prob.max_token_len_per_mini_batch
         yield f"reference.{_BUDGET}", config.reference.max_token_len_per_mini_batch
+        for number, teacher in enumerate(config.teacher):
+            yield f"teacher[{number}].{_BUDGET}", teacher.max_token_len_per_mini_batch
         if config.critic.enable:
             yield f"critic.{_BUDGET}", config.critic.max_token_len_per_mini_batch
 

@@ -57,6 +57,7 @@ OF_ANOTHER_JOB = (
     ),
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
     Idle("critic", _is_grpo, "supervised training has no critic", but=("enable",)),
+    Idle("teacher", _is_grpo, "supervised training has no samples of the policy, which a teacher judges"),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
     Idle(
@@ -180,7 +181,9 @@ BESIDE_AN_EVALUATION = tuple(
     Idle(name, lambda _: False, "an evaluation scores a file and runs nothing else", but=but)
     for name, but in {
         "train": _OF_EVERY_JOB,
-        **dict.fromkeys(("policy", "rollout", "validation", "controller", "redis", "weight_sync"), ()),
+        **dict.fromkeys(
+            ("policy", "teacher", "rollout", "validation", "controller", "redis", "weight_sync"), ()
+        ),
         **dict.fromkeys(("placement", "launcher", "logging", "profiler"), ()),
         "reward": ("timeout", "num_workers", "retries", "environment"),
     }.items()

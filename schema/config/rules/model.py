@@ -217,7 +217,7 @@ def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
         return
     key, name = _CRITIC, critic.model_name_or_path
     if name is not None:
-        yield from _directory_problems(key, name, "model", ("config.json",))
+        yield from directory_problems(key, name, "model", ("config.json",))
         (mine, _), (theirs, _) = (
             _facts(config),
             _facts_at(key, name, critic.model_revision, critic.override_config),
@@ -317,7 +317,7 @@ def _shorter(config: Config, key: str, longest: int) -> str:
 def model_is_there(config: Config) -> Iterator[Problem]:
     """A local model is a directory with a config.json; anything else is a name on the hub."""
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
-    problems = _directory_problems(_MODEL, name, "model", ("config.json",))
+    problems = directory_problems(_MODEL, name, "model", ("config.json",))
     yield from problems
     if not problems:
         yield from _revision_problems("policy", name, revision)
@@ -338,10 +338,10 @@ def tokenizer_is_there(config: Config) -> list[Problem]:
     if name is None:
         return []
     files = ("tokenizer_config.json", "tokenizer.json")
-    return _directory_problems("policy.tokenizer_name_or_path", name, "tokenizer", files)
+    return directory_problems("policy.tokenizer_name_or_path", name, "tokenizer", files)
 
 
-def _directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
+def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
     """What is wrong with a local directory that must hold one of some files; nothing with a name on the hub."""
     path = local_path(name)
     if path is None:

@@ -32,7 +32,8 @@ def rewards_are_known(config: Config) -> Iterator[Problem]:
     if not config.is_grpo:
         return
     key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
-    yield from reward_problems(key, config.grpo.reward_function, weights, config.custom)
+    spec = config.grpo.reward_function
+    yield from reward_problems(key, spec, weights, config.custom, may_be_0=bool(config.teacher))
     for name in config.grpo.filter_metrics:
         if name not in weights:
             hint = f"write one of {', '.join(weights)}"
@@ -44,15 +45,23 @@ def rewards_are_known(config: Config) -> Iterator[Problem]:
 
 
 def reward_problems(
-    key: str, spec: RewardSpec, weights: Mapping[str, float], custom: Collection[str]
+    key: str,
+    spec: RewardSpec,
+    weights: Mapping[str, float],
+    custom: Collection[str],
+    *,
+    may_be_0: bool = False,
 ) -> Iterator[Problem]:
-    """What is wrong with the reward functions that a key names. custom: keys of `[custom]`."""
+    """What is wrong with the reward functions that a key names. custom: keys of `[custom]`.
+
+    may_be_0: all weights may be, since something else says what is better.
+    """
     if not weights:
         hint = f'write {key} = "boxed_math", or another of {", ".join(BUILTIN_REWARDS)}'
         yield Problem(key, "no reward function is named", spec, hint)
         return
     yield from filter(None, (_reward_problem(key, name, custom) for name in weights))
-    if not any(weights.values()):
+    if not any(weights.values()) and not may_be_0:
         message, hint = "all weights are 0: no answer is better than another", "give one of them a weight"
         yield Problem(key, message, dict(weights), hint)
 

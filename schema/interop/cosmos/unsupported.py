@@ -9,7 +9,7 @@ from schema.interop.engine.unsupported import ClosedList, because
 
 _DIFFUSION = "diffusion and world models are not trained here"
 _VLA = "vision-language-action models and their simulators are not trained here"
-_DISTILLATION = "distillation from a teacher is not built here; the schema has no key for it"
+_DISTILLATION = "distillation is not converted: name the teacher in [[teacher]]"
 _TRANSPORT = "weights travel as files of a store or by vLLM's own transfer; such a step does not exist"
 _DATALOADER = (
     "the controller deals prompts from one seeded order (train.seed), every position exactly once; no "

@@ -58,11 +58,11 @@ _BEAM = "beam search makes no samples of the policy: it cannot be trained on"
 _SCHEDULER = "how ROLL schedules requests among its workers; here replicas lease groups from the controller"
 
 _PIPELINE = (
-    "of ROLL's pipelines only RLVR has a counterpart: environments of agents, pairs of answers (DPO), a teacher "
-    "(distillation) and diffusion are not trained here"
+    "of ROLL's pipelines only RLVR is converted: environments of agents, pairs of answers (DPO) and diffusion are "
+    "not trained here, and a teacher (distillation) is written as [[teacher]]"
 )
 _DPO = "a part of ROLL's DPO pipeline: training on pairs of answers is not supported"
-_DISTILLATION = "a part of ROLL's distillation, which is not supported: no teacher is loaded"
+_DISTILLATION = "a part of ROLL's distillation, which is not converted: name the teacher in [[teacher]]"
 
 _DEEPSPEED_TABLES = ("deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload")
 

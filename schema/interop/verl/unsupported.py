@@ -219,7 +219,7 @@ _REASONS: dict[str, str] = {
     **below("model", _MODEL),
     **{key: reason for key, reason in _ROLE.items() if key.startswith("optim.")},
     "skip.*": "replays rollouts from files to test verl itself",
-    "distillation.*": "distillation from a teacher is not supported",
+    "distillation.*": "distillation is not converted: name the teacher in [[teacher]]",
     "async_training.*": "a detail of verl's asynchronous trainer; here replicas lease groups from the controller",
     "transfer_queue.*": "samples travel through the controller and its payload store",
     **_ARTEFACTS,

@@ -35,6 +35,8 @@ def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
     named = credentials_of(role, USERS, store, ["AWS_SESSION_TOKEN"])
     scores = {"AWS_SESSION_TOKEN": "aws-session"} if role in (Role.ROLLOUT, Role.DATA) else {}
     assert named == {**given, **scores}
+    taught = credentials_of(role, {**USERS, "KEY": "k"}, store, teachers=["KEY"])
+    assert ("KEY" in taught) == (role is Role.POLICY)
     assert ("HF_TOKEN" in given) == (role not in (Role.CONTROLLER, Role.REDIS))
 
 

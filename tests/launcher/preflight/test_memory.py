@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from launcher.plan.machine import find_capacity, host_memory, parse_gpus
 from launcher.preflight.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
 from launcher.preflight.models import LocalModel, Shape
+from schema.config.sections.teacher import TeacherConfig
 from tests.launcher.samples import config
 
 SHAPE = Shape(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=12, vocabulary=20)
@@ -88,6 +90,21 @@ def test_a_critic_is_trained_as_well() -> None:
         assert found[f"critic: {name}"] == alone[name]
     there = {part.device for part in trainer(with_critic, MODEL, 2, 2, {"critic": "GPU 4"}) if part.device}
     assert there == {"GPU 4"}
+
+
+def test_local_teachers_are_kept_as_well() -> None:
+    one, far = {"name": "one", "model": "a/b", "offload": True}, {"name": "far", "url": "http://a:1"}
+    config = job(param_dtype="bfloat16").model_copy(
+        update={
+            "teacher": [TeacherConfig(**one), TeacherConfig(name="two", model="c/d"), TeacherConfig(**far)]
+        }
+    )
+    large = replace(MODEL, parameters=7 * MODEL.parameters)
+    found = {part.name: part for part in trainer(config, MODEL, 2, 2, teachers={"two": large})}
+    assert (found["teacher one"].bytes, found["teacher one"].device) == (1000, "host")
+    assert found["teacher one"].formula.endswith(", if as large")
+    assert (found["teacher two"].bytes, found["teacher two"].device) == (7000, "")
+    assert "teacher far" not in found
 
 
 def test_several_micro_batches_keep_whole_gradients() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +24,7 @@ from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.policy_worker.training.cases import algorithm, cut
 from tests.support.devices import rounding
 from tests.support.effort import examples
+from tests.support.teacher_server import SERVED, teacher_server
 
 SAMPLES = {"n": 9, "n_masked": 1}
 GRPO = {"mini_batch": 2, "entropy_coeff": 0.02, "positive_nll_coef": 0.1}
@@ -37,6 +39,13 @@ EVERYTHING = {
     "min_filter_prefix_tokens": 2,
 }
 """Passes over all samples before training, sums over all ranks for advantages, and masks by groups."""
+
+TEACHERS = [
+    {"name": "a", "model": "unused", "loss": "reverse_kl_full", "source": ["math"], "offload": True},
+    {"name": "b", "model": "unused", "loss": "top_k_jsd", "top_k": 5},
+    {"name": "c", "model": "unused", "source": ["code"], "mini_batch": 1},
+]
+"""One for each way to teach: states and a head, likeliest tokens, log-probs; sharded like the policy."""
 
 Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 
@@ -118,10 +127,19 @@ def with_critic() -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, whole | {"grpo": grpo | size, "sections": {"critic": critic | {"mini_batch": 1}}}
 
 
+@pytest.fixture
+def far() -> Iterator[dict[str, Any]]:
+    """A teacher on a server, which each rank asks for its own samples."""
+    with teacher_server(tiny_lm(seed=9)) as server:
+        yield {"name": "d", "url": server.url, "served_model": SERVED, "loss": "reverse_kl_k2"}
+
+
 @pytest.mark.slow
 @pytest.mark.scaled
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.soak)])
-def test_several_ranks_equal_one_whatever_the_algorithm(tmp_path: Path, group: Group, world: int):
+def test_several_ranks_equal_one_whatever_the_algorithm(
+    tmp_path: Path, group: Group, world: int, far: dict[str, Any]
+):
     # the first with passes over all samples, empty micro-batches, packed, and guessed ahead
     random, size = Random(world), {"max_token_len_per_mini_batch": 25}
     whole = {"grpo": GRPO | EVERYTHING, "samples": SAMPLES, "steps": 2}
@@ -130,7 +148,13 @@ def test_several_ranks_equal_one_whatever_the_algorithm(tmp_path: Path, group: G
         "train": {"sequence_packing": True},
         "ahead": "partly",
     }
-    pairs = [(whole, parted), with_critic(), *(drawn(random) for _ in range(examples(6)))]
+    taught = whole | {"sections": {"teacher": [*TEACHERS, far]}}
+    pairs = [
+        (whole, parted),
+        (taught, parted | {"sections": taught["sections"]}),
+        with_critic(),
+        *(drawn(random) for _ in range(examples(6))),
+    ]
     found = run_each(tmp_path / "ranks", world, [parted for _, parted in pairs])
     for (whole, parted), (tensors, metrics) in zip(pairs, found, strict=True):
         alone, expected = train(group, whole)

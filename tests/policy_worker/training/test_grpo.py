@@ -54,14 +54,14 @@ def trained(
     grpo: dict[str, Any],
     train: dict[str, Any] | None = None,
     change: Callable[[Grpo], None] = lambda _: None,
+    **sections: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """(metrics, gradient of each parameter on the CPU) of one optimizer step with plain descent: lr 1, no clipping.
 
     AdamW would hide the size of a gradient; the gradient is caught by a hook that runs when it is complete.
     """
-    algorithm = make_grpo(
-        group, make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}), encode_step(samples)
-    )
+    config = make_config(grpo, {"optm_grad_norm_clip": 0.0, **(train or {})}, **sections)
+    algorithm = make_grpo(group, config, encode_step(samples))
     change(algorithm)
     found: dict[str, torch.Tensor] = {}
     trainer = algorithm._trainer

@@ -38,10 +38,11 @@ def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, text: str) 
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
-        ({"a": 0, "c": 1}, "token 1 is 'c' there and 'b' here"),
-        ({"a": 0, "b": 1, "c": 2}, "token 2 is 'c' there and no token here"),
-        ({"a": 0}, "it has 1 tokens there and 2 here"),
+        ({"a": 0, "c": 1}, "token 1 is 'b' here and 'c' there"),
+        ({"a": 0}, "token 1 is 'b' here and no token there"),
+        ({"a": 0, "b": 1, "c": 2}, "there are 2 tokens here and 3 there"),
     ],
 )
 def test_the_first_difference_is_named(theirs: dict[str, int], expected: str) -> None:
     assert difference({"a": 0, "b": 1}, theirs) == expected
+    assert difference({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2}, padded=True) == ""

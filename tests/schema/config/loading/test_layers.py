@@ -357,3 +357,73 @@ def verdict(files: list[Path], sets: list[str], env: dict[str, str]) -> tuple[Lo
         return load(files, sets, env), []
     except ConfigError as error:
         return None, list(error.problems)
+
+
+TEACHERS = """
+[[teacher]]
+name = "near"
+model = "a/b"
+
+[[teacher]]
+name = "far"
+url = "http://a:1"
+"""
+
+
+def test_tables_in_a_list_are_written_one_by_one(tmp_path: Path, base: Path) -> None:
+    """By --set and by variables, the next one too; whole from a later file."""
+    file = write(tmp_path, "teachers.toml", TEACHERS)
+    sets = [
+        "teacher[0].weight=2.0",
+        "teacher[2].name=third",
+        'teacher[2].model="c/d"',
+        'teacher[1].source=["x"]',
+    ]
+    loaded = load([base, file], sets, {"COSMOS_TEACHER__1__WEIGHT": "0.5"})
+    assert [(one.name, one.weight, one.source) for one in loaded.config.teacher] == [
+        ("near", 2.0, []), ("far", 0.5, ["x"]), ("third", 1.0, []),
+    ]  # fmt: skip
+    origin = loaded.layers.origin(("teacher", 0, "weight"))
+    assert origin is not None
+    assert origin.kind == "set"
+    again = load([write(tmp_path, "resolved.toml", loaded.config.to_toml())])
+    assert again.config == loaded.config
+    only = load([base, file, write(tmp_path, "last.toml", '[[teacher]]\nname = "only"\nmodel = "e/f"')])
+    assert [one.name for one in only.config.teacher] == ["only"]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        (
+            "[[teacher]]\nname = 'a'\nmodel = 'a/b'\nweigth = 1.0",
+            ":4:1: teacher[0].weigth",
+            "did you mean `weight`",
+        ),
+        ("[teacher]\nname = 'a'", ":1:1: teacher", "write each as a table: [[teacher]]"),
+        (
+            "[[teacher]]\nname = 'a'\nmodel = 'a/b'\n[[teacher]]\nmodel = 3",
+            ":4:1: teacher[1].name",
+            "must be written",
+        ),
+        ("[[teachers]]\nname = 'a'", ":1:1: teachers", "did you mean `teacher`"),
+    ],
+)
+def test_faults_in_a_list_of_tables_have_their_place(
+    tmp_path: Path, base: Path, text: str, place: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([base, write(tmp_path, "bad.toml", text)])
+    assert f"bad.toml{place}" in str(error.value)
+    assert words in str(error.value)
+
+
+def test_what_cannot_be_written_into_a_list(tmp_path: Path, base: Path) -> None:
+    for text, words in (
+        ("teacher[3].weight=1.0", "teacher has 0 items: the next one is [0]"),
+        ("train[0].seed=1", "train is not a list"),
+        ("teacher[0][1].x=1", "teacher[0]: expected a list of tables"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load([base], [text])
+        assert words in str(error.value), text

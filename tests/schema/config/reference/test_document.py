@@ -24,7 +24,7 @@ def rows() -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {}
     section = ""
     for line in document().split("\n"):
-        if heading := re.match(r"## `\[(.*)\]`", line):
+        if heading := re.match(r"## `\[+([^\]]*)\]+`", line):
             section = heading[1] + "."
         elif line.startswith("## Outside"):
             section = ""
@@ -44,7 +44,7 @@ def test_every_key_has_a_row_and_every_section_a_heading() -> None:
     assert sum(map(len, rows().values())) == len(list(all_infos()))
     text = document()
     for key in section_keys():
-        assert f"## `[{key}]`" in text
+        assert f"## `[{key}]`" in text or f"## `[[{key}]]`" in text
         assert f"](#{key.replace('.', '')})" in text
 
 

@@ -48,11 +48,13 @@ def _check_example(info: KeyInfo) -> None:
     Config.model_validate(data)
     if info.override:
         name, _, text = info.override.partition("=")
-        assert dotted_path(name) == tuple(info.key.split("."))
+        assert tuple(part for part in dotted_path(name) or () if isinstance(part, str)) == tuple(
+            info.key.split(".")
+        )
         assert info.variable.endswith(f"={text}")
         value: Any = tomllib.loads(info.example)
         for part in info.key.split("."):
-            value = value[part]
+            value = value[0][part] if isinstance(value, list) else value[part]
         assert parse_value(text) == value
 
 

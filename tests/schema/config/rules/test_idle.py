@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {
     "validation.temperature": 0.5,
     "reward.timeout": 1.0,
     "critic.mu_iterations": 2,
+    "teacher": [{"name": "one", "model": "Qwen/Qwen3-0.6B"}],
     "weight_sync.keep": 2,
     "train.sync_weight_interval": 2,
     "controller.lease_timeout": 60.0,

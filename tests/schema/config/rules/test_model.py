@@ -196,9 +196,11 @@ def test_a_critic_reads_the_policys_tokens(tmp_path: Path) -> None:
     for name, token in (("policy", "a"), ("critic", "b")):
         text = json.dumps({"model": {"vocab": {token: 0}}, "added_tokens": []})
         (tmp_path / name / "tokenizer.json").write_text(text)
-    check_case(Case(critic_reads_the_policy, other, key, ("token 0 is 'b' there and 'a' here",)), GRPO)
+    check_case(Case(critic_reads_the_policy, other, key, ("token 0 is 'a' here and 'b' there",)), GRPO)
     by_tokenizer = values | {"critic.tokenizer_name_or_path": str(tmp_path / "critic")}
-    case = Case(critic_reads_the_policy, by_tokenizer, "critic.tokenizer_name_or_path", ("token 0 is 'b'",))
+    case = Case(
+        critic_reads_the_policy, by_tokenizer, "critic.tokenizer_name_or_path", ("token 0 is 'a' here",)
+    )
     check_case(case, GRPO)
     assert list(critic_reads_the_policy(config_of(GRPO, values))) == []
 

@@ -1,0 +1,337 @@
+"""Teachers in a training step: what they say of its samples, and what that adds to advantages and losses.
+
+    prepare   before any sample is trained on: a pass of each local teacher, the requests to each server
+    teach     for each micro-batch: −w (log π_old − log q) to advantages, divergences to the losses of its tokens
+
+Each teacher has a part in the samples of its sources, and several in one sample add up. A sample without a teacher
+has none of it; one with a teacher is computed even where its advantage is 0. All of it is of single tokens, so no
+gradient depends on how the step is cut. The formulas: `algorithms.distillation`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policy_worker.algorithms.distillation import reverse_kl_advantage, reverse_kl_estimate, top_k_jsd
+from policy_worker.algorithms.losses import PolicyTokens
+from policy_worker.errors import SettingsError, TeacherError
+from policy_worker.model.logprobs import (
+    Beside,
+    Head,
+    TokenOutputs,
+    TopTokens,
+    logprobs_at,
+    token_kl,
+    top_tokens,
+)
+from policy_worker.model.micro_batch import MicroBatch, TrainSample
+from policy_worker.model.model import More
+from policy_worker.process import ShutdownRequest
+from policy_worker.ranges import span
+from policy_worker.trainer import Trainer
+from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass
+from policy_worker.training.metrics import Metrics
+from policy_worker.training.teacher_client import TeacherClient
+from schema.config import Config
+from schema.config.modules import CANNOT_LOAD, remedy
+from schema.config.sections.teacher import TeacherConfig
+from schema.wire.batch import StepTable
+
+log = logging.getLogger(__name__)
+
+SLICE = 1.0
+"""Seconds of one round of waiting for a server: so often a request to leave is looked at."""
+DIVERGENCES = ("reverse_kl_full", "top_k_jsd")
+"""Losses that are computed from the policy's hidden states."""
+
+
+@dataclass
+class Teaching:
+    """One teacher in this step: what it said of the samples of this rank, by row.
+
+    logprobs: of the learned tokens, [n]. top: its likeliest tokens, [n, k]. hidden: its states [n, D], of output
+    head `head`.
+    """
+
+    teacher: TeacherConfig
+    client: TeacherClient | None = None
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    top: dict[int, TopTokens] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    head: Head | None = None
+
+
+class Teachers:
+    """See the module's docstring. All ranks call alike."""
+
+    def __init__(self, config: Config, trainer: Trainer) -> None:
+        """Raises `TeacherError` for an API key that is not there."""
+        self._trainer, self._config = trainer, config
+        self._temperature = config.sampling_temperature if config.is_grpo else 1.0
+        self._batching = Batching.of_config(config)
+        self._all = [
+            Teaching(one, None if one.is_local else TeacherClient(one, trainer.vocabulary, _key(one)))
+            for one in config.teacher
+        ]
+        self.shutdown = ShutdownRequest()
+        self.say: Callable[[str], None] = lambda _: None
+        """Shows what this rank waits for; "": it goes on."""
+
+    @property
+    def trouble(self) -> str:
+        """Which servers do not answer; "": none."""
+        return "; ".join(filter(None, (one.client.trouble for one in self._all if one.client)))
+
+    def rows(self, table: StepTable) -> set[int]:
+        """The rows that some teacher has a part in. Of the table alone."""
+        return {
+            row
+            for row in range(table.n_samples)
+            if any(one.teacher.weight and one.teacher.teaches(_source(table, row)) for one in self._all)
+        }
+
+    def meet(self, tokenize: Callable[[str], list[int]]) -> bool:
+        """Look whether the servers are the ones that are meant; False: this replica was asked to leave meanwhile.
+
+        Raises:
+            TeacherError: one is not.
+        """
+        for one in self._all:
+            if one.client is not None:
+                one.client.meet(tokenize, self._config.longest_sequence)
+                if not self._wait(one.client):
+                    return False
+        return True
+
+    def prepare(
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        alike: Sequence[int] | None,
+    ) -> bool:
+        """Have all teachers judge the samples of a plan; False: asked to leave while a server did not answer.
+
+        A collective. Raises:
+            TeacherError: a server refuses, or answers of something else.
+        """
+        for one in self._all:
+            teacher = one.teacher
+            part = taught(plan, [teacher.teaches(_source(table, row)) for row in range(table.n_samples)])
+            with span(f"teacher {teacher.name}"):
+                if one.client is None:
+                    self._pass(one, table, samples, part, alike)
+                elif not self._ask(one, one.client, samples, part):
+                    return False
+        return True
+
+    def _pass(
+        self,
+        one: Teaching,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        alike: Sequence[int] | None,
+    ) -> None:
+        teacher, trainer = one.teacher, self._trainer
+        model = trainer.teachers[teacher.name]
+        batching = self._batching.cut_to(teacher.mini_batch, teacher.max_token_len_per_mini_batch)
+        batches = plan_pass(plan, table.total_tokens, batching, alike)
+        mine = batches[trainer.data_rank] if batches else []
+        more: More | None = None
+        fields = ["logprobs"]
+        if teacher.loss == "top_k_jsd":
+            fields += ["more.logprobs", "more.ids"]
+
+            def more(hidden: Tensor, head: Head) -> TopTokens:
+                return top_tokens(hidden, head, teacher.top_k, self._temperature)
+
+        elif teacher.loss == "reverse_kl_full":
+            fields.append("hidden")
+            one.head = model.whole_head().to(trainer.group.device) if batches else None
+        found = trainer.score(model, samples, mine, self._temperature, fields, more=more)
+        one.logprobs = found[0]
+        if teacher.loss == "top_k_jsd":
+            one.top = {row: TopTokens(values, found[2][row]) for row, values in found[1].items()}
+        elif teacher.loss == "reverse_kl_full":
+            one.hidden = found[1]
+
+    def _ask(
+        self,
+        one: Teaching,
+        client: TeacherClient,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+    ) -> bool:
+        rank = self._trainer.data_rank
+        rows = sorted({row for part in plan for batch in part.ranks[rank] for row in batch})
+        client.ask({row: samples[row] for row in rows})
+        if not self._wait(client):
+            return False
+        one.logprobs = {row: judged.logprobs for row, judged in client.found.items()}
+        one.top = {row: judged.top for row, judged in client.found.items() if judged.top is not None}
+        return True
+
+    def _wait(self, client: TeacherClient) -> bool:
+        """Until a server has answered all ranks; False: one of them was asked to leave. A collective."""
+        said = False
+        while True:
+            error = None
+            try:
+                client.advance(SLICE)
+            except TeacherError as caught:
+                error = caught
+            mine = [
+                not client.is_done,
+                "" if error is None else str(error),
+                bool(self.shutdown),
+                client.trouble,
+            ]
+            ranks = self._trainer.group.gather(mine)
+            if error is not None:
+                raise error
+            pending, errors, leaves, troubles = zip(*ranks, strict=True)
+            if any(errors):
+                client.give_up()
+                raise TeacherError(next(filter(None, errors)))
+            if not any(pending):
+                break
+            if any(leaves):
+                client.give_up()
+                return False
+            if trouble := next(filter(None, troubles), ""):
+                said = True
+                self.say(trouble)
+        if said:
+            self.say("")
+        return True
+
+    # ---- in the loss --------------------------------------------------------------------------------------
+
+    def more(self, batch: MicroBatch) -> More | None:
+        """What the policy's forward computes for `teach`; None: nothing. Only of the tokens of taught samples."""
+        wanted = [
+            (one, rows, _places(batch, rows))
+            for one in self._all
+            if one.teacher.loss in DIVERGENCES and (rows := _rows(batch, one.logprobs))
+        ]
+        if not wanted:
+            return None
+
+        def compute(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+            return tuple(
+                self._divergence(one, rows, hidden.index_select(0, places), head)
+                for one, rows, places in wanted
+            )
+
+        return compute
+
+    def _divergence(self, one: Teaching, rows: Sequence[int], hidden: Tensor, head: Head) -> Tensor:
+        device = hidden.device
+        if one.teacher.loss == "reverse_kl_full":
+            assert one.head is not None
+            states = torch.cat([one.hidden[row] for row in rows]).to(device)
+            return token_kl(hidden, head, Beside(states, one.head), self._temperature)
+        ids = torch.cat([one.top[row].ids for row in rows]).to(device)
+        theirs = torch.cat([one.top[row].logprobs for row in rows]).to(device)
+        ours = logprobs_at(hidden, head, ids, self._temperature)
+        return top_k_jsd(ours, theirs.to(ours.dtype), one.teacher.beta)
+
+    def teach(self, tokens: PolicyTokens, out: TokenOutputs, batch: MicroBatch) -> PolicyTokens:
+        """The same tokens, with what the teachers add."""
+        advantages, loss = tokens.advantages, torch.zeros_like(out.logprobs)
+        computed = iter(out.more)
+        for one in self._all:
+            rows = _rows(batch, one.logprobs)
+            if not rows:
+                continue
+            places, weight, kind = _places(batch, rows), one.teacher.weight, one.teacher.loss
+            if kind in DIVERGENCES:
+                loss = loss.index_add(0, places, weight * next(computed).to(loss.dtype))
+                continue
+            theirs = torch.cat([one.logprobs[row] for row in rows]).to(out.logprobs)
+            if kind == "reverse_kl_advantage":
+                found = reverse_kl_advantage(tokens.old_logprobs[places].to(theirs.dtype), theirs)
+                advantages = advantages.index_add(0, places, weight * found.to(advantages.dtype))
+            else:
+                found = reverse_kl_estimate(out.logprobs[places], theirs, kind)
+                loss = loss.index_add(0, places, weight * found)
+        return replace(tokens, advantages=advantages, taught=loss) if self._all else tokens
+
+    def metrics(self, samples: Mapping[int, TrainSample]) -> Metrics:
+        """Of each teacher: means over its tokens of log π − log q, π the policy that made them, and of log q; how
+        many tokens. A collective if there are teachers.
+        """
+        if not self._all:
+            return {}
+        sums: list[float] = []
+        for one in self._all:
+            theirs = [values.double() for values in one.logprobs.values()]
+            gaps = [samples[row].learned_logprobs.double() - v.double() for row, v in one.logprobs.items()]
+            sums += [math.fsum(float(v.sum()) for v in gaps), math.fsum(float(v.sum()) for v in theirs)]
+            sums.append(float(sum(len(v) for v in theirs)))
+        total = iter(self._trainer.group.reduce(sums, "sum"))
+        found: Metrics = {}
+        for one in self._all:
+            (gap, own, n), name = (next(total), next(total), next(total)), f"teacher/{one.teacher.name}"
+            found |= {f"{name}/kl": gap / n, f"{name}/logprob": own / n} if n else {}
+            found[f"{name}/tokens"] = n
+        return found
+
+
+def tokenizer_of(config: Config) -> Callable[[str], list[int]]:
+    """How the policy's tokenizer cuts a text. Raises `SettingsError`: it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    name, revision = config.policy.tokenizer
+    try:
+        found = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=config.policy.trust_remote_code
+        )
+    except CANNOT_LOAD as error:
+        raise SettingsError(f"{name} has no tokenizer that loads: {error}{remedy(error)}") from error
+    return lambda text: list(found.encode(text, add_special_tokens=False))
+
+
+def taught(plan: Sequence[MiniBatch], teaches: Sequence[bool]) -> list[MiniBatch]:
+    """A plan without the rows that are not taught."""
+    return [
+        replace(part, ranks=[[[row for row in rows if teaches[row]] for rows in rank] for rank in part.ranks])
+        for part in plan
+        if any(teaches[row] for rank in part.ranks for rows in rank for row in rows)
+    ]
+
+
+def _source(table: StepTable, row: int) -> str:
+    return table.source[row] if table.source else ""
+
+
+def _rows(batch: MicroBatch, known: Mapping[int, Any]) -> list[int]:
+    """Those rows of a batch of which something is known, in its order."""
+    return [row for row in batch.rows if row in known]
+
+
+def _places(batch: MicroBatch, rows: Sequence[int]) -> Tensor:
+    """Which of the batch's K tokens are of these rows, in order."""
+    chosen = set(rows)
+    of_samples = torch.tensor([row in chosen for row in batch.rows], device=batch.sample.device)
+    return of_samples[batch.sample].nonzero()[:, 0]
+
+
+def _key(teacher: TeacherConfig) -> str | None:
+    if teacher.key_variable is None:
+        return None
+    found = os.environ.get(teacher.key_variable)
+    if not found:
+        raise TeacherError(
+            f"teacher {teacher.name}: the variable {teacher.key_variable} (key_variable) is not set"
+        )
+    return found

@@ -1,0 +1,141 @@
+"""Rules of `[[teacher]]`: what each names, which keys go with it, and whether its tokens are those of the policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from schema.config.loading.tomlwrite import toml_value
+from schema.config.model_facts import BrokenModelError, read_facts
+from schema.config.problem import Problem
+from schema.config.root import Config
+from schema.config.rules.idle import written
+from schema.config.rules.model import directory_problems
+from schema.config.sections.teacher import TeacherConfig
+from schema.config.vocabulary import difference, vocabulary_of
+
+_OF_URL = ("served_model", "key_variable", "timeout")
+_OF_MODEL = ("offload", "mini_batch", "max_token_len_per_mini_batch")
+_TEMPERATURE = "train.train_policy.temperature"
+
+
+def _numbered(config: Config) -> Iterator[tuple[str, TeacherConfig]]:
+    for number, teacher in enumerate(config.teacher):
+        yield f"teacher[{number}]", teacher
+
+
+def teachers_are_named_once(config: Config) -> Iterator[Problem]:
+    """Metrics and messages call a teacher by its name."""
+    known = Counter(teacher.name for teacher in config.teacher)
+    for key, teacher in _numbered(config):
+        if known[teacher.name] > 1:
+            message = f'{known[teacher.name]} teachers are called "{teacher.name}"'
+            yield Problem(f"{key}.name", message, teacher.name, "give each a name of its own")
+
+
+def teachers_are_somewhere(config: Config) -> Iterator[Problem]:
+    """A teacher is a local model or a server."""
+    for key, teacher in _numbered(config):
+        if (teacher.model is None) == (teacher.url is None):
+            message = (
+                "neither model nor url says where it is" if teacher.model is None else "both model and url"
+            )
+            hint = f'write {key}.model = "path or name", or {key}.url = "http://host:8000"'
+            yield Problem(key, message, None, hint, related=(f"{key}.model", f"{key}.url"))
+        if teacher.model is not None:
+            yield from directory_problems(f"{key}.model", teacher.model, "model", ("config.json",))
+
+
+def keys_fit_the_teacher(config: Config) -> Iterator[Problem]:
+    """Keys of a local model next to a url and the other way round, and those of one loss next to another."""
+    for key, teacher in _numbered(config):
+        idle = [(name, "url", "model") for name in _OF_URL] if teacher.is_local else []
+        idle = idle or [(name, "model", "url") for name in _OF_MODEL]
+        for name, owner, has in idle:
+            for _, value in written(teacher, name):
+                message = (
+                    f"{toml_value(value)} has no effect: it belongs to {owner}, and this teacher has {has}"
+                )
+                related = (f"{key}.{has}",)
+                yield Problem(f"{key}.{name}", message, value, "leave it out", related=related)
+        for name, value in written(teacher, "top_k", "beta") if teacher.loss != "top_k_jsd" else ():
+            message = f'{value} has no effect: {key}.loss = "{teacher.loss}"'
+            hint = f'write {key}.loss = "top_k_jsd", or leave it out'
+            yield Problem(f"{key}.{name}", message, value, hint, related=(f"{key}.loss",))
+        if teacher.url is not None and teacher.loss == "reverse_kl_full":
+            message = '"reverse_kl_full" needs the whole distribution, which no server returns'
+            hint = f'write {key}.loss = "top_k_jsd" or "reverse_kl_k2", or name a local model'
+            yield Problem(f"{key}.loss", message, teacher.loss, hint, related=(f"{key}.url",))
+
+
+def temperature_is_that_of_the_teacher(config: Config) -> Iterator[Problem]:
+    """A server returns log-probs at temperature 1; a local model's logits are divided like the policy's."""
+    if not config.is_grpo or config.sampling_temperature == 1.0:
+        return
+    for key, teacher in _numbered(config):
+        if teacher.url is not None:
+            message = (
+                f"a server's log-probs are of temperature 1, and samples are drawn at "
+                f"{config.sampling_temperature}: the two distributions could never agree"
+            )
+            hint = f"write {_TEMPERATURE} = 1.0, or name a local model"
+            yield Problem(f"{key}.url", message, teacher.url, hint, related=(_TEMPERATURE,))
+
+
+def tokens_are_those_of_the_policy(config: Config) -> Iterator[Problem]:
+    """A local teacher reads the policy's token ids: each must mean the same to it. Where both are on this machine."""
+    own = vocabulary_of(*config.policy.tokenizer) if config.local_teachers else None
+    for key, teacher in _numbered(config):
+        if teacher.model is None:
+            continue
+        yield from _sizes(config, f"{key}.model", teacher)
+        theirs = vocabulary_of(teacher.model, None) if own else None
+        if own and theirs and (differs := difference(own, theirs, padded=True)):
+            message = f"another tokenizer: {differs}"
+            hint = "choose a teacher of the policy's family, whose tokenizer is the same"
+            related = ("policy.model_name_or_path",)
+            yield Problem(f"{key}.model", message, teacher.model, hint, related=related)
+
+
+def _sizes(config: Config, key: str, teacher: TeacherConfig) -> Iterator[Problem]:
+    """Numbers of embeddings: a larger one is padding, which only matters over the whole vocabulary."""
+    policy = config.policy
+    try:
+        mine = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config)
+        facts = read_facts(str(teacher.model), None, {})
+    except BrokenModelError:
+        return  # who loads it says what is wrong
+    ours, theirs = (None if one is None else one.vocabulary for one in (mine, facts))
+    whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
+    if ours is None or theirs is None or ours == theirs or (theirs > ours and not whole):
+        return
+    message = f"{teacher.model} has {theirs} tokens, and the policy {ours}: it is of another vocabulary"
+    hint = "choose a teacher of the policy's vocabulary"
+    if theirs > ours:
+        message = f'{teacher.model} has {theirs} tokens, and the policy {ours}: "{teacher.loss}" compares all of them'
+        hint = 'write loss = "reverse_kl_advantage", which looks at the sampled tokens, or choose another teacher'
+    yield Problem(key, message, teacher.model, hint, related=("policy.model_name_or_path",))
+
+
+def keys_travel_encrypted(config: Config) -> Iterator[Problem]:
+    """Warning: whoever is on the way reads what an http address is sent."""
+    for key, teacher in _numbered(config):
+        parts = urlsplit(teacher.url or "")
+        if (
+            teacher.key_variable
+            and parts.scheme == "http"
+            and parts.hostname not in ("127.0.0.1", "localhost")
+        ):
+            message = f"the API key of {teacher.key_variable} is sent unencrypted"
+            yield Problem(f"{key}.url", message, teacher.url, "write https://")
+
+
+TEACHER_RULES = (
+    teachers_are_named_once,
+    teachers_are_somewhere,
+    keys_fit_the_teacher,
+    temperature_is_that_of_the_teacher,
+    tokens_are_those_of_the_policy,
+)
+TEACHER_WARNINGS = (keys_travel_encrypted,)
