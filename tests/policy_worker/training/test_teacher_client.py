@@ -220,7 +220,7 @@ def test_it_agrees_with_vllm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", *program, *options]
     with (
         (tmp_path / "log").open("w") as log,
-        subprocess.Popen(command, env=environment, stderr=log) as server,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server,
     ):
         try:
             teacher = TeacherConfig(
