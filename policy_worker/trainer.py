@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.drawn import Reshaping
 from policy_worker.model.logprobs import Beside, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
@@ -58,7 +59,8 @@ class Trainer:
         takes_blocks = all(one.takes_blocks for one in (model, reference) if one is not None)
         self.least_spared = LEAST_SPARED.get(group.device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
-        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.least_spared)
+        how = Reshaping.of_config(config)
+        self._layout = Layout(train.sequence_packing, model.vocabulary, group.device, self.least_spared, how)
         self._reference_is_apart = reference_layout(config) is not None
         self._reference_layout = replace(
             self._layout, device=group.second_device() if self._reference_is_apart else group.device

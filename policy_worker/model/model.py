@@ -43,12 +43,13 @@ class PolicyModel(nn.Module):
         beside: Beside | None = None,
         with_hidden: bool = False,
     ) -> TokenOutputs:
-        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature)."""
+        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature), or what
+        `MicroBatch.drawn` makes of it."""
         hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
         picked = hidden.flatten(0, 1).index_select(0, batch.index)
-        found = token_logprobs(picked, self._head(), batch.labels, temperature)
+        found = token_logprobs(picked, self._head(), batch.labels, temperature, drawn=batch.drawn)
         if beside is not None:
-            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
+            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature, drawn=batch.drawn))
         return found._replace(hidden=picked) if with_hidden else found
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = ()) -> Tensor:
