@@ -96,9 +96,13 @@ class SamplingSettings:
         return not self.do_sample or self.temperature == 0.0
 
     @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0) and not self.greedy
+
+    @property
     def wants_kept_sets(self) -> bool:
-        filters = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-        return filters and self.correction == "exact" and not self.greedy
+        return self.filters and self.correction == "exact"
 
     def ends(self, eos_token_ids: Collection[int]) -> set[int]:
         """The token ids that end a sample."""
