@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.drawn import Reshaping
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
@@ -50,6 +51,7 @@ class TrainedModel:
     """A model that learns, on this rank: sharded, with optimizer and schedule.
 
     takes_blocks: whether every model that the layout serves does. device: where it is; None: that of the rank.
+    reshaping: what its log-probs are of.
     """
 
     def __init__(
@@ -62,13 +64,14 @@ class TrainedModel:
         packed: bool,
         takes_blocks: bool,
         device: torch.device | None = None,
+        reshaping: Reshaping = Reshaping(),  # noqa: B008
     ) -> None:
         self.group, self.schedule = group, schedule
         own, device = device is not None, device or group.device
         self.sharded = needs_sharding(group.data_ranks, keys)
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
-        self._layout = Layout(packed, model.vocabulary, device, self.least_spared)
+        self._layout = Layout(packed, model.vocabulary, device, self.least_spared, reshaping)
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         with torch.accelerator.device_index(device.index):
             mesh = (group.second_mesh() if own else group.mesh()) if self.sharded else None
@@ -169,8 +172,8 @@ class Critic(TrainedModel):
 class Ema:
     """A moving average of the weights that are trained: a ← decay · a + (1 − decay) · w after each optimizer step.
 
-    In float32 whatever the type of the weights: with a decay near 1 a bfloat16 average would never move. It is sharded
-    as they are, and begins as they begin. average: by the parameter's name in the model, those that train.
+    In float32 whatever the type of the weights: with a decay near 1 a bfloat16 average would never move. It is
+    sharded as they are, and begins as they begin. average: by the parameter's name in the model, those that train.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -215,6 +218,7 @@ class Trainer(TrainedModel):
             schedule,
             packed=config.train.sequence_packing,
             takes_blocks=all(one.takes_blocks for one in models if one is not None),
+            reshaping=Reshaping.of_config(config),
         )
         self.critic, self.vocabulary = critic, self._layout.vocabulary
         self._reference_is_apart = reference_layout(config) is not None

@@ -14,6 +14,9 @@ The same for the KL to another model over the whole vocabulary:
     KL = Σ p (log p − log q),   ∂KL / ∂z = p (log p − log q − KL)
 
 and from there ∂z / ∂(h Wᵀ + b) = s / T, times 1 − (z T / c)² under a cap.
+
+Where tokens were drawn from another distribution than this one, z is what `policy_worker.model.drawn` makes of the
+logits. Ids that could not be drawn have probability 0 and a log-prob of `LEAST` instead of −∞, so that 0 · log 0 = 0.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from policy_worker.model.drawn import Drawn
+
 CHUNK_ELEMENTS = 2**25
 """Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
+LEAST = -1e30
 
 
 class Head(NamedTuple):
@@ -75,7 +81,12 @@ class Beside(NamedTuple):
 
 
 def token_logprobs(
-    hidden: Tensor, head: Head, labels: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    drawn: Drawn | None = None,
 ) -> TokenOutputs:
     """Log-probs (with gradient), entropy (with gradient) and correctness of `labels`.
 
@@ -85,13 +96,19 @@ def token_logprobs(
             float64 input).
         labels: int64 [K].
         temperature: that the labels were sampled at, > 0.
+        drawn: what else the labels were sampled with.
     """
-    chunk = max(1, chunk_elements // head.weight.shape[0])
-    return TokenOutputs(*_TokenLogprobs.apply(hidden, *head, labels, temperature, chunk))
+    chunk = _chunk(chunk_elements, head, 1, drawn)
+    return TokenOutputs(*_TokenLogprobs.apply(hidden, *head, labels, temperature, chunk, drawn))
 
 
 def token_kl(
-    hidden: Tensor, head: Head, beside: Beside, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    head: Head,
+    beside: Beside,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    drawn: Drawn | None = None,
 ) -> Tensor:
     """KL of each token's distribution to the other model's, over the whole vocabulary, with gradient, [K].
 
@@ -99,10 +116,15 @@ def token_kl(
     """
     if not len(hidden):
         return hidden.sum(1).to(_accurate(hidden.dtype))
-    chunk = max(1, chunk_elements // (2 * head.weight.shape[0]))
+    chunk = _chunk(chunk_elements, head, 2, drawn)
     other = Beside(beside.hidden.to(beside.head.weight.dtype), beside.head)
-    found: Tensor = _TokenKl.apply(hidden, *head, other, temperature, chunk)
+    found: Tensor = _TokenKl.apply(hidden, *head, other, temperature, chunk, drawn)
     return found
+
+
+def _chunk(elements: int, head: Head, matrices: int, drawn: Drawn | None) -> int:
+    """Tokens whose matrices [chunk, V] have so many elements together."""
+    return max(1, elements // (head.weight.shape[0] * (matrices + (drawn.matrices if drawn else 0))))
 
 
 class _TokenKl(torch.autograd.Function):
@@ -117,16 +139,18 @@ class _TokenKl(torch.autograd.Function):
         other: Beside,
         temperature: float,
         chunk: int,
+        drawn: Drawn | None,
     ) -> Tensor:
         head = Head(weight, bias, scale, softcap)
         kl = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            log_p, _ = _log_softmax(hidden[part], head, temperature)
-            difference = log_p - _log_softmax(other.hidden[part], other.head, temperature)[0]
+            log_p, _ = _log_softmax(hidden[part], head, temperature, drawn, start)
+            difference = log_p - _log_softmax(other.hidden[part], other.head, temperature, drawn, start)[0]
             kl[part] = torch.linalg.vecdot(log_p.exp_(), difference)
         ctx.save_for_backward(hidden, weight, bias, kl)
-        ctx.form, ctx.other, ctx.temperature, ctx.chunk = (scale, softcap), other, temperature, chunk
+        ctx.form, ctx.other, ctx.drawn = (scale, softcap), other, drawn
+        ctx.temperature, ctx.chunk = temperature, chunk
         return kl
 
     @staticmethod
@@ -135,11 +159,12 @@ class _TokenKl(torch.autograd.Function):
         sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p, logits = _log_softmax(hidden[part], sums.head, ctx.temperature)
-            log_q, _ = _log_softmax(ctx.other.hidden[part], ctx.other.head, ctx.temperature)
-            slope = (log_p - log_q).sub_(kl[part, None])
-            sums.add(part, slope.mul_(log_p.exp_()).mul_(grad_kl[part, None]), logits)
-        return *sums.found(), None, None, None, None, None
+            how = ctx.temperature, ctx.drawn, start
+            log_p, slope = _log_softmax(hidden[part], sums.head, *how, slopes=True)
+            log_q, _ = _log_softmax(ctx.other.hidden[part], ctx.other.head, *how)
+            grad = (log_p - log_q).sub_(kl[part, None]).mul_(log_p.exp_())
+            sums.add(part, grad.mul_(grad_kl[part, None]), slope)
+        return *sums.found(), None, None, None, None, None, None
 
 
 @torch.no_grad()
@@ -196,11 +221,11 @@ class _LogprobsAt(torch.autograd.Function):
         sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
         for start in range(0, len(ids), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p, logits = _log_softmax(hidden[part], sums.head, ctx.temperature)
-            slope = log_p.exp().mul_(-grad[part].sum(1, keepdim=True))
-            rows = torch.arange(len(slope), device=slope.device)[:, None]
-            slope[rows, ids[part]] += grad[part]  # deterministic, unlike scatter_add: no id is there twice
-            sums.add(part, slope, logits)
+            log_p, slope = _log_softmax(hidden[part], sums.head, ctx.temperature, slopes=True)
+            of_z = log_p.exp().mul_(-grad[part].sum(1, keepdim=True))
+            rows = torch.arange(len(of_z), device=of_z.device)[:, None]
+            of_z[rows, ids[part]] += grad[part]  # deterministic, unlike scatter_add: no id is there twice
+            sums.add(part, of_z, slope)
         return *sums.found(), None, None, None, None, None
 
 
@@ -220,21 +245,23 @@ class _TokenLogprobs(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         chunk: int,
+        drawn: Drawn | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head = Head(weight, bias, scale, softcap)
         logprobs = hidden.new_empty(len(labels), dtype=_accurate(hidden.dtype))
         entropy, correct = torch.empty_like(logprobs), torch.empty_like(labels, dtype=torch.bool)
-        log_p = logits = None
+        log_p = slope = None
+        keeps = len(labels) <= chunk
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
-            log_p, logits = _log_softmax(hidden[part], head, temperature)
+            log_p, slope = _log_softmax(hidden[part], head, temperature, drawn, start, slopes=keeps)
             logprobs[part] = log_p.gather(1, labels[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
             correct[part] = logprobs[part] >= log_p.amax(1)
         # A single chunk is within the budget anyway: kept, it saves backward one product.
-        kept = (log_p, logits) if len(labels) <= chunk else (None, None)
+        kept = (log_p, slope) if keeps else (None, None)
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, *kept)
-        ctx.form, ctx.temperature, ctx.chunk = (scale, softcap), temperature, chunk
+        ctx.form, ctx.temperature, ctx.chunk, ctx.drawn = (scale, softcap), temperature, chunk, drawn
         ctx.mark_non_differentiable(correct)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, correct
@@ -244,27 +271,28 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         hidden, weight, bias, labels, entropy, *kept = ctx.saved_tensors
         sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
         for start in range(0, len(labels), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p, logits = kept
+            log_p, slope = kept
             if log_p is None:
-                log_p, logits = _log_softmax(hidden[part], sums.head, ctx.temperature)
+                how = ctx.temperature, ctx.drawn, start
+                log_p, slope = _log_softmax(hidden[part], sums.head, *how, slopes=True)
             grad = log_p.exp()
             if grad_entropy is None:
                 grad.mul_(-grad_logprobs[part, None])  # type: ignore[index]
             else:
-                slope = (log_p + entropy[part, None]).mul_(grad_entropy[part, None])
-                grad.mul_(slope if grad_logprobs is None else slope.add_(grad_logprobs[part, None])).neg_()
+                of_p = (log_p + entropy[part, None]).mul_(grad_entropy[part, None])
+                grad.mul_(of_p if grad_logprobs is None else of_p.add_(grad_logprobs[part, None])).neg_()
             if grad_logprobs is not None:
                 rows = torch.arange(grad.shape[0], device=grad.device)
                 grad[rows, labels[part]] += grad_logprobs[
                     part
                 ]  # deterministic on GPUs too, unlike scatter_add
-            sums.add(part, grad, logits)
-        return *sums.found(), None, None, None, None, None
+            sums.add(part, grad, slope)
+        return *sums.found(), None, None, None, None, None, None
 
 
 class _HeadGradients:
@@ -278,12 +306,11 @@ class _HeadGradients:
             None if head.bias is None else torch.zeros_like(head.bias, dtype=self._of_weight.dtype)
         )
 
-    def add(self, part: slice, grad: Tensor, logits: Tensor | None) -> None:
-        """grad: of z, [chunk, V], changed in place. logits: z, where it is capped."""
-        weight, _, scale, softcap = self.head
-        if logits is not None and softcap is not None:  # times 1 − tanh²
-            tanh = logits * (self._temperature / softcap)
-            grad.addcmul_(grad, tanh.square_(), value=-1)
+    def add(self, part: slice, grad: Tensor, slope: Tensor | None) -> None:
+        """grad: of z, [chunk, V], changed in place. slope: see `_log_softmax`."""
+        weight, _, scale, _ = self.head
+        if slope is not None:
+            grad.mul_(slope)
         if self._temperature != scale:
             grad.div_(self._temperature / scale)
         if self._of_bias is not None:
@@ -299,10 +326,29 @@ class _HeadGradients:
         return self._of_hidden, self._of_weight.to(weight.dtype), of_bias
 
 
-def _log_softmax(hidden: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [chunk, V], float32 or float64; and z, where it is capped, for the gradient."""
-    logits = _logits(hidden, head, temperature)
-    return torch.log_softmax(logits, dim=1), None if head.softcap is None else logits
+def _log_softmax(
+    hidden: Tensor,
+    head: Head,
+    temperature: float,
+    drawn: Drawn | None = None,
+    first: int = 0,
+    *,
+    slopes: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the tokens from `first` on, [chunk, V], float32 or float64.
+
+    With `slopes` also the derivative of z by s (h Wᵀ + b) / T, [chunk, V], where it is not 1 everywhere.
+    """
+    logits = _logits(hidden, head, 1.0 if drawn else temperature)
+    slope = None
+    if slopes and head.softcap is not None:  # 1 − tanh²
+        slope = 1 - (logits * ((1.0 if drawn else temperature) / head.softcap)).square_()
+    if drawn is None:
+        return torch.log_softmax(logits, dim=1), slope
+    bend = drawn.apply(logits, first, temperature, with_slope=slopes)
+    if bend is not None:
+        slope = bend if slope is None else slope.mul_(bend)
+    return torch.log_softmax(logits, dim=1).clamp_(min=LEAST), slope
 
 
 def _logits(hidden: Tensor, head: Head, temperature: float) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.attention import LEAST_FILL, Block, block_of
+from policy_worker.model.drawn import Context, Drawn, KeptSets, Reshaping, drawn_of
 from schema.wire.sample import Sample
 
 Ints = npt.NDArray[np.int32]
@@ -37,11 +38,15 @@ LEAST_SPARED = {"cpu": 0.05, "cuda": 0.3}
 
 @dataclass(frozen=True)
 class Segment:
-    """One contiguous sequence: tokens [n], which of them to learn [n], behaviour log-probs [n] (None in SFT)."""
+    """One contiguous sequence: tokens [n], which of them to learn [n], behaviour log-probs [n] (None in SFT).
+
+    kept: the sets that the learned ones were drawn from; None where no filter was on.
+    """
 
     token_ids: Ints
     loss_mask: Bits
     logprobs: Floats | None
+    kept: KeptSets | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,13 @@ class TrainSample:
     versions: which weight version made each of its learned tokens, [n]; empty in SFT, where none did.
     earned: what of its score each of them earned beyond the rest of it, which is the last one's, [n]; sums to 0.
     None: the last one earned all of it.
+    held: ids that could not be drawn as one of the first `min_tokens`; None: there was no such number.
     """
 
     segments: list[Segment]
     versions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     earned: Floats | None = None
+    held: Ints | None = None
 
     @property
     def tokens_by_version(self) -> Mapping[int, int]:
@@ -94,7 +101,12 @@ class TrainSample:
         """
         starts = [int(start) for start in sample.segment_starts]
         segments = [
-            Segment(sample.token_ids[a:b], sample.loss_mask[a:b], sample.logprobs[a:b])
+            Segment(
+                sample.token_ids[a:b],
+                sample.loss_mask[a:b],
+                sample.logprobs[a:b],
+                _kept(sample, int(sample.loss_mask[:a].sum()), int(sample.loss_mask[:b].sum())),
+            )
             for a, b in zip(starts, [*starts[1:], len(sample.token_ids)], strict=True)
         ]
         if any(segment.loss_mask[0] for segment in segments):
@@ -102,7 +114,16 @@ class TrainSample:
                 "a segment begins with a generated token: it needs at least one token of prompt"
             )
         learned = sample.loss_mask == 1
-        return TrainSample(segments, sample.token_versions()[learned], _earned(sample, learned))
+        held = sample.held_ids if len(sample.held_ids) else None
+        return TrainSample(segments, sample.token_versions()[learned], _earned(sample, learned), held)
+
+
+def _kept(sample: Sample, first: int, last: int) -> KeptSets | None:
+    """Of the generated tokens `first` to `last`."""
+    if not len(sample.kept_counts):
+        return None
+    begin, end = (int(sample.kept_counts[:n].sum(dtype=np.int64)) for n in (first, last))
+    return KeptSets(sample.kept_counts[first:last], sample.kept_ids[begin:end])
 
 
 def _earned(sample: Sample, learned: npt.NDArray[np.bool_]) -> Floats | None:
@@ -122,7 +143,7 @@ class MicroBatch:
     input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]. labels: int64 [K].
     old_logprobs: float32 [K]. sample: int64 [K] in [0, S). rows: the table's row of each sample.
     columns: [K] each, what passes before this one found for its tokens, by name. blocks: of the attention, where all
-    sequences are in one row.
+    sequences are in one row. drawn: what its tokens were drawn from, where that is not the model's softmax.
     """
 
     input_ids: Tensor
@@ -134,6 +155,7 @@ class MicroBatch:
     rows: list[int]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     blocks: Sequence[Block] = ()
+    drawn: Drawn | None = None
 
     @property
     def n_samples(self) -> int:
@@ -145,13 +167,14 @@ class Layout:
     """packed: the layout. vocabulary: token ids are below it. device: where the tensors go.
 
     least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
-    models whose attention takes no blocks.
+    models whose attention takes no blocks. reshaping: what changes the distribution that tokens are drawn from.
     """
 
     packed: bool
     vocabulary: int
     device: torch.device | str = "cpu"
     least_spared: float | None = None
+    reshaping: Reshaping = field(default_factory=Reshaping)
 
 
 Columns = Mapping[str, Mapping[int, Tensor]]
@@ -171,6 +194,7 @@ def collate(
     Raises:
         SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
             a token id that the model has no embedding for.
+        BadBatchError: see `drawn_of`.
     """
     device = layout.device
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
@@ -191,7 +215,7 @@ def collate(
     input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     if not one_row:
         positions[:] = np.arange(width)
-    index, labels, old, owner = [], [], [], []
+    index, labels, old, owner, contexts = [], [], [], [], []
     for segment, place, number in zip(segments, places, owners, strict=True):
         input_ids.reshape(-1)[place] = segment.token_ids[:-1]
         positions.reshape(-1)[place] = np.arange(len(place))
@@ -200,6 +224,9 @@ def collate(
         labels.append(segment.token_ids[1:][picked])
         old.append(np.zeros(len(picked)) if segment.logprobs is None else segment.logprobs[1:][picked])
         owner.append(np.full(len(picked), number))
+        contexts.append(
+            Context(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held)
+        )
     _check_ids(segments, layout.vocabulary)
     return MicroBatch(
         input_ids=_tensor(input_ids, device),
@@ -214,6 +241,7 @@ def collate(
             for name, values in columns.items()
         },
         blocks=blocks,
+        drawn=drawn_of(contexts, layout.reshaping, layout.vocabulary, device),
     )
 
 

@@ -125,14 +125,15 @@ class PolicyModel(Backbone):
         with_hidden: bool = False,
         more: More | None = None,
     ) -> TokenOutputs:
-        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature).
+        """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature), or what
+        `MicroBatch.drawn` makes of it.
 
         more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else.
         """
         picked = self._picked(batch)
-        found = token_logprobs(picked, self._head(), batch.labels, temperature)
+        found = token_logprobs(picked, self._head(), batch.labels, temperature, drawn=batch.drawn)
         if beside is not None:
-            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature))
+            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature, drawn=batch.drawn))
         if more is not None:
             found = found._replace(more=more(picked, self._head()))
         return found._replace(hidden=picked) if with_hidden else found

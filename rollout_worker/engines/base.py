@@ -17,7 +17,9 @@ Every engine keeps these promises; `tests/rollout_worker/engines/engine_contract
    of the engine's kernels), never of its neighbours in the batch, their order or the time of submission.
 2. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from: after
    penalties, temperature, min-p, top-k and top-p, in this order. With greedy decoding that distribution is a
-   point, so the number is that of the penalised distribution at temperature 1 without filters.
+   point, so the number is that of the penalised distribution at temperature 1 without filters. With
+   `correction = "raw"` it is that of softmax(logits / T) instead, without anything else. With `"exact"` the sample
+   says which ids filters left for each token, and which may not have been drawn yet for `min_tokens`.
 3. `token_ids` is everything that was sampled, the token that ended the sample (end-of-text, stop token, the
    last token of a stop string) included: it is what the policy did. Nothing is ever cut from it.
 4. Each token has the weight version it was computed with (recompute), or the oldest version in the cache it
@@ -86,10 +88,30 @@ class SamplingSettings:
     """Whether the text of the answer (never the token ids) keeps the stop string."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of this engine's own, from `rollout.sampling_config.extra`."""
+    correction: Literal["none", "exact", "raw"] = "none"
+    """What a trainer needs to compute the same log-probs; see promise 2."""
 
     @property
     def greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0) and not self.greedy
+
+    @property
+    def wants_kept_sets(self) -> bool:
+        return self.filters and self.correction == "exact"
+
+    def ends(self, eos_token_ids: Collection[int]) -> set[int]:
+        """The token ids that end a sample."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+
+    def held_ids(self, eos_token_ids: Collection[int]) -> npt.NDArray[np.int32]:
+        """Those of them that the trainer has to know, since `min_tokens` holds them back; rising."""
+        wanted = self.correction == "exact" and self.min_tokens > 0
+        return np.array(sorted(self.ends(eos_token_ids)) if wanted else [], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +153,10 @@ def check_request(
         raise ValueError(f"request {name} is in the engine already")
 
 
+def _no_ids() -> npt.NDArray[np.int32]:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One finished sample."""
@@ -149,6 +175,12 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
     """The end-of-text or stop token, or the stop string, that ended it; None for "length"."""
+    kept_counts: npt.NDArray[np.int32] = field(default_factory=_no_ids)
+    """[R], where the settings want kept sets: from how many ids each token was drawn; 0: from all"""
+    kept_ids: npt.NDArray[np.int32] = field(default_factory=_no_ids)
+    """these ids, of one token after the other"""
+    held_ids: npt.NDArray[np.int32] = field(default_factory=_no_ids)
+    """see `SamplingSettings.held_ids`"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,7 @@ def training_settings(config: Config) -> SamplingSettings:
         stop_token_ids=tuple(sampling.stop_token_ids),
         include_stop_str_in_output=rollout.include_stop_str_in_output,
         extra=dict(sampling.extra),
+        correction=sampling.sampling_correction if sampling.reshapes else "none",
     )
 
 
@@ -313,4 +314,5 @@ def validation_settings(config: Config) -> SamplingSettings:
         repetition_penalty=validation.repetition_penalty,
         presence_penalty=0.0,
         frequency_penalty=0.0,
+        correction="none",
     )

@@ -257,6 +257,9 @@ def to_sample(
         logprobs=np.concatenate([np.zeros(n, np.float32), np.minimum(generated.logprobs, 0.0)]),
         version_starts=np.concatenate([np.zeros(1, np.int32), generated.version_starts + np.int32(n)]),
         version_values=np.concatenate([np.full(1, -1, np.int32), generated.version_values]),
+        kept_counts=generated.kept_counts,
+        kept_ids=generated.kept_ids,
+        held_ids=generated.held_ids,
         text=text,
         kept=kept,
     )

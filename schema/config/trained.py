@@ -13,7 +13,13 @@ from typing import Any
 from schema.config.keys import leaf_keys, observable
 from schema.config.root import Config
 
-READ = ("train.", "policy.", "reference.", "critic.", "teacher", "rollout.sampling_config.temperature")
+_SAMPLING = (
+    "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+    "sampling_correction",
+)  # fmt: skip
+"""What trainers apply to their logits; kept sets are in the batch."""
+_SECTIONS = ("train.", "policy.", "reference.", "critic.", "teacher")
+READ = (*_SECTIONS, *(f"rollout.sampling_config.{name}" for name in _SAMPLING))
 
 
 def changes_numbers(key: str) -> bool:

@@ -12,6 +12,11 @@ Tensors of the frame (T tokens over all segments, one after the other; V version
     text            uint8   [*]  UTF-8 text of the response; only with `rollout_as_token_ids = false`
     part_positions  int32   [P]  generated tokens that earned parts of the score, rising; only with such parts
     part_values     float32 [P]  these parts; the rest of the score is earned at the last generated token
+    kept_counts     int32   [G]  for each generated token, from how many ids it was drawn, 0: from all; only where
+                                 filters (top-p, top-k, min-p) were on and are to be accounted for
+    kept_ids        int32   [*]  these ids, of one token after the other
+    held_ids        int32   [*]  ids that could not be drawn before an answer had its least number of tokens; only
+                                 where there was one
 
 Next to the tensors: `SampleText` as JSON in the metadata under "text", of a sample that is kept for people to read.
 
@@ -59,8 +64,16 @@ _DTYPES: dict[str, type[np.generic]] = {
     "version_values": np.int32,
 }
 """Of the tensors that every frame has; they are fields of `Sample`, too."""
-_PARTS: dict[str, type[np.generic]] = {"part_positions": np.int32, "part_values": np.float32}
-"""The same of those that only some have."""
+_OPTIONAL: tuple[dict[str, type[np.generic]], ...] = (
+    {"part_positions": np.int32, "part_values": np.float32},
+    {"kept_counts": np.int32, "kept_ids": np.int32},
+    {"held_ids": np.int32},
+)
+"""The same of those that only some have: all of a group, or none."""
+
+
+def _no_ints() -> npt.NDArray[np.int32]:
+    return np.zeros(0, np.int32)
 
 
 class SampleHeader(BaseModel):
@@ -112,8 +125,11 @@ class Sample:
     version_starts: npt.NDArray[np.int32]
     version_values: npt.NDArray[np.int32]
     segment_starts: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
-    part_positions: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    part_positions: npt.NDArray[np.int32] = field(default_factory=_no_ints)
     part_values: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    kept_counts: npt.NDArray[np.int32] = field(default_factory=_no_ints)
+    kept_ids: npt.NDArray[np.int32] = field(default_factory=_no_ints)
+    held_ids: npt.NDArray[np.int32] = field(default_factory=_no_ints)
     text: str | None = None
     kept: str | None = None
     """`SampleText` as JSON, if it is kept for people to read."""
@@ -126,9 +142,12 @@ class Sample:
 
 def encode_sample(sample: Sample) -> bytes:
     """Serialise one sample as a frame."""
+    kinds = dict(_DTYPES)
+    for group in _OPTIONAL:
+        if len(getattr(sample, next(iter(group)))):
+            kinds |= group
     tensors: dict[str, npt.NDArray[np.generic]] = {
-        name: getattr(sample, name).astype(dtype, copy=False)
-        for name, dtype in (_DTYPES | _PARTS if len(sample.part_positions) else _DTYPES).items()
+        name: getattr(sample, name).astype(dtype, copy=False) for name, dtype in kinds.items()
     }
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
@@ -164,7 +183,10 @@ def decode_sample(data: bytes | memoryview) -> Sample:
     """Inverse of `encode_sample`, checked. Raises `FrameError`."""
     tensors, metadata = decode_frame(data)
     header = _parse_header(metadata)
-    kinds = _DTYPES | _PARTS if _PARTS.keys() & tensors.keys() else _DTYPES
+    kinds = dict(_DTYPES)
+    for group in _OPTIONAL:
+        if group.keys() & tensors.keys():
+            kinds |= group
     for name, dtype in kinds.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise FrameError(f"sample tensor {name} must be a vector of {np.dtype(dtype).name}")
@@ -214,6 +236,9 @@ def check_sample(sample: Sample) -> None:
             f"sample header claims {claims} (tokens, response, segments, versions), found {facts}"
         )
     _check_parts(sample.part_positions, sample.part_values, mask)
+    _check_kept(sample.kept_counts, sample.kept_ids, sample.token_ids[mask])
+    if len(sample.held_ids) and sample.held_ids.min() < 0:
+        raise FrameError("held_ids holds negative ids")
     if header.score is None and header.error is None:
         raise FrameError("sample has neither a score nor an error")
     if header.score is not None and not math.isfinite(header.score):
@@ -236,6 +261,27 @@ def _check_parts(
     outside = len(positions) and (positions[0] < 0 or positions[-1] >= len(generated))
     if (positions[1:] <= positions[:-1]).any() or outside or not generated[positions].all():
         raise FrameError("positions of parts of the score must rise, and be those of generated tokens")
+
+
+def _check_kept(
+    counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], generated: npt.NDArray[np.int32]
+) -> None:
+    if not len(counts) and not len(ids):
+        return
+    if len(counts) != len(generated) or counts.min(initial=0) < 0 or counts.sum(dtype=np.int64) != len(ids):
+        raise FrameError("kept_counts must say of each generated token how many of kept_ids are its own")
+    if ids.min(initial=0) < 0:
+        raise FrameError("kept_ids holds negative ids")
+    owners = np.repeat(np.arange(len(counts)), counts)
+    found = np.zeros(len(counts), np.bool_)
+    found[owners[ids == generated[owners]]] = True
+    lost = np.flatnonzero((counts > 0) & ~found)
+    if len(lost):
+        place = lost[0]
+        raise FrameError(
+            f"generated token {place} is {generated[place]}, which is not among the {counts[place]} ids that it was "
+            f"drawn from"
+        )
 
 
 def sample_seed(job_seed: int, kind: str, epoch: int, position: int, index: int) -> int:

@@ -69,3 +69,17 @@ def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
     accuracy, rewards = curves(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
     assert accuracy[-1] > 0.7, "0.88 to 0.98 were seen"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.55 to 0.76 were seen"
+
+
+@pytest.mark.soak
+def test_filtered_samples_teach_no_worse(tmp_path: Path) -> None:
+    """Judged as it answers, with the filters on: what they exclude is never trained."""
+    filters = {"top_p": 0.7, "top_k": 50}
+    keys = [
+        f"{table}.{name}={value}"
+        for table in ("rollout.sampling_config", "validation")
+        for name, value in filters.items()
+    ]
+    accuracy, rewards = curves(tmp_path / "quickstart", *(word for key in keys for word in ("--set", key)))
+    assert accuracy[-1] > 0.9, "0.99 was seen, 0.93 without filters"
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.66 was seen, 0.68 without filters"

@@ -157,7 +157,12 @@ watch(
 
 def _sampling(settings: Any, config: Config) -> dict[str, Any]:
     return sampling_arguments(
-        settings, seed=1, eos_token_ids={256}, prompt_tokens=4, max_model_len=config.engine_max_len
+        settings,
+        seed=1,
+        eos_token_ids={256},
+        prompt_tokens=4,
+        max_model_len=config.engine_max_len,
+        vocabulary=320,
     )
 
 
@@ -197,10 +202,14 @@ watch(
         f"{SAMPLING}.presence_penalty": (0.0, 0.5),
         f"{SAMPLING}.frequency_penalty": (0.0, 0.5),
         f"{SAMPLING}.min_tokens": (0, 3),
-        f"{SAMPLING}.do_sample": (True, False),
     },
-    refused=True,
 )
+watch(
+    training_sampling,
+    changed(vllm, {f"{SAMPLING}.top_k": 20, "train.train_policy.temperature": 1.0}),
+    {f"{SAMPLING}.sampling_correction": ("exact", "raw")},
+)
+watch(training_sampling, vllm, {f"{SAMPLING}.do_sample": (True, False)}, refused=True)
 VALIDATION = {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}
 watch(
     validation_sampling,

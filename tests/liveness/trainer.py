@@ -62,6 +62,7 @@ from tests.policy_worker.material import (
     tiny_lm,
     tiny_model,
     train_step,
+    with_kept_sets,
     with_shared_prefixes,
     write_model,
 )
@@ -140,6 +141,13 @@ def gradient(config: Config, place: Place) -> dict[str, np.ndarray]:
     return found
 
 
+def gradient_of_drawn(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The gradient where samples bring the sets that their tokens were drawn from."""
+    algorithm, found = _grpo(config, place, samples=with_kept_sets(random_samples(12)))
+    train_step(algorithm, 0)
+    return found
+
+
 def gradient_of_half(config: Config, place: Place) -> dict[str, np.ndarray]:
     """The gradient of the first of two ranks."""
     algorithm, found = _grpo(config, place, world=2)
@@ -178,6 +186,25 @@ watch(
         f"{POLICY}.kl_in_reward.beta": (0.0, 0.1),
         "rollout.sampling_config.temperature": (1.0, 0.7),
     },
+)
+SAMPLING = "rollout.sampling_config"
+watch(
+    gradient_of_drawn,
+    unclipped,
+    {
+        f"{SAMPLING}.top_k": (-1, 20),
+        f"{SAMPLING}.top_p": (1.0, 0.9),
+        f"{SAMPLING}.min_p": (0.0, 0.1),
+        f"{SAMPLING}.repetition_penalty": (1.0, 1.2),
+        f"{SAMPLING}.presence_penalty": (0.0, 0.5),
+        f"{SAMPLING}.frequency_penalty": (0.0, 0.5),
+        f"{SAMPLING}.min_tokens": (0, 3),
+    },
+)
+watch(
+    gradient_of_drawn,
+    changed(unclipped, {f"{SAMPLING}.top_k": 20}),
+    {f"{SAMPLING}.sampling_correction": ("exact", "raw")},
 )
 watch(
     gradient,

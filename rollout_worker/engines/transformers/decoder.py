@@ -35,6 +35,8 @@ class Row:
     """Rows of one admission of one request have the same number, hence the same prompt at the same columns."""
     versions: list[tuple[int, int]]
     """(first response token, weight version) of each run."""
+    kept: list[npt.NDArray[np.int32]]
+    """Kept sets of the response tokens, where the settings want them."""
 
 
 COLUMNS = np.dtype([("prompt", np.int64), ("limit", np.int64), ("rules", np.int64), ("seed", np.uint64)])
@@ -94,7 +96,7 @@ class Decoder:
             rules = {i: self._rules(request.settings_of(i)) for i in indices}
             columns = np.array([(len(prompt), limit, rules[i], request.seeds[i]) for i in indices], COLUMNS)
             self.columns = np.concatenate([self.columns, columns])
-            self.rows += [Row(request, index, self._batches, [(0, self.version)]) for index in indices]
+            self.rows += [Row(request, index, self._batches, [(0, self.version)], []) for index in indices]
         self.window.append(prompts)
         self._fill_prompts(range(first, self.window.n))
         return sum(len(request.prompt_token_ids) for request, _ in batch)
@@ -241,7 +243,13 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rules = self.rules[number]
         history = self._history(rows) if sampler.needs_history(rules.settings) else None
-        return sampler.draw(logits, rules.settings, uniform, history, rules.forbidden(generated))
+        forbidden = rules.forbidden(generated)
+        tokens, logprobs, kept = sampler.draw(logits, rules.settings, uniform, history, forbidden)
+        if kept is not None:
+            numbers = range(len(tokens)) if rows is None else rows.tolist()
+            for row, ids in zip(numbers, sampler.kept_ids(kept), strict=True):
+                self.rows[row].kept.append(ids)
+        return tokens, logprobs
 
     def _history(self, rows: IntArray | None) -> sampler.History:
         window = self.window
@@ -292,6 +300,9 @@ class Decoder:
             version_values=versions[:, 1].copy(),
             finish_reason="length" if reason is None else "stop",
             stop_reason=reason,
+            kept_counts=np.array([len(ids) for ids in entry.kept], np.int32),
+            kept_ids=np.concatenate([np.zeros(0, np.int32), *entry.kept]),
+            held_ids=self.rules[self.columns["rules"][row]].held_ids,
         )
 
     def _remove(self, rows: list[int]) -> None:

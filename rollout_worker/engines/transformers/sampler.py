@@ -102,25 +102,36 @@ def draw(
     uniform: npt.NDArray[np.float64],
     history: History | None,
     forbidden: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Next token ids (int64 [N]) and their log-probs (float32 [N]) from float32 logits [N, V].
 
-    `history` is required when `needs_history(settings)`. `forbidden` (bool [N, V]) marks tokens that end a
-    sample too early (min_tokens).
+    Third, where the settings want it, which ids filters have left (bool [N, V]). `history` is required when
+    `needs_history(settings)`. `forbidden` (bool [N, V]) marks tokens that end a sample too early (min_tokens).
     """
+    plain = logits
     if forbidden is not None:
         logits = logits.masked_fill(forbidden, -torch.inf)
     if history is not None:
         logits = penalise(logits, settings, history)
     if settings.greedy:
         logprobs = torch.log_softmax(logits, -1)
-        tokens = logits.argmax(-1)
-    else:
-        if settings.temperature != 1.0:
-            logits = logits / settings.temperature
-        logprobs = torch.log_softmax(restrict(logits, settings), -1)
-        tokens = _invert(logprobs, uniform)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+        return (tokens := logits.argmax(-1)), logprobs.gather(1, tokens[:, None])[:, 0], None
+    if settings.temperature != 1.0:
+        logits = logits / settings.temperature
+    logprobs = torch.log_softmax(restrict(logits, settings), -1)
+    tokens = _invert(logprobs, uniform)
+    kept = logprobs > -torch.inf if settings.wants_kept_sets else None
+    if settings.correction == "raw":
+        logprobs = torch.log_softmax(plain / settings.temperature, -1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], kept
+
+
+def kept_ids(kept: torch.Tensor) -> list[npt.NDArray[np.int32]]:
+    """The ids in each row of bool [N, V]; none in a row that holds them all."""
+    rows, ids = (index.cpu().numpy() for index in kept.nonzero(as_tuple=True))
+    counts = np.bincount(rows, minlength=len(kept))
+    sets = np.split(ids.astype(np.int32), np.cumsum(counts)[:-1])
+    return [one if len(one) < kept.shape[1] else one[:0] for one in sets]
 
 
 def _invert(logprobs: torch.Tensor, uniform: npt.NDArray[np.float64]) -> torch.Tensor:
@@ -149,7 +160,8 @@ class StopRules:
         device: torch.device,
     ) -> None:
         self.settings, self.strings, self._tokenizer = settings, settings.stop, tokenizer
-        ids = set(settings.stop_token_ids) | (set() if settings.ignore_eos else eos_token_ids)
+        ids = settings.ends(eos_token_ids)
+        self.held_ids = settings.held_ids(eos_token_ids)
         self._ends = np.zeros(vocabulary, np.bool_)
         self._ends[[token for token in ids if 0 <= token < vocabulary]] = True
         self._ends_on_device = torch.from_numpy(self._ends).to(device)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 FIRST_LOOK_S, LOOK_S = 0.002, 0.05
 """How often vLLM's workers are asked whether they are done: each question takes its turn between two steps."""
+LEAST_MASS = 1e-4
+"""Probability that may lack in a kept set: a ratio of 1 is off by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class Completion:
     """(first token, weight version) of each run."""
     finish_reason: str
     stop_reason: int | str | None
+    kept_counts: npt.NDArray[np.int32]
+    kept_ids: npt.NDArray[np.int32]
+    """Kept sets as in `engines.base.Generation`; empty where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,7 @@ class VllmAdapter:
             params = _sampling_params(arguments)
             prompt = tokens_input(list(prompt_token_ids), cache_salt=salt)
             async for output in self._llm.generate(prompt, params, request_id):
-                return _completion(output.outputs[0])
+                return _completion(output.outputs[0], self.vocabulary)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM failed: {error or type(error).__name__}") from error
         except (ValueError, TypeError) as error:
@@ -311,19 +316,52 @@ def _sampling_params(arguments: Mapping[str, Any]) -> Any:
     return _sampling_params_type()(**arguments, output_kind=kind, skip_clone=True)
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, vocabulary: int) -> Completion:
     spans = output.weight_versions
     if not spans:
         raise EngineFailed("vLLM returned a sample without weight versions")
     flat, length = output.logprobs, len(output.token_ids)
-    chosen = flat.start_indices[:length]
+    # The token itself, then the likeliest ones: as many for each token.
+    ids = np.asarray(flat.token_ids, np.int32).reshape(len(flat.start_indices), -1)[:length]
+    logprobs = np.asarray(flat.logprobs, np.float32).reshape(ids.shape[0], -1)[:length]
+    counts, kept = kept_sets(ids, logprobs, vocabulary) if ids.shape[1] > 1 else (ids[:0, 0], ids[:0, 0])
     return Completion(
         token_ids=list(output.token_ids),
-        logprobs=np.asarray(flat.logprobs, np.float32)[chosen],
+        logprobs=logprobs[:, 0],
+        kept_counts=counts,
+        kept_ids=kept,
         spans=[(span.start, int(span.version)) for span in spans],
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
     )
+
+
+def kept_sets(
+    ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], vocabulary: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """How many ids each token was drawn from (0: all), int32 [R], and these: those with a finite log-prob.
+
+    Args:
+        ids, logprobs: [R, 1 + n], the token itself, then n ids by falling log-prob, in which it may be again.
+
+    Raises:
+        EngineConfigError: more ids than were asked for were kept, since they tie with the last.
+    """
+    shown = np.isfinite(logprobs)
+    full = shown[:, 1:].all(1)
+    shown[:, 0] &= ~((ids[:, 1:] == ids[:, :1]) & shown[:, 1:]).any(1)
+    mass = np.where(shown, np.exp(np.minimum(logprobs, 0.0), dtype=np.float64), 0.0).sum(1)
+    if (full & (mass < 1.0 - LEAST_MASS)).any():
+        raise EngineConfigError(
+            f"a token was drawn from more than {ids.shape[1] - 1} ids, since many tie with the last of "
+            f"rollout.sampling_config.top_k: choose another top_k, or write "
+            f'rollout.sampling_config.sampling_correction = "raw"'
+        )
+    counts = shown.sum(1).astype(np.int32)
+    whole = counts >= vocabulary
+    shown[whole] = False
+    counts[whole] = 0
+    return counts, ids[shown]
 
 
 def _cpu_cache_bytes(vllm_config: Any) -> int:

@@ -18,14 +18,14 @@ from schema.config.rules.engine import why_not_passed
 TRANSFER_BACKEND = "cosmos_store"
 """The name under which our weight-transfer engine is registered with vLLM."""
 WORKER_EXTENSION = "rollout_worker.engines.vllm.transfer.WorkerExtension"
+WHOLE = -1
+"""As a number of log-probs: of the whole vocabulary."""
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 COLDEST = 0.01
 """Below this temperature vLLM samples at this temperature instead."""
 
 _OWN: dict[str, Any] = {
-    # The distribution that was sampled from; vLLM's default ignores temperature and filters.
-    "logprobs_mode": "processed_logprobs",
     # The model's generation_config.json would add its own sampling defaults and stop tokens.
     "generation_config": "vllm",
     "weight_transfer_config": {"backend": TRANSFER_BACKEND},
@@ -91,7 +91,26 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
     if on_cpu:
         arguments |= _cpu_arguments(config)
     arguments |= _passed_through(rollout.engine_kwargs, known)
-    return arguments | _OWN
+    return arguments | _logprobs_arguments(config) | _OWN
+
+
+def _logprobs_arguments(config: Config) -> dict[str, Any]:
+    sampling = config.rollout.sampling_config
+    if sampling.reshapes and sampling.sampling_correction == "raw":
+        return {"logprobs_mode": "raw_logprobs"}
+    # The distribution that was sampled from; vLLM's default ignores temperature and filters.
+    arguments: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
+    if sampling.filters:
+        arguments["max_logprobs"] = asked_of(sampling.top_k)
+    return arguments
+
+
+def asked_of(top_k: int) -> int:
+    """How many log-probs show the kept set of a token: ids that tie with the k-th are kept, too.
+
+    In bfloat16 about one in 20 does, of k.
+    """
+    return top_k + top_k // 4 + 16 if top_k > 0 else WHOLE
 
 
 def _cpu_arguments(config: Config) -> dict[str, Any]:
@@ -163,6 +182,7 @@ def sampling_arguments(
     eos_token_ids: Collection[int],
     prompt_tokens: int,
     max_model_len: int,
+    vocabulary: int,
 ) -> dict[str, Any]:
     """Keyword arguments of `SamplingParams` for one sample, `settings.extra` included (checked before).
 
@@ -170,7 +190,7 @@ def sampling_arguments(
     not what vLLM finds in the model's files.
     """
     max_tokens = min(settings.max_tokens, max_model_len - prompt_tokens)
-    ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else eos_token_ids)}
+    logprobs = min(asked_of(settings.top_k), vocabulary) if settings.wants_kept_sets else 0
     arguments: dict[str, Any] = {
         "n": 1,
         "seed": seed,
@@ -181,12 +201,12 @@ def sampling_arguments(
         "max_tokens": max_tokens,
         "min_tokens": min(settings.min_tokens, max_tokens),
         "ignore_eos": True,
-        "stop_token_ids": sorted(ends),
+        "stop_token_ids": sorted(settings.ends(eos_token_ids)),
         "stop": list(settings.stop),
         "include_stop_str_in_output": settings.include_stop_str_in_output,
         # Text is made only where a stop string must be found in it: it costs more than the sampling.
         "detokenize": bool(settings.stop),
-        "logprobs": 0,
+        "logprobs": logprobs,
         "flat_logprobs": True,
     }
     if not settings.greedy:

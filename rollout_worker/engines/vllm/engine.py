@@ -147,6 +147,7 @@ class VllmEngine:
                 eos_token_ids=self._eos,
                 prompt_tokens=len(request.prompt_token_ids),
                 max_model_len=adapter.max_model_len,
+                vocabulary=adapter.vocabulary,
             )
             await self._gate.wait()
             version = self.version
@@ -180,6 +181,9 @@ class VllmEngine:
             version_values=np.asarray([value for _, value in spans], np.int32),
             finish_reason=reason,
             stop_reason=completion.stop_reason,
+            kept_counts=completion.kept_counts,
+            kept_ids=completion.kept_ids,
+            held_ids=request.settings.held_ids(self._eos),
         )
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:

@@ -30,7 +30,7 @@ from schema.config.rules.algorithm import ALGORITHM_RULES, ALGORITHM_WARNINGS
 from schema.config.rules.batch import BATCH_RULES, BATCH_WARNINGS
 from schema.config.rules.checkpoint import CHECKPOINT_RULES
 from schema.config.rules.data import DATA_RULES
-from schema.config.rules.engine import ENGINE_RULES
+from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
 from schema.config.rules.mesh import MESH_RULES
 from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS
@@ -106,6 +106,7 @@ WARNINGS: tuple[Rule, ...] = (
     *TIMING_WARNINGS,
     *TRAINING_WARNINGS,
     *ROLE_WARNINGS,
+    *ENGINE_WARNINGS,
     *MODEL_WARNINGS,
     *PLACEMENT_WARNINGS,
     *PROFILER_WARNINGS,

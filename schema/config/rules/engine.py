@@ -13,17 +13,6 @@ _SAMPLING = "rollout.sampling_config"
 
 _RESHAPES = "changes the distribution sampled from: log-probs of trainer and engine could not be compared"
 
-# Each of these changes the distribution that is sampled from. The trainer computes log-probs of the model's
-# own distribution at the sampling temperature, so the importance ratio would compare two different things.
-_RESHAPING = {
-    "top_p": (1.0,),
-    "top_k": (-1, 0),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "min_tokens": (0,),
-}
 _RESHAPING_EXTRA = frozenset(
     {
         "allowed_token_ids",
@@ -35,7 +24,12 @@ _RESHAPING_EXTRA = frozenset(
     }
 )
 LEAST_TEMPERATURE = 0.01
-_KEYS_OF_EXTRA = frozenset({"temperature", "seed", "ignore_eos", "stop", "stop_token_ids", *_RESHAPING})
+_KEYS_OF_EXTRA = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "min_tokens", "seed", "ignore_eos", "stop", "stop_token_ids",
+    }
+)  # fmt: skip
 _SET_BY_WORKER = frozenset({"detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs"})
 ENGINE_ARGUMENTS = {
     "block_size": "rollout.block_size",
@@ -64,6 +58,7 @@ _ENGINE_OWN = frozenset(
         "disable_log_stats",
         "generation_config",
         "logprobs_mode",
+        "max_logprobs",
         "tokenizer_revision",
         "weight_transfer_config",
         "worker_extension_cls",
@@ -73,6 +68,7 @@ _UNBUILT = (
     ("LoRA", r".*lora.*"),
     ("a model's configuration from another place", r"hf_config_path"),
     ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
+    ("kept sets by vLLM's sampling mask", r"return_sampling_mask"),
     ("a quantised rollout engine", r"quantization_config"),
     ("data parallelism of a rollout replica", r"data_parallel_.*"),
     (
@@ -119,7 +115,7 @@ def temperatures_agree(config: Config) -> Iterator[Problem]:
 
 
 def training_samples_the_policy(config: Config) -> Iterator[Problem]:
-    """Training rollouts are drawn from the policy's own distribution (DESIGN, policy replica)."""
+    """Training rollouts are drawn from a distribution that the trainer can compute."""
     if not config.is_grpo:
         return
     sampling = config.rollout.sampling_config
@@ -131,15 +127,35 @@ def training_samples_the_policy(config: Config) -> Iterator[Problem]:
     if not sampling.do_sample:
         message = "training needs samples that differ, not always the likeliest token"
         yield Problem(f"{_SAMPLING}.do_sample", message, False, f"write {_SAMPLING}.do_sample = true")
-    reason = _RESHAPES
-    for name, neutral in _RESHAPING.items():
-        value = getattr(sampling, name)
-        if value not in neutral:
-            hint = f"write {_SAMPLING}.{name} = {neutral[0]}, or leave it out"
-            yield Problem(f"{_SAMPLING}.{name}", f"{value} {reason}", value, hint)
     for name in sorted(_RESHAPING_EXTRA & sampling.extra.keys()):
         key = f"{_SAMPLING}.extra.{name}"
-        yield Problem(key, reason, sampling.extra[name], "leave it out")
+        yield Problem(key, _RESHAPES, sampling.extra[name], "leave it out")
+
+
+def raw_logprobs_are_tempered(config: Config) -> Iterator[Problem]:
+    """vLLM's log-probs without filters are those without temperature, too."""
+    sampling = config.rollout.sampling_config
+    if not config.is_grpo or sampling.sampling_correction != "raw" or not sampling.reshapes:
+        return
+    if config.rollout.backend == "vllm" and config.sampling_temperature != 1.0:
+        key = f"{_SAMPLING}.sampling_correction"
+        message = (
+            f"vLLM gives log-probs without filters at temperature 1 only, and the temperature is "
+            f"{config.sampling_temperature}"
+        )
+        hint = f'write {key} = "exact", a temperature of 1.0, or rollout.backend = "transformers"'
+        yield Problem(key, message, "raw", hint, related=("train.train_policy.temperature",))
+
+
+def raw_log_probs_are_another_policy(config: Config) -> Iterator[Problem]:
+    """Warning: without the correction, what is trained is not what answered."""
+    sampling = config.rollout.sampling_config
+    if config.is_grpo and sampling.sampling_correction == "raw" and sampling.reshapes:
+        key = f"{_SAMPLING}.sampling_correction"
+        message = (
+            "filters, penalties and min_tokens are ignored in training: gradients are biased towards them"
+        )
+        yield Problem(key, message, "raw", f'write {key} = "exact" where the engine can give kept sets')
 
 
 def pass_through_is_not_a_detour(config: Config) -> Iterator[Problem]:
@@ -217,7 +233,9 @@ ENGINE_RULES = (
     temperatures_agree,
     temperatures_can_be_computed,
     training_samples_the_policy,
+    raw_logprobs_are_tempered,
     pass_through_is_not_a_detour,
     engine_can_do_it,
     group_fits_replica,
 )
+ENGINE_WARNINGS = (raw_log_probs_are_another_policy,)

@@ -142,6 +142,11 @@ SWITCHED_OFF = (
         )
         for name in ("top_p", "top_k")
     ),
+    Idle(
+        "rollout.sampling_config.sampling_correction",
+        lambda config: not config.is_grpo or config.rollout.sampling_config.reshapes,
+        "tokens are drawn from the plain softmax, so there is nothing to correct",
+    ),
     *(
         Idle(f"launcher.{name}", lambda config: config.launcher.max_restarts > 0, "nothing is started again")
         for name in ("restart_backoff", "restart_backoff_max")

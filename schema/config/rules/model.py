@@ -19,6 +19,8 @@ from schema.config.rules.mesh import trainer_meshes
 from schema.config.sections.policy import ParallelismConfig
 from schema.config.vocabulary import difference, vocabulary_of
 
+MOST_KEPT = 4096
+"""Ids in a kept set: 16 KiB per generated token. What asking vLLM for more costs: docs/performance.md."""
 _MODEL = "policy.model_name_or_path"
 _REFERENCE, _CRITIC = "reference.model_name_or_path", "critic.model_name_or_path"
 _LONGEST = "policy.model_max_length"
@@ -314,6 +316,29 @@ def _shorter(config: Config, key: str, longest: int) -> str:
     return hint
 
 
+def kept_sets_are_bounded(config: Config) -> Iterator[Problem]:
+    """Samples carry the ids that each of their tokens was drawn from: too many would cost more than the answers."""
+    sampling = config.rollout.sampling_config
+    if not config.is_grpo or not sampling.filters or sampling.sampling_correction == "raw":
+        return
+    facts, _ = _facts(config)
+    known = None if facts is None else facts.vocabulary
+    sizes = [size for size in (sampling.top_k, known) if size is not None and size > 0]
+    if sizes and min(sizes) <= MOST_KEPT:
+        return
+    name = "top_k" if sampling.top_k > 0 else "top_p" if sampling.top_p < 1.0 else "min_p"
+    key, value = f"rollout.sampling_config.{name}", getattr(sampling, name)
+    of = "a vocabulary that is not known here" if known is None else f"a vocabulary of {known}"
+    message = (
+        f"{value} alone can keep more than {MOST_KEPT} ids of {of} for a token, which training must know"
+    )
+    hint = (
+        f"write rollout.sampling_config.top_k = {MOST_KEPT} or less (next to it), or "
+        f'rollout.sampling_config.sampling_correction = "raw"'
+    )
+    yield Problem(key, message, value, hint, related=(_MODEL,))
+
+
 def model_is_there(config: Config) -> Iterator[Problem]:
     """A local model is a directory with a config.json; anything else is a name on the hub."""
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
@@ -392,6 +417,7 @@ MODEL_RULES = (
     logprobs_are_right,
     engine_replaces_weights,
     critic_reads_the_policy,
+    kept_sets_are_bounded,
     model_is_there,
     tokenizer_is_there,
     modules_can_be_imported,

@@ -83,6 +83,20 @@ def temperature_is_that_of_the_teacher(config: Config) -> Iterator[Problem]:
             yield Problem(f"{key}.url", message, teacher.url, hint, related=(_TEMPERATURE,))
 
 
+def samples_are_of_the_whole_distribution(config: Config) -> Iterator[Problem]:
+    """A teacher's distribution has no filters and no penalties, so it is compared with a policy that has none."""
+    if not config.is_grpo or not config.teacher:
+        return
+    sampling, key = config.rollout.sampling_config, "rollout.sampling_config.sampling_correction"
+    if sampling.reshapes and sampling.sampling_correction == "exact":
+        message = (
+            '"exact" computes log-probs under filters and penalties, and teachers have none: '
+            "the two distributions could never agree"
+        )
+        hint = f'leave filters and penalties out, or write {key} = "raw"'
+        yield Problem(key, message, "exact", hint, related=("rollout.sampling_config", "teacher"))
+
+
 def tokens_are_those_of_the_policy(config: Config) -> Iterator[Problem]:
     """A local teacher reads the policy's token ids: each must mean the same to it. Where both are on this machine."""
     own = vocabulary_of(*config.policy.tokenizer) if config.local_teachers else None
@@ -136,6 +150,7 @@ TEACHER_RULES = (
     teachers_are_somewhere,
     keys_fit_the_teacher,
     temperature_is_that_of_the_teacher,
+    samples_are_of_the_whole_distribution,
     tokens_are_those_of_the_policy,
 )
 TEACHER_WARNINGS = (keys_travel_encrypted,)

@@ -64,33 +64,33 @@ class SamplingConfig(Section):
         "Nucleus sampling; 1.0: off.",
         gt=0.0,
         le=1.0,
-        acts="sampling parameter: `top_p`; other values than 1.0 are refused in training.",
+        acts="sampling parameter: `top_p`; the sets over which the trainer renormalises.",
     )
     top_k: int = cosmos_key(
         -1,
         "Only the k likeliest tokens; -1 or 0: off.",
         ge=-1,
-        acts="sampling parameter: `top_k`; other values than -1 and 0 are refused in training.",
+        acts="sampling parameter: `top_k`; the sets over which the trainer renormalises.",
     )
     min_p: UnitFloat = key(
         0.0,
         "Only tokens at least this share as likely as the likeliest; 0.0: off.",
-        acts="sampling parameter: `min_p`; other values than 0.0 are refused in training.",
+        acts="sampling parameter: `min_p`; the sets over which the trainer renormalises.",
     )
     repetition_penalty: Positive = cosmos_key(
         1.0,
         "Penalty on tokens already seen; 1.0: off.",
-        acts="sampling parameter: `repetition_penalty`; other values than 1.0 are refused in training.",
+        acts="sampling parameter: `repetition_penalty`; the same penalty on the trainer's logits.",
     )
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = key(
         0.0,
         "Penalty on tokens already generated, once; 0.0: off.",
-        acts="sampling parameter: `presence_penalty`; other values than 0.0 are refused in training.",
+        acts="sampling parameter: `presence_penalty`; the same penalty on the trainer's logits.",
     )
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = key(
         0.0,
         "Penalty on tokens already generated, per occurrence; 0.0: off.",
-        acts="sampling parameter: `frequency_penalty`; other values than 0.0 are refused in training.",
+        acts="sampling parameter: `frequency_penalty`; the same penalty on the trainer's logits.",
     )
     use_flashinfer: bool = cosmos_key(False, "Whether flashinfer does the sampling.", unbuilt="flashinfer")
     seed: int | None = key(
@@ -125,7 +125,14 @@ class SamplingConfig(Section):
         "No end before this many tokens.",
         ge=0,
         le=MOST_TOKENS,
-        acts="sampling parameter: `min_tokens`; other values than 0 are refused in training.",
+        acts="sampling parameter: `min_tokens`; the same on the trainer's logits.",
+    )
+    sampling_correction: Literal["exact", "raw"] = key(
+        "exact",
+        "How training accounts for filters (top_p, top_k, min_p), penalties and min_tokens. `exact`: log-probs of "
+        "engine and trainer are those of the distribution sampled from; samples carry the ids that each token was "
+        "drawn from. `raw`: of the plain softmax at the temperature on both sides: an approximation.",
+        acts="sampling parameter: Whether samples bring kept sets; the trainer's logits.",
     )
     extra: FreeTable = key(
         {},
@@ -133,6 +140,17 @@ class SamplingConfig(Section):
         acts="sampling parameter: Any other field, under its own name.",
         example={"logits_processors": ["my_package.Processor"]},
     )
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether tokens are drawn from another distribution than the softmax at the temperature."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return self.filters or penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0
 
 
 _TURNS = "rollouts of several turns"

@@ -121,8 +121,9 @@ PROSE = (
     "`pipeline` in `[unsupported]` says which.",
     "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
     "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
-    "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. Training on answers cut by `top_p` or "
-    "`top_k` is refused by `validate`: their log-probs are of another distribution.",
+    "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. On answers cut by `top_p` or "
+    "`top_k` the trainer renormalises over the ids that they left, which ROLL does not; "
+    '`rollout.sampling_config.sampling_correction = "raw"` does as ROLL.',
     "`examples/roll_grpo.yaml` is a file of ROLL that becomes valid without a change.",
     "Files composed by Hydra (`defaults:`) refer to keys that are not in them: convert the composed file.",
 )

@@ -156,9 +156,11 @@ def _warn(context: ConversionContext) -> None:
             "the reward, later versions do not; theirs of today is taken. To keep it, write "
             f"{POLICY}.kl_in_reward.beta = {context.number('algorithm.kl_ctrl.kl_coef', 0.001)}"
         )
-    if (context.number("actor_rollout_ref.rollout.top_p", 1.0) or 1.0) < 1.0:
+    top_k = context.number("actor_rollout_ref.rollout.top_k", -1) or -1
+    if (context.number("actor_rollout_ref.rollout.top_p", 1.0) or 1.0) < 1.0 and top_k < 1:
         context.warn(
-            "actor_rollout_ref.rollout.top_p below 1: training rollouts are refused then, see `validate`"
+            "actor_rollout_ref.rollout.top_p below 1 without a top_k: the trainer renormalises over the ids that "
+            "top_p left, which are too many to send for a large vocabulary; `validate` names the two ways out"
         )
 
 

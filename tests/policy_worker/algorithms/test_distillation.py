@@ -84,7 +84,7 @@ def test_divergence_and_its_gradient_equal_the_definition(k: int, chunk_elements
 
     hidden, weight = draw(K, D).requires_grad_(), draw(V, D).requires_grad_()
     states, matrix, beta, temperature = draw(K, D), draw(V, D), 0.3, 0.7
-    top = top_tokens(states, matrix, k, temperature, chunk_elements)
+    top = top_tokens(states, Head(matrix), k, temperature, chunk_elements)
     ours = logprobs_at(hidden, Head(weight), top.ids, temperature, chunk_elements)
     found = top_k_jsd(ours, top.logprobs, beta)
     (found * torch.arange(1, K + 1)).sum().backward()

@@ -31,6 +31,7 @@ from tests.policy_worker.material import (
     train_step,
     with_baselines,
     with_common_prompts,
+    with_kept_sets,
     with_shared_prefixes,
 )
 from tests.policy_worker.reference import grpo_loss, token_facts
@@ -342,6 +343,51 @@ def test_the_old_policy_is_that_of_before_the_first_optimizer_step(group: Group)
     assert metrics["correction_weight"] == pytest.approx(1.0, abs=rounding(1e-5))
     for plain, decoupled in zip(*found, strict=True):  # the samples are the old policy's own
         torch.testing.assert_close(plain, decoupled, atol=1e-5, rtol=1e-3)
+
+
+DRAWN = {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_tokens": 2}
+
+
+@pytest.mark.parametrize("kind", ["full", "k3"])
+def test_every_pass_is_of_what_tokens_were_drawn_from(group: Group, kind: str):
+    """The policy, itself as reference and as π_old agree over kept sets and penalties, in every layout."""
+    samples = with_kept_sets(with_common_prompts(random_samples(12)))
+    grpo = {"kl_beta": 0.2, "kl_type": kind, "use_decoupled_loss": True}
+
+    def run(packing: bool, mini_batch: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        return trained(
+            group,
+            samples,
+            {**grpo, "mini_batch": mini_batch},
+            {"sequence_packing": packing},
+            lambda algorithm: setattr(algorithm._trainer, "reference", tiny_model()),
+            rollout={"sampling_config": DRAWN},
+        )
+
+    metrics, gradients = run(packing=False, mini_batch=12)
+    assert metrics["reference_kl"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["entropy"] < math.log(5) + 1e-6
+    for packing, mini_batch in ((True, 12), (True, 1)):
+        assert_equal_gradients(run(packing, mini_batch)[1], gradients)
+
+
+def test_a_token_that_was_not_in_its_set_is_a_bad_batch(group: Group):
+    samples = with_kept_sets(random_samples(8))
+    for sample in samples:
+        sample.kept_ids[:5] = (sample.kept_ids[0] + 7) % 61
+    algorithm = make_grpo(group, make_config(rollout={"sampling_config": DRAWN}), encode_step(samples))
+    with pytest.raises(
+        BadBatchError, match=r"sample 0 .*generated token 0 is \d+, which is not among the 5 ids"
+    ):
+        train_step(algorithm, 0)
+
+
+def test_samples_without_their_sets_are_a_bad_batch(group: Group):
+    algorithm = make_grpo(
+        group, make_config(rollout={"sampling_config": DRAWN}), encode_step(random_samples(8))
+    )
+    with pytest.raises(BadBatchError, match="does not say which ids its tokens were drawn from"):
+        train_step(algorithm, 0)
 
 
 def test_a_reference_that_is_the_policy_adds_nothing(group: Group):

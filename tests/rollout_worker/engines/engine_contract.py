@@ -26,6 +26,9 @@ import numpy as np
 import pytest
 import torch
 
+from policy_worker.model.drawn import Reshaping
+from policy_worker.model.micro_batch import Layout, TrainSample, collate
+from policy_worker.model.model import PolicyModel, prepare_model
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import (
     Checksum,
@@ -37,7 +40,11 @@ from rollout_worker.engines.base import (
     SamplingSettings,
     WeightMismatch,
 )
+from rollout_worker.groups.leasing import training_settings
+from rollout_worker.groups.pushing import to_sample
 from schema.config import Config
+from schema.wire.messages import LeasedGroup
+from schema.wire.sample import decode_sample, encode_sample
 from schema.wire.weights import Publication
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
@@ -203,6 +210,50 @@ def check_logprobs(model: Any, wanted: GenerationRequest, sample: Generation) ->
             assert expected.max() - expected[response[i]] <= TOLERANCE, f"token {i} is not the likeliest"
 
 
+def check_sets(model: Any, wanted: GenerationRequest, sample: Generation) -> None:
+    """Its kept sets are the ids with a finite log-prob, up to those at the edge that rounding may have moved."""
+    prompt, response, settings = list(wanted.prompt_token_ids), sample.token_ids.tolist(), wanted.settings
+    ends = sorted({*settings.stop_token_ids, *(() if settings.ignore_eos else (EOS,))})
+    assert sample.held_ids.tolist() == (ends if settings.min_tokens else [])
+    filtered = settings.top_k > 0 or settings.top_p < 1.0 or settings.min_p > 0.0
+    if not filtered or settings.greedy:
+        assert not len(sample.kept_counts) + len(sample.kept_ids)
+        return
+    assert sample.kept_counts.shape == sample.token_ids.shape
+    sets = np.split(sample.kept_ids, np.cumsum(sample.kept_counts)[:-1])
+    moved = 0
+    for i, logits in enumerate(plain_logits(model, prompt, response)):
+        expected = distribution(logits, prompt, response[:i], settings)
+        kept = set(sets[i].tolist()) or set(range(len(expected)))
+        assert response[i] in kept
+        assert len(sets[i]) == len(set(sets[i].tolist()))
+        moved += kept != set(np.flatnonzero(np.isfinite(expected)).tolist())
+    assert moved <= len(response) // 12
+
+
+RESHAPED: dict[str, dict[str, Any]] = {
+    "filters": {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    "top_p alone": {"top_p": 0.6},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": list(range(32, 64))},
+    "all": {
+        "temperature": 1.2, "top_k": 30, "top_p": 0.9, "repetition_penalty": 0.9, "presence_penalty": 0.3,
+        "frequency_penalty": -0.2, "min_tokens": 5, "stop_token_ids": list(range(60, 90)),
+    },
+}  # fmt: skip
+"""Sampling of training rollouts that is not the plain softmax."""
+
+
+def on_the_wire(wanted: GenerationRequest, index: int, generated: Generation) -> TrainSample:
+    """A sample as a trainer gets it."""
+    lease = LeasedGroup(
+        group_id="g", lease_id="l", kind="train", epoch=0, position=0, attempt=1, row={}, deadline=3,
+        prompt_token_ids=list(wanted.prompt_token_ids), seeds=list(wanted.seeds),
+    )  # fmt: skip
+    sample = to_sample(lease, index, generated, generated.finish_reason, error=None, score=1.0)
+    return TrainSample.of_wire(decode_sample(encode_sample(sample)))
+
+
 SETTINGS = {
     "plain": SamplingSettings(max_tokens=24),
     "greedy": SamplingSettings(max_tokens=24, temperature=0.0),
@@ -272,6 +323,8 @@ class EngineContract:
                 "max_num_seqs": 16,
                 "max_concurrent_samples": 16,
                 "parallelism": {"tp_size": 1},
+                # Engines may have to know beforehand that kept sets are wanted.
+                "sampling_config": {"top_p": 0.9},
                 **cls.rollout,
             },
             **sections,
@@ -295,6 +348,42 @@ class EngineContract:
             subject.load(0, 0)
 
     # ---- distributions --------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name", RESHAPED)
+    def test_the_first_ratio_on_policy_is_one(self, subject: Subject, tmp_path: Path, name: str) -> None:
+        """A trainer with the same weights finds the log-probs that come with the samples, over the wire."""
+        rollout = {"sampling_config": RESHAPED[name], "max_response_length": 24, "backend": self.backend}
+        config = self.config(tmp_path, rollout=rollout)
+        requests = [request(prompt, training_settings(config), (1, 2, 3)) for prompt in PROMPTS]
+        found = subject.generate(requests)
+        samples = [on_the_wire(one, i, found[one.request_id, i]) for one in requests for i in range(3)]
+        model = prepare_model(PolicyModel(copy.deepcopy(subject.models[0])), packed=True, recompute=False)
+        how = Reshaping.of_config(config)
+        for layout in (
+            Layout(True, model.vocabulary, least_spared=0.0, reshaping=how),
+            Layout(False, 258, reshaping=how),
+        ):
+            batch = collate(samples, range(len(samples)), layout)
+            with torch.no_grad():
+                ours = model(batch, config.sampling_temperature)
+            ratio = (ours.logprobs - batch.old_logprobs).exp()
+            assert (ratio - 1).abs().max() <= TOLERANCE
+            assert torch.isfinite(ours.entropy).all()
+
+    @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all", "repetition", "greedy"])
+    def test_samples_bring_the_sets_they_were_drawn_from(self, subject: Subject, name: str) -> None:
+        settings = replace(SETTINGS[name], correction="exact", ignore_eos=False)
+        requests = [request(prompt, settings, (1, 2)) for prompt in PROMPTS[:2]]
+        # Neighbours that want no sets, and more, or other ones.
+        others = [SETTINGS["plain"], replace(SETTINGS["top_k"], top_k=40, correction="exact")]
+        neighbours = [request(PROMPTS[2], one, (3,)) for one in others]
+        found = subject.generate(requests + neighbours)
+        for one in requests:
+            for i in range(2):
+                check_logprobs(subject.models[0], one, found[one.request_id, i])
+                check_sets(subject.models[0], one, found[one.request_id, i])
+        assert not len(found[neighbours[0].request_id, 0].kept_counts)
+        check_sets(subject.models[0], neighbours[1], found[neighbours[1].request_id, 0])
 
     @pytest.mark.parametrize("name", SETTINGS)
     def test_logprobs_are_of_the_distribution_sampled_from(self, subject: Subject, name: str) -> None:

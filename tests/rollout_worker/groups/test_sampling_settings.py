@@ -21,6 +21,9 @@ def differences(a: SamplingSettings, b: SamplingSettings) -> dict[str, Any]:
     return {name: getattr(b, name) for name in names if getattr(a, name) != getattr(b, name)}
 
 
+RESHAPING = {
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+}  # fmt: skip
 DEFAULT = training_settings(Config())
 DEFAULT_VALIDATION = validation_settings(Config())
 
@@ -45,7 +48,18 @@ DEFAULT_VALIDATION = validation_settings(Config())
 )
 def test_each_key_of_sampling_config(key: str, value: Any, setting: str, expected: Any) -> None:
     changed = training_settings(config(rollout={"sampling_config": {key: value}}))
-    assert differences(DEFAULT, changed) == {setting: expected}
+    corrected = {"correction": "exact"} if key in RESHAPING else {}
+    assert differences(DEFAULT, changed) == {setting: expected, **corrected}
+
+
+def test_corrections_are_of_training_that_needs_one() -> None:
+    def corrections(**sampling: Any) -> tuple[str, str]:
+        found = config(rollout={"sampling_config": sampling})
+        return training_settings(found).correction, validation_settings(found).correction
+
+    assert corrections(top_k=5) == ("exact", "none")
+    assert corrections(top_k=5, sampling_correction="raw") == ("raw", "none")
+    assert corrections(sampling_correction="raw") == ("none", "none")
 
 
 @pytest.mark.parametrize("top_k", [-1, 0])

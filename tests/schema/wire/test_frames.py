@@ -73,6 +73,46 @@ def test_parts_of_the_score_travel_with_the_tokens_that_earned_them() -> None:
         decode_sample(encode_frame(tensors, metadata))
 
 
+def with_sets(counts: list[int], ids: list[int], held: tuple[int, ...] = ()) -> Sample:
+    sets = {"kept_counts": counts, "kept_ids": ids, "held_ids": held}
+    return replace(make_sample(), **{name: np.array(value, np.int32) for name, value in sets.items()})
+
+
+def test_kept_sets_travel_with_the_tokens_that_were_drawn_from_them() -> None:
+    sample = decode_sample(encode_sample(with_sets([2, 0, 1], [9, 2, 4], (7, 8))))
+    assert (sample.kept_counts.tolist(), sample.kept_ids.tolist()) == ([2, 0, 1], [9, 2, 4])
+    assert sample.held_ids.tolist() == [7, 8]
+    plain, _ = decode_frame(encode_sample(make_sample()))
+    assert not {"kept_counts", "kept_ids", "held_ids"} & plain.keys(), "as frames always were"
+    assert not len(decode_sample(encode_sample(make_sample())).kept_counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "message"),
+    [
+        (
+            [2, 0, 1],
+            [9, 3, 4],
+            r"generated token 0 is 2, which is not among the 2 ids that it was drawn from",
+        ),
+        ([1, 1, 1], [2, 4, 3], "generated token 1 is 3, which is not among the 1 ids"),
+        ([1, 0], [2], "must say of each generated token"),
+        ([1, 0, 1], [2], "must say of each generated token"),
+        ([2, 0, -1], [2], "must say of each generated token"),
+        ([2**31 - 1, 2**31 - 1, 2], [], "must say of each generated token"),
+        ([2, 0, 0], [2, -1], "negative ids"),
+    ],
+)
+def test_kept_sets_that_cannot_be_are_refused(counts: list[int], ids: list[int], message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        decode_sample(encode_sample(with_sets(counts, ids)))
+
+
+def test_negative_ids_cannot_be_held_back() -> None:
+    with pytest.raises(FrameError, match="held_ids"):
+        decode_sample(encode_sample(with_sets([], [], (-1,))))
+
+
 def test_text_travels_when_asked_for() -> None:
     sample = make_sample()
     sample.text = "drei ≠ 3 \N{SNOWMAN}"

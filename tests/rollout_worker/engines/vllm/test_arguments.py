@@ -85,6 +85,18 @@ def test_what_the_worker_needs_is_always_set() -> None:
     assert found["worker_extension_cls"] == arguments.WORKER_EXTENSION
 
 
+def test_which_log_probs_vllm_gives() -> None:
+    def given(**sampling: Any) -> tuple[Any, Any]:
+        found = engine(rollout={"sampling_config": sampling})
+        return found["logprobs_mode"], found.get("max_logprobs", ABSENT)
+
+    assert given() == ("processed_logprobs", ABSENT)
+    assert given(min_tokens=3) == ("processed_logprobs", ABSENT)
+    assert given(top_k=40) == ("processed_logprobs", 66)
+    assert given(top_p=0.9) == ("processed_logprobs", -1)
+    assert given(top_p=0.9, sampling_correction="raw") == ("raw_logprobs", ABSENT)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -94,6 +106,7 @@ def test_what_the_worker_needs_is_always_set() -> None:
         ("tokenizer", r"write it as policy\.tokenizer_name_or_path"),
         ("trust_remote_code", r"write it as policy\.trust_remote_code"),
         ("logprobs_mode", "is set by the rollout worker"),
+        ("max_logprobs", "is set by the rollout worker"),
     ],
 )
 def test_engine_arguments_that_cannot_be_passed_through(name: str, message: str) -> None:
@@ -116,7 +129,9 @@ PLAIN = SamplingSettings(max_tokens=10)
 
 
 def sampling(settings: SamplingSettings = PLAIN, **changes: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"seed": 5, "eos_token_ids": {9}, "prompt_tokens": 3, "max_model_len": 100}
+    fields: dict[str, Any] = {
+        "seed": 5, "eos_token_ids": {9}, "prompt_tokens": 3, "max_model_len": 100, "vocabulary": 60,
+    }  # fmt: skip
     return sampling_arguments(settings, **{**fields, **changes})
 
 
@@ -137,6 +152,11 @@ SAMPLING_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "stop": ({"stop": ("x",)}, "stop", [], ["x"]),
     "stop needs text": ({"stop": ("x",)}, "detokenize", False, True),
     "include_stop": ({"include_stop_str_in_output": True}, "include_stop_str_in_output", False, True),
+    "kept sets of top_k": ({"correction": "exact", "top_k": 5}, "logprobs", 0, 22),
+    "kept sets of nearly all": ({"correction": "exact", "top_k": 50}, "logprobs", 0, 60),
+    "kept sets of top_p": ({"correction": "exact", "top_p": 0.5}, "logprobs", 0, -1),
+    "kept sets not asked for": ({"top_p": 0.5}, "logprobs", 0, 0),
+    "kept sets of greedy": ({"correction": "exact", "top_p": 0.5, "temperature": 0.0}, "logprobs", 0, 0),
     "extra": ({"extra": {"logit_bias": {1: 2.0}}}, "logit_bias", ABSENT, {1: 2.0}),
 }
 

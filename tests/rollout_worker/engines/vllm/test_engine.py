@@ -438,7 +438,12 @@ def test_our_names_are_those_of_the_installed_vllm() -> None:
     for on_cpu in (False, True):
         assert set(engine_arguments(config, known=known, on_cpu=on_cpu)) <= known
     sampling = sampling_arguments(
-        SamplingSettings(max_tokens=4), seed=1, eos_token_ids={1}, prompt_tokens=1, max_model_len=9
+        SamplingSettings(max_tokens=4),
+        seed=1,
+        eos_token_ids={1},
+        prompt_tokens=1,
+        max_model_len=9,
+        vocabulary=9,
     )
     assert set(sampling) <= set(SamplingParams.__struct_fields__)
 

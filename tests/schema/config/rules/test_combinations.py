@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,25 +100,57 @@ def test_the_temperature_has_one_value() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "neutral"),
     [
-        ("top_p", 0.9, 1.0),
-        ("top_k", 20, 0),
-        ("top_k", 1, -1),
-        ("min_p", 0.1, 0.0),
-        ("repetition_penalty", 1.1, 1.0),
-        ("presence_penalty", 0.1, 0.0),
-        ("frequency_penalty", -0.1, 0.0),
-        ("min_tokens", 3, 0),
         ("do_sample", False, True),
         ("temperature", 0.0, 0.1),
         ("extra", {"logit_bias": {"5": -100.0}}, {}),
         ("extra", {"bad_words": ["x"]}, {"skip_special_tokens": False}),
     ],
 )
-def test_training_samples_the_policy_itself(key: str, value: Any, neutral: Any) -> None:
+def test_training_samples_what_the_trainer_can_compute(key: str, value: Any, neutral: Any) -> None:
     name = f"rollout__sampling_config__{key}"
     problem = only(rollout__backend="vllm", **{name: value})
     assert problem.key.startswith(f"rollout.sampling_config.{key}")
     assert problems(rollout__backend="vllm", **{name: neutral}) == []
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 4096, "top_p": 0.7, "min_p": 0.1},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.1, "min_tokens": 3},
+    ],
+)
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_training_rollouts_may_be_filtered_and_penalised(backend: str, sampling: dict[str, Any]) -> None:
+    assert problems(rollout__backend=backend, rollout__sampling_config=sampling) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "key"), [({"top_p": 0.9}, "top_p"), ({"min_p": 0.1}, "min_p"), ({"top_k": 5000}, "top_k")]
+)
+def test_kept_sets_are_bounded(sampling: dict[str, float], key: str, tmp_path: Path) -> None:
+    problem = only(rollout__sampling_config=sampling)
+    assert problem.key == f"rollout.sampling_config.{key}"
+    assert "a vocabulary that is not known here" in problem.message
+    assert 'sampling_correction = "raw"' in problem.hint
+    assert problems(rollout__sampling_config=sampling | {"sampling_correction": "raw"}) == []
+    assert problems(rollout__sampling_config=sampling | {"top_k": 50}) == []
+    for vocabulary in (4096, 4097):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": vocabulary}))
+        config = changed(GRPO, policy__model_name_or_path=str(tmp_path), rollout__sampling_config=sampling)
+        found = [one.message for one in check_rules(Config.model_validate(config)) if one.key == problem.key]
+        assert len(found) == (vocabulary > 4096)
+        assert all("a vocabulary of 4097" in message for message in found)
+
+
+def test_raw_log_probs_of_vllm_have_no_temperature() -> None:
+    raw = {"top_k": 50, "sampling_correction": "raw"}
+    cold = {"train__train_policy__temperature": 0.7}
+    problem = only(rollout__backend="vllm", rollout__sampling_config=raw, **cold)
+    assert problem.key == "rollout.sampling_config.sampling_correction"
+    assert problems(rollout__backend="transformers", rollout__sampling_config=raw, **cold) == []
+    config = Config.model_validate(changed(GRPO, rollout__sampling_config=raw))
+    assert problem.key in {warning.key for warning in check_warnings(config)}
 
 
 def test_the_remedy_for_greedy_training_names_the_written_key() -> None:

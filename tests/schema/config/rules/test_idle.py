@@ -56,6 +56,7 @@ SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     f"{POLICY}.mini_batch": (4, {f"{POLICY}.max_token_len_per_mini_batch": 8192}, {}),
     "train.optm_warmup_start_factor": (0.5, {"train.optm_warmup_steps": 0}, {}),
     f"{POLICY}.outdated_rollout_fetch_batch_size": (2, {f"{POLICY}.on_policy": True}, {}),
+    "rollout.sampling_config.sampling_correction": ("raw", {}, {"rollout.sampling_config.top_k": 50}),
     "validation.top_p": (0.5, VALIDATED, SAMPLED),
     "validation.top_k": (5, VALIDATED, SAMPLED),
     "launcher.restart_backoff": (2.0, ONCE, {}),

@@ -49,6 +49,14 @@ def test_faults(teachers: list[dict[str, Any]], key: str, words: str) -> None:
     assert words in found[key]
 
 
+def test_teachers_know_no_filters() -> None:
+    filtered = {"rollout__sampling_config__top_k": 20}
+    key = "rollout.sampling_config.sampling_correction"
+    assert "teachers have none" in said(job(NEAR, **filtered))[key]
+    raw = filtered | {"rollout__sampling_config__sampling_correction": "raw"}
+    assert key not in said(job(NEAR, **raw))
+
+
 def test_a_server_needs_temperature_1() -> None:
     assert said(job(NEAR, FAR)) == {}
     assert (

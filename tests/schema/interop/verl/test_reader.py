@@ -273,6 +273,17 @@ def test_a_file_comes_to_these_values(source: str, section: str, expected: dict[
     assert {key: value_of(found, f"{section}.{key}") for key in expected} == expected
 
 
+FILTERED = "actor_rollout_ref: {{rollout: {{top_p: 0.9, top_k: {}, repetition_penalty: 1.05, min_p: 0.1}}}}"
+
+
+def test_filters_and_penalties_of_training_are_kept() -> None:
+    found = rl(FILTERED.format(50))
+    expected = {"top_p": 0.9, "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.05}
+    assert {key: value_of(found, f"rollout.sampling_config.{key}") for key in expected} == expected
+    assert not any("top_p" in warning for warning in found.warnings)
+    assert any("top_p below 1 without a top_k" in warning for warning in rl(FILTERED.format(-1)).warnings)
+
+
 def test_evaluation() -> None:
     assert example("evaluation").config["evaluation"] == {
         "dataset": {"files": ["results/answers.parquet"]},
