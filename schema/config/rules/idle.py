@@ -26,8 +26,8 @@ _OVERLONG = f"{_POLICY}.overlong_reward"
 class Idle:
     """One row of the tables.
 
-    key: a key, or a section for all keys in it except `but`. acts: whether it means anything in this job.
-    why: what there is not. hint: what to do.
+    key: a key, or a section for all keys in it except `but` and what is in those. acts: whether it means anything in
+    this job. why: what there is not. hint: what to do.
     """
 
     key: str
@@ -220,7 +220,8 @@ def _problems(config: Config, row: Idle) -> list[Problem]:
         if value == default:
             return []
         return [Problem(row.key, f"has no effect here: {row.why}", value, row.hint)]
-    names = [name for name in _changed(value, default) if name not in row.but]
+    excepted = tuple(f"{name}." for name in row.but)
+    names = [name for name in _changed(value, default) if not f"{name}.".startswith(excepted)]
     if not names:
         return []
     key = f"{row.key}.{names[0]}" if len(names) == 1 else row.key
