@@ -3,10 +3,10 @@
     python benchmarks/algorithms.py [--rounds 9] [--memory]
 
 One trainer for each variant, all on the same 8 groups of 8 samples (prompts of 32 tokens, answers of up to 96),
-with models of random weights. They take turns; a figure is the median over the rounds of a variant's time over that
-of plain GRPO. "forward only" is a pass that only scores, over the same micro-batches. --memory adds the peak of the
-log-probs of 4,096 tokens over 50,000 words, above what is there before: plain, with the KL over the whole
-vocabulary, and in one piece instead of chunks.
+with models of random weights. They take turns; a figure is the median over the rounds of a variant's CPU time (which
+neighbours on a busy machine hardly change) over that of plain GRPO. "forward only" is a pass that only scores, over
+the same micro-batches. --memory adds the peak of the log-probs of 4,096 tokens over 50,000 words, above what is there
+before: plain, with the KL over the whole vocabulary, and in one piece instead of chunks.
 
 Ends with one line of JSON.
 """
@@ -229,11 +229,11 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds + 1):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = time.process_time()
             step()
-            times[name].append(time.perf_counter() - began)
+            times[name].append(time.process_time() - began)
     plain = times["grpo"][1:]
-    print(f"plain GRPO: {statistics.median(plain) * 1e3:.0f} ms a step")
+    print(f"plain GRPO: {statistics.median(plain) * 1e3:.0f} ms of CPU time a step")
     found: dict[str, Any] = {
         name: round(statistics.median(a / b for a, b in zip(values[1:], plain, strict=True)), 2)
         for name, values in times.items()
