@@ -64,6 +64,7 @@ AREAS = {
     "policy_worker": Area(
         "losses, batches, checkpoints and publishing over many drawn cases", ("tests/policy_worker",)
     ),
+    "recipes": Area("each recipe of examples/recipes, two steps of a real job", ("tests/examples",)),
     "rollout_worker": Area("engines, weights and rewards over many drawn cases", ("tests/rollout_worker",)),
     "schema": Area(
         "spoiled configurations: a clean verdict each, never a traceback; converters over drawn files",

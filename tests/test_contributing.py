@@ -94,6 +94,7 @@ TRIED = " or ".join(
         "capacity_and_name",
         "in_the_table_of_roles",
         "controller_has_every_call",
+        "has_a_recipe",
     )
 )
 """Tests that an example adds, and those that hold what it must not forget."""
@@ -107,6 +108,7 @@ def test_the_worked_examples_work(tmp_path: Path) -> None:
         (copy / file).write_text(text, "utf-8")
     tests = {file for file in texts if file.rpartition("/")[2].startswith("test_")}
     tests |= {"tests/liveness/test_liveness.py", "tests/security/test_routes.py", "tests/test_house.py"}
+    tests.add("tests/examples/test_recipes.py")
 
     def run(*argv: str) -> str:
         env = {**os.environ, "PYTHONPATH": str(copy)}
@@ -126,7 +128,7 @@ def test_the_worked_examples_work(tmp_path: Path) -> None:
     run("ruff", "check", *python)
     run("ruff", "format", "--check", *python)
     report = run("pytest", "-p", "no:cacheprovider", "-k", TRIED, *sorted(tests))
-    assert f"{len(EXAMPLES) + 5} passed" in report, report
+    assert f"{len(EXAMPLES) + 6} passed" in report, report
 
 
 def rows(title: str) -> list[list[str]]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.staleness import Case, accuracies, end, warm_model
+from benchmarks.in_process import warm_model
+from benchmarks.staleness import Case, accuracies, end
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,6 @@ from schema.config import load_config
 from .conftest import QUICKSTART
 
 FILES = sorted(QUICKSTART.glob("*.toml"))
-
-
-@pytest.fixture
-def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory in which the models lie where the files expect them."""
-    for name in ("model", "sft/final", "sft_plain/final"):
-        shutil.copytree(tiny_model, tmp_path / "outputs" / "quickstart" / name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

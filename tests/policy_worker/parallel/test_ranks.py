@@ -118,6 +118,15 @@ def drawn(random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, {"grpo": grpo | size, "train": train, "samples": samples}
 
 
+def with_penalties() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A step whose samples were drawn under penalties, with a reference model, and the same in another cut."""
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": -0.1}
+    rollout = {"n_generation": 4, "parallelism": {"tp_size": 1}, "sampling_config": penalties}
+    grpo = {"kl_beta": 0.1, "kl_type": "full", "entropy_coeff": 0.02}
+    whole = {"grpo": grpo, "samples": SAMPLES, "sections": {"rollout": rollout}}
+    return whole, whole | {"grpo": grpo | {"mini_batch": 1}, "train": {"sequence_packing": True}}
+
+
 def with_critic() -> tuple[dict[str, Any], dict[str, Any]]:
     """Two steps with a critic whose mini-batches are others than the policy's, and the same in another cut."""
     grpo = {"advantage_estimator": "gae", "gae_lambda": 0.9, "batch_size_per_optimize": 4, "mu_iterations": 2}
@@ -153,6 +162,7 @@ def test_several_ranks_equal_one_whatever_the_algorithm(
         (whole, parted),
         (taught, parted | {"sections": taught["sections"]}),
         with_critic(),
+        with_penalties(),
         *(drawn(random) for _ in range(examples(6))),
     ]
     found = run_each(tmp_path / "ranks", world, [parted for _, parted in pairs])

@@ -86,6 +86,11 @@ def test_a_section_of_another_job_is_one_problem() -> None:
     assert problem.related == ("rollout.n_generation", "rollout.seed")
 
 
+def test_supervised_training_has_validation_data_of_its_own() -> None:
+    held_out = {"validation.dataset.name": "synthetic:addition", "validation.dataset.options": {"n": 8}}
+    assert keys_belong_to_this_job(config_of(SFT, VALIDATED | held_out)) == []
+
+
 @pytest.mark.parametrize("key", SWITCHED)
 def test_what_is_switched_off_is_a_warning(key: str) -> None:
     value, off, on = SWITCHED[key]
