@@ -157,10 +157,10 @@ def test_several_ranks_equal_one_whatever_the_algorithm(
         "train": {"sequence_packing": True},
         "ahead": "partly",
     }
-    taught = whole | {"sections": {"teacher": [*TEACHERS, far]}}
+    taught = whole | {"sections": {"teacher": [*TEACHERS, far]}, "steps": 1}
     pairs = [
         (whole, parted),
-        (taught, parted | {"sections": taught["sections"]}),
+        (taught, parted | {"sections": taught["sections"], "steps": 1}),
         with_critic(),
         with_penalties(),
         *(drawn(random) for _ in range(examples(6))),
