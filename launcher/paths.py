@@ -26,9 +26,9 @@ def resolved(config: Config) -> dict[str, Any]:
     """
     data = config.to_dict()
     train, policy = data["train"], data["train"]["train_policy"]
-    for section in ("policy", "reference", "critic"):
-        for key in {"model_name_or_path", "tokenizer_name_or_path"} & data[section].keys():
-            data[section][key] = _source(data[section][key])
+    for section in (data["policy"], data["reference"], data["critic"], *data["teacher"]):
+        for key in {"model_name_or_path", "tokenizer_name_or_path", "model"} & section.keys():
+            section[key] = _source(section[key])
     for key in {"variant", "advantage_estimator"} & policy.keys():
         policy[key] = _reward(policy[key])
     for dataset in (policy["dataset"], data["validation"]["dataset"], data["evaluation"]["dataset"]):

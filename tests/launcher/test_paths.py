@@ -10,6 +10,7 @@ import pytest
 from launcher.paths import resolved
 from schema.config import Config, check_config
 from schema.config.secrets import cut
+from schema.config.sections.teacher import TeacherConfig
 from tests.launcher.samples import config
 
 
@@ -24,17 +25,25 @@ def test_relative_paths_become_absolute_and_names_stay(tmp_path: Path, monkeypat
                 "dataset": {"name": "train.jsonl"},
                 "reward_function": {"boxed_math": 1.0, "my/reward.py:score": 0.5},
                 "filter_reward_metric": ["my/reward.py:score"],
+                "variant": "my/loss.py:loss",
             },
         },
         policy={"model_name_or_path": "model"},
+        reference={"model_name_or_path": "./model"},
+        critic={"tokenizer_name_or_path": "./model"},
         validation={"dataset": {"name": "owner/name"}, "reward_function": "my/reward.py:score"},
         weight_sync={"store": "shared"},
     )
-    data = resolved(job)
+    teachers = [TeacherConfig(name="one", model="./model"), TeacherConfig(name="far", url="http://a:1")]
+    data = resolved(job.model_copy(update={"teacher": teachers}))
     policy = data["train"]["train_policy"]
     assert data["train"]["output_dir"] == f"{tmp_path}/runs"
     assert data["train"]["resume"] == f"{tmp_path}/ckpt/7"
     assert data["policy"]["model_name_or_path"] == f"{tmp_path}/model"
+    assert data["reference"]["model_name_or_path"] == f"{tmp_path}/model"
+    assert data["critic"]["tokenizer_name_or_path"] == f"{tmp_path}/model"
+    assert [teacher["model"] for teacher in data["teacher"]] == [f"{tmp_path}/model", None]
+    assert policy["variant"] == f"{tmp_path}/my/loss.py:loss"
     assert policy["dataset"]["name"] == f"{tmp_path}/train.jsonl"
     assert policy["reward_function"] == {"boxed_math": 1.0, f"{tmp_path}/my/reward.py:score": 0.5}
     assert policy["filter_reward_metric"] == [f"{tmp_path}/my/reward.py:score"]
