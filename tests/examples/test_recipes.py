@@ -33,10 +33,9 @@ def test_every_recipe_is_sound(path: Path, project: Path) -> None:
     found = loaded(path)
     assert found.warnings + check_warnings(found.config) == []
     if path in LAID_OVER:
-        assert found.config != loaded(BASE).config or path.stem == "grpo"
-        assert tomllib.loads(path.read_text()).keys() <= {"train", "critic"}, (
-            "model and machine are the base's"
-        )
+        assert path.stem == "grpo" or found.config != loaded(BASE).config, "it says something"
+        others = {"policy", "validation", "placement", "launcher"}
+        assert not tomllib.loads(path.read_text()).keys() & others, "model and machine are the base's"
 
 
 def test_every_estimator_and_every_loss_has_a_recipe(project: Path) -> None:
