@@ -61,6 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "train.train_policy": {"advantage_estimator": "gae"},
         "critic": {"enable": True, "param_dtype": "float32", "mini_batch": 16},
     },
+    "teacher, advantage": {"teacher": [{"name": "one", "model": "unused"}]},
+    "teacher, JSD of 20": {"teacher": [{"name": "one", "model": "unused", "loss": "top_k_jsd"}]},
 }
 """What each writes over plain GRPO, by section."""
 
@@ -79,10 +81,11 @@ def config_of(variant: dict[str, Any]) -> Config:
         "rollout": {"n_generation": GROUP, "parallelism": {"tp_size": 1}},
     }  # fmt: skip
     for section, keys in variant.items():
+        *above, last = section.split(".")
         table = data
-        for name in section.split("."):
+        for name in above:
             table = table.setdefault(name, {})
-        table |= keys
+        table[last] = keys if isinstance(keys, list) else {**table.get(last, {}), **keys}
     return Config.model_validate(data)
 
 
@@ -150,7 +153,8 @@ def step_of(group: Group, variant: dict[str, Any], answer: bytes) -> Callable[[]
     config = config_of(variant)
     reference = model_of(1) if config.has_reference else None
     critic = Critic(critic_of(2), config, group, Schedule(10)) if config.has_critic else None
-    trainer = Trainer(model_of(0), config, group, Schedule(10), reference, critic)
+    teachers = {one.name: model_of(3) for one in config.local_teachers}
+    trainer = Trainer(model_of(0), config, group, Schedule(10), reference, critic, teachers)
     source = BatchSource(group, lambda _: answer, 1, 0)
     algorithm = Grpo(config, trainer, source)
 
