@@ -38,7 +38,7 @@ def bases() -> list[dict[str, Any]]:
     adapters = changed(GRPO, policy__lora={"r": 4, "target_modules": ["q_proj"]}, critic__lora={"r": 2})
     examples = [tomllib.loads(path.read_text(encoding="utf-8")) for path in EXAMPLES]
     for data in examples:  # whose models are made by running them
-        data["policy"]["model_name_or_path"] = "Qwen/Qwen3-0.6B"
+        data.setdefault("policy", {})["model_name_or_path"] = "Qwen/Qwen3-0.6B"
     return [{}, GRPO, SFT, adapters, *everything, *examples]
 
 
