@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from dataclasses import replace
@@ -215,7 +214,7 @@ def test_an_optimizer_whose_library_is_missing_is_refused_by_name(monkeypatch: p
         Optimizer([parameter], settings)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the extra `8bit`")
+@pytest.mark.slow  # torchao compiles its step
 def test_eight_bit_moments_are_tensors_of_rows():
     matrix = nn.Parameter(torch.ones(64, 192))
     matrix.grad = torch.ones_like(matrix)
