@@ -1,0 +1,30 @@
+"""A step of torchao's AdamW in 8 bits, and what is kept of it.
+
+`python -m tests.policy_worker.model.eight_bit_program`, with torchao on the path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from policy_worker.model.optim import Optimizer, OptimizerSettings
+
+
+def main() -> None:
+    matrix, scalar = nn.Parameter(torch.ones(64, 192)), nn.Parameter(torch.ones(1))
+    for parameter in (matrix, scalar):
+        parameter.grad = torch.ones_like(parameter)
+    settings = OptimizerSettings((0.1,), (0.9, 0.999), 1e-8, 0.0, "foreach", 0.0, name="AdamW8bit")
+    optimizer = Optimizer([matrix, scalar], settings)
+    optimizer.step(1.0)
+    assert abs(matrix.mean().item() - 0.9) < 1e-3
+    slots = dict(optimizer.slots())[matrix]
+    shapes = {name: (tuple(slot.shape), slot.dtype) for name, slot in slots.items()}
+    assert shapes["exp_avg.codes"] == ((64, 192), torch.uint8), shapes
+    assert shapes["exp_avg.scale"] == ((64, 3), torch.float32), shapes
+    assert slots["step"] == 1
+
+
+if __name__ == "__main__":
+    main()
