@@ -30,7 +30,7 @@ def step_of(impl: str, place: Callable[[str, Tensor], Tensor]) -> dict[str, Tens
     for name in ("shards", "copies", "pieces", "rows", "plain"):
         parameters[name] = nn.Parameter(place(name, torch.randn(5, 6, generator=random)))
         parameters[name].grad = place(name, torch.randn(5, 6, generator=random))
-    settings = OptimizerSettings(0.1, (0.9, 0.99), 1e-2, 0.5, impl, CLIP)
+    settings = OptimizerSettings((0.1,), (0.9, 0.99), 1e-2, 0.5, impl, CLIP)
     found = {"norm": torch.tensor(Optimizer(parameters.values(), settings).step(1.0))}
     for name, parameter in parameters.items():
         whole = parameter.detach()
