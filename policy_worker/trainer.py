@@ -4,8 +4,8 @@
     for batch in micro_batches(…):  forward ─▶ (the loss) ─▶ backward      gradients add up
     step: clip ─▶ optimizer                                                once per optimizer step
 
-The trainer is the policy with a frozen reference model next to it, where a KL term needs one, and a critic, which is
-trained by the same verbs, where advantages need values.
+The trainer is the policy, with frozen models next to it, a reference where a KL term needs one and the teachers, and
+a critic, trained by the same verbs, where advantages need values.
 
 A micro-batch's loss is already divided by the counts of the whole optimizer step, so losses add up over
 micro-batches; over data ranks FSDP2 averages, hence the factor of their number.

@@ -308,7 +308,7 @@ def gae(tokens: TokenOutcomes, options: Options) -> list[Tensor]:
 
     V_t is the value of what stands before token t. The next token is the next one that the policy generated, so
     values and advantages pass tool output and the turns of others unchanged.
-    Source: GAE, arXiv 1506.02438, eq. 16. Raises `BadBatchError`: there are no values.
+    Source: GAE, arXiv 1506.02438, eq. 16. Raises `BadBatchError`: the values are missing.
     """
     if len(tokens.values) != len(tokens.rewards):
         raise BadBatchError('train.train_policy.advantage_estimator = "gae" needs the values of a critic')

@@ -50,7 +50,7 @@ class PolicyTokens:
     that sample, floating. positive: whether its reward is above 0. ref_logprobs: of the reference model; needed where
     `kl_beta` is not 0. behaviour_logprobs: of the policy that made the tokens; None: that is π_old. weights:
     factors of the policy loss; None: 1. full_kl: to the reference over the vocabulary, if `kl_type` is "full".
-    taught: what teachers add to the loss of each token; None: there are none.
+    taught: what teachers add to the loss of each token; None without teachers.
     """
 
     logprobs: Tensor

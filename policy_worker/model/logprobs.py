@@ -172,7 +172,7 @@ def top_tokens(
     hidden: Tensor, head: Head, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> TopTokens:
     """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
-    chunk = max(1, chunk_elements // head.weight.shape[0])
+    chunk = _chunk(chunk_elements, head, 1, None)
     found = [
         _log_softmax(part, head, temperature)[0].topk(k, dim=1) for part in hidden.split(chunk)
     ]  # of no positions one empty part
@@ -186,7 +186,7 @@ def logprobs_at(
 
     ids: int64 [K, k], different ones at each position. Other arguments as of `token_logprobs`.
     """
-    chunk = max(1, chunk_elements // head.weight.shape[0])
+    chunk = _chunk(chunk_elements, head, 1, None)
     found: Tensor = _LogprobsAt.apply(hidden, *head, ids, temperature, chunk)
     return found
 

@@ -26,7 +26,7 @@ def vocabulary_of(name: str, revision: str | None) -> dict[str, int] | None:
         found = _listed(data["model"]["vocab"])
         return found | {str(token["content"]): int(token["id"]) for token in data.get("added_tokens", ())}
     except (OSError, NotAFileError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # whoever loads it says what is wrong with it
+        return None  # loading it reports what is wrong
 
 
 def _listed(vocabulary: Any) -> dict[str, int]:

@@ -66,7 +66,7 @@ def loss(tokens, clip):
         os.kill(os.getpid(), signal.SIGKILL)
     return grpo(tokens, clip)
 """
-"""The trainer dies in it, when it is told to: the critic has made its optimizer step by then, the policy has not."""
+"""Where the trainer crashes on request: the critic has made its optimizer step by then, the policy has not."""
 CRITIC = """
 [critic]
 enable = true

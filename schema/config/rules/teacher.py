@@ -133,7 +133,7 @@ def _sizes(config: Config, key: str, teacher: TeacherConfig) -> Iterator[Problem
 
 
 def keys_travel_encrypted(config: Config) -> Iterator[Problem]:
-    """Warning: whoever is on the way reads what an http address is sent."""
+    """Warning: what is sent to an http address can be read on its way."""
     for key, teacher in _numbered(config):
         parts = urlsplit(teacher.url or "")
         if (
