@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.checkpoints.storage import State, StateFiles, differences
@@ -72,7 +72,7 @@ def average_state(trainer: Trainer) -> State:
 
 
 def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, State]:
-    """By kind, what this rank has a part in. What every rank holds alike is rank 0's to write.
+    """By kind, what this rank has to write: of what several ranks hold alike the first one writes it.
 
     A reference model that is reset and a moving average come with `extra`; a critic always, since no export holds
     it, and its optimizer with that of the policy.
@@ -91,9 +91,17 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
         if OPTIMIZER in contents:
             found[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
     return {
-        kind: {k: v for k, v in state.items() if trainer.group.leads or isinstance(v, DTensor)}
+        kind: {key: tensor for key, tensor in state.items() if _is_first(tensor, trainer.group.leads)}
         for kind, state in found.items()
     }
+
+
+def _is_first(tensor: Tensor, leads: bool) -> bool:
+    """Whether this rank is the first of those that hold this piece of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return leads
+    place = tensor.device_mesh.get_coordinate() or ()
+    return all(isinstance(p, Shard) or at == 0 for p, at in zip(tensor.placements, place, strict=True))
 
 
 def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) -> None:

@@ -1,22 +1,27 @@
 """Hub tensors of a sharded model, each on the one rank that owns it.
 
-    round:  every rank gets one stored tensor of its own, in shards, and gives its shards of the others'
+    round:  every rank gets one stored tensor of its own, in pieces, and gives its pieces of the others'
+
+A mesh of several dimensions may hold each piece several times: an owner takes those of the ranks that differ from it
+in sharded dimensions alone, so that what copies of a model (HSDP) hold never travels between them.
 
 Invariant: a tensor is whole on its owner only. Beside the model a rank holds the unit that it is gathering (see
-`weight_sync.hf_names`), and in each round its shards of as many tensors as there are ranks: about one more tensor.
+`weight_sync.hf_names`), and in each round its pieces of as many tensors as there are ranks: about one more tensor.
 Tensors that every rank has whole need no traffic. All ranks run through all rounds, in the same order; a round is
 one all-to-all, which gloo and NCCL both have.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from weight_sync.errors import WeightError
 from weight_sync.hf_names import HubNames, Unit, cast
@@ -43,7 +48,7 @@ class Gathering:
         names: of the model, made on every rank. rank, world: of this process among those that publish.
 
     Raises:
-        WeightError: a tensor is laid out in another way than in shards of its first dimension.
+        WeightError: a tensor is laid out in another way than in shards and copies over all ranks.
     """
 
     def __init__(self, names: HubNames, rank: int, world: int) -> None:
@@ -51,13 +56,13 @@ class Gathering:
         units = names.units
         owner = owners([unit.n_bytes for unit in units], world)
         self.owned: list[Unit] = [unit for unit, of in zip(units, owner, strict=True) if of == rank]
-        self._mesh = _mesh_of(names.stored, world)
+        for name, tensor in names.stored.items():
+            if is_sharded(tensor):
+                _check(name, tensor, world)
         # By rank: the sharded tensors that travel to it, in the order of its units.
         self._travels: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
         for unit, of in zip(units, owner, strict=True):
-            self._travels[of] += [
-                (name, unit.exact) for name in unit.names if _is_sharded(names.stored[name])
-            ]
+            self._travels[of] += [(name, unit.exact) for name in unit.names if is_sharded(names.stored[name])]
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Hub names and whole tensors of this rank's units, on the device of the model. A collective, run to its end.
@@ -69,7 +74,7 @@ class Gathering:
             whole: dict[str, torch.Tensor] = {}
             for name in unit.names:
                 tensor = self._names.stored[name]
-                if _is_sharded(tensor):
+                if is_sharded(tensor):
                     received = self._round(next(rounds), dtype)
                     assert received is not None
                     whole[name] = received
@@ -82,63 +87,118 @@ class Gathering:
     def _round(self, number: int, dtype: torch.dtype | None) -> torch.Tensor | None:
         """This rank's tensor of a round, if there is one."""
         travels = [names[number] if number < len(names) else None for names in self._travels]
-        shards = [
-            torch.empty(0, dtype=torch.uint8) if item is None else self._shard(*item, dtype)
-            for item in travels
+        sent = [
+            torch.empty(0, dtype=torch.uint8) if item is None else self._piece_for(owner, *item, dtype)
+            for owner, item in enumerate(travels)
         ]
-        device = next(shard.device for shard, item in zip(shards, travels, strict=True) if item is not None)
-        sent = torch.cat([shard.to(device) for shard in shards])
+        device = next(piece.device for piece, item in zip(sent, travels, strict=True) if item is not None)
         mine = travels[self._rank]
-        sizes, kind = [0] * self._world, torch.uint8
-        shape: Sequence[int] = (0,)
+        boxes: dict[int, Box] = {}
+        kind, shape = torch.uint8, torch.Size()
         if mine is not None:
             tensor = self._names.stored[mine[0]]
-            shape, kind = tensor.shape, cast(tensor.new_empty(0), dtype if mine[1] else None).dtype
-            row = math.prod(shape[1:]) * kind.itemsize
-            sizes = [rows * row for rows in shard_rows(shape[0], self._world)]
+            assert isinstance(tensor, DTensor)
+            boxes, shape = pieces_for(self._rank, tensor), tensor.shape
+            kind = cast(tensor.new_empty(0), dtype if mine[1] else None).dtype
+        sizes = [boxes[rank].count * kind.itemsize if rank in boxes else 0 for rank in range(self._world)]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        assert self._mesh is not None
         dist.all_to_all_single(
-            received, sent, sizes, [len(shard) for shard in shards], group=self._mesh.get_group()
+            received, torch.cat([piece.to(device) for piece in sent]), sizes, [len(piece) for piece in sent]
         )
-        return received.view(kind).view(tuple(shape)) if mine is not None else None
+        return None if mine is None else _put_together(received.view(kind), shape, boxes)
 
-    def _shard(self, name: str, exact: bool, dtype: torch.dtype | None) -> torch.Tensor:
-        """The bytes of this rank's shard of a tensor."""
-        part = cast(_local(self._names.stored[name]), dtype if exact else None).contiguous()
-        return part.view(-1).view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)
+    def _piece_for(self, owner: int, name: str, exact: bool, dtype: torch.dtype | None) -> torch.Tensor:
+        """The bytes of this rank's piece of a tensor, if its owner takes that from here."""
+        tensor = self._names.stored[name]
+        assert isinstance(tensor, DTensor)
+        part = cast(_local(tensor), dtype if exact else None).contiguous()
+        if part.numel() == 0 or self._rank not in pieces_for(owner, tensor):
+            return part.new_empty(0, dtype=torch.uint8)
+        return part.view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a piece lies in its tensor: by dimension the first index, and how many."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Of the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+
+def pieces_for(owner: int, tensor: DTensor) -> dict[int, Box]:
+    """The ranks from which `owner` takes a tensor, in order, and the piece of each: together all of it, once.
+
+    The owner must be in the tensor's mesh.
+    """
+    mesh, placements = tensor.device_mesh.mesh, tensor.placements
+    (home,) = (mesh == owner).nonzero().tolist()
+    found = {}
+    for rank in sorted(mesh.flatten().tolist()):
+        (place,) = (mesh == rank).nonzero().tolist()
+        if all(isinstance(p, Shard) or a == b for p, a, b in zip(placements, place, home, strict=True)):
+            found[rank] = box_at(tensor.shape, tuple(mesh.shape), place, placements)
+    return found
+
+
+def box_at(
+    shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], placements: Sequence[Placement]
+) -> Box:
+    """The piece of a tensor at a place of a mesh: dimensions of the mesh cut one after the other, as torch cuts."""
+    starts, sizes = [0] * len(shape), list(shape)
+    for ranks, index, placement in zip(mesh, place, placements, strict=True):
+        if isinstance(placement, Shard):
+            cut = shard_rows(sizes[placement.dim], ranks)
+            starts[placement.dim] += sum(cut[:index])
+            sizes[placement.dim] = cut[index]
+    return Box(tuple(starts), tuple(sizes))
+
+
+def _put_together(received: torch.Tensor, shape: torch.Size, boxes: dict[int, Box]) -> torch.Tensor:
+    """A tensor of its pieces, which lie one after the other. Runs of whole rows in order need no copy."""
+    filled = [box for box in boxes.values() if box.count]
+    rows = all(box.sizes[1:] == shape[1:] for box in filled)
+    if rows and all(a.starts < b.starts for a, b in itertools.pairwise(filled)):
+        return received.view(shape)
+    whole = received.new_empty(shape)
+    for box, piece in zip(filled, received.split([box.count for box in filled]), strict=True):
+        whole[box.slices()] = piece.view(box.sizes)
+    return whole
 
 
 def shard_rows(rows: int, world: int) -> list[int]:
-    """Rows of the first dimension that each rank has: as `torch.chunk` cuts, the last ones may have none."""
+    """Rows of a dimension that each rank has: as `torch.chunk` cuts, the last ones may have none."""
     each = -(-rows // world)
     return [max(0, min(each, rows - rank * each)) for rank in range(world)]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a rank has only a piece of it."""
+    return isinstance(tensor, DTensor) and any(
+        size > 1 and not isinstance(placement, Replicate)
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return (
-        isinstance(tensor, DTensor)
-        and tensor.device_mesh.size() > 1
-        and any(isinstance(place, Shard) for place in tensor.placements)
-    )
-
-
-def _mesh_of(stored: dict[str, torch.Tensor], world: int) -> DeviceMesh | None:
-    """The one mesh over which the model is sharded; None: it is not. Raises `WeightError`."""
-    mesh: DeviceMesh | None = None
-    for name, tensor in stored.items():
-        if not _is_sharded(tensor):
-            continue
-        assert isinstance(tensor, DTensor)
-        if list(tensor.placements) != [Shard(0)] or tensor.device_mesh.size() != world:
-            raise WeightError(
-                f"tensor {name!r} is laid out as {tensor.placements} over {tensor.device_mesh.size()} of {world} "
-                f"ranks: only shards of the first dimension over all ranks can be published"
-            )
-        mesh = mesh or tensor.device_mesh
-        assert mesh == tensor.device_mesh
-    return mesh
+def _check(name: str, tensor: torch.Tensor, world: int) -> None:
+    """Raises `WeightError` for a layout that `pieces_for` does not know."""
+    assert isinstance(tensor, DTensor)
+    if tensor.device_mesh.size() != world or not all(
+        type(p) in (Shard, Replicate) for p in tensor.placements
+    ):
+        raise WeightError(
+            f"tensor {name!r} is laid out as {tensor.placements} over {tensor.device_mesh.size()} of {world} "
+            f"ranks: only shards and copies over all ranks can be published"
+        )

@@ -55,7 +55,7 @@ class ParallelismConfig(Section):
     dp_replicate_size: Ranks = cosmos_key(
         1,
         "Copies of the sharded model inside one replica (HSDP).",
-        unbuilt="replicated data parallelism of a {role} replica",
+        acts="process: `WORLD_SIZE` of a policy replica.",
     )
     virtual_pp_size: Ranks = key(
         1,

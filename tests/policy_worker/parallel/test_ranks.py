@@ -224,6 +224,23 @@ def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: Group):
 
 
 @pytest.mark.slow
+def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Path, group: Group):
+    train = {"optm_lr": 1e-2, "optm_warmup_steps": 0}
+    options: dict[str, Any] = {"grpo": GRPO | {"advantage_estimator": "gae"}, "train": train}
+    expected, _ = run_here(group, steps=3, **options)
+    mesh, saved = {"dp_replicate": 2, "dp_shard": 2}, {"save": str(tmp_path / "s"), "save_step": 2}
+    run(tmp_path / "4", 4, mesh=mesh, steps=2, **saved, **options)
+    state = tmp_path / "s" / "step-00000002"
+    of_model = [load_file(path) for path in sorted(state.glob("model-*.safetensors"))]
+    assert [bool(pieces) for pieces in of_model] == [True, True, False, False]
+    assert not of_model[0].keys() & of_model[1].keys()
+    found, _ = run_here(group, first_step=2, steps=3, restore=str(state), **options)
+    assert_equal(found, expected, 1e-4)
+    found, _ = run(tmp_path / "3", 3, first_step=2, steps=3, restore=str(state), **options)
+    assert_equal(found, expected, 1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "impl"), [("always", "fused"), pytest.param("never", "for-loop", marks=pytest.mark.soak)]
 )

@@ -73,18 +73,19 @@ SHARDED = ("odd", "tied", "untied", "fused projections", "experts")
 def _rank(rank: int, world: int, port: int, root: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     mesh = init_device_mesh("cpu", (world,))
+    copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")) if world == 4 else mesh
     for case in SHARDED:
         model: Any = build(case)
         for layer in () if case == "odd" else model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=copies)
+        fully_shard(model, mesh=copies)
         gathering = Gathering(HubNames(model), rank, world)
         for dtype in DTYPES:  # one after the other: a second time must be like the first
             found = {name: tensor.clone() for name, tensor in gathering.tensors(dtype)}
@@ -100,17 +101,29 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
         torch.distributed.barrier()
         del model, gathering  # they hold groups, whose threads must not outlive the interpreter
         gc.collect()
-    other = torch.nn.Linear(4, 4, bias=False)
-    other.weight = torch.nn.Parameter(distribute_tensor(other.weight.data, mesh, [Shard(1)]))
-    with pytest.raises(WeightError, match="'weight' is laid out as"):
-        Gathering(HubNames(other), rank, world)
-    del other, mesh
+    layouts = [(mesh, [Shard(1)])]
+    if world == 4:
+        layouts += [
+            (copies, [Shard(1), Shard(0)]),
+            (copies, [Shard(0), Shard(0)]),
+            (copies, [Replicate(), Shard(1)]),
+        ]
+    for over, placements in layouts:
+        other = torch.nn.Linear(7, 5, bias=False)
+        whole = torch.arange(35.0).view(5, 7)
+        other.weight = torch.nn.Parameter(distribute_tensor(whole, over, placements))
+        for name, tensor in Gathering(HubNames(other), rank, world).tensors():
+            assert (rank, name) == (0, "weight")
+            assert torch.equal(tensor, whole), placements
+        with pytest.raises(WeightError, match="'weight' is laid out as"):
+            Gathering(HubNames(other), rank, world + 1)
+    del other, mesh, copies, layouts, over
     gc.collect()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.soak)])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """World size, and what its ranks have written. A layout that is not ours was refused by all of them."""
     root = tmp_path_factory.mktemp("sharded")
