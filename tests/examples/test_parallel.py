@@ -1,0 +1,26 @@
+"""The meshes: each file cuts one policy replica and changes nothing else, and the page lists it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from schema.config import check_warnings
+from schema.config.layout import policy_layout
+from schema.config.loading.load import load
+from tests.e2e.program import ROOT
+
+MESHES = ROOT / "examples" / "parallel"
+BASE = ROOT / "examples" / "recipes" / "base.toml"
+FILES = sorted(MESHES.glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_mesh_is_sound_and_takes_two_ranks(path: Path, project: Path) -> None:
+    found = load([BASE, path])
+    assert found.warnings + check_warnings(found.config) == []
+    assert policy_layout(found.config).size == 2
+    assert tomllib.loads(path.read_text()).keys() == {"policy"}
+    assert f"[{path.name}]({path.name})" in (MESHES / "README.md").read_text()
