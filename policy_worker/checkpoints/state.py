@@ -130,9 +130,11 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
         words = prefix.replace("_", "'s ")
         model, keys = ("critic", "critic") if prefix.startswith(CRITIC) else ("policy", "train")
         optimizer = f", and its optimizer with {keys}.optm_name" if prefix.endswith(OPTIMIZER) else ""
+        chosen = f"{model}.freeze_moe_router" + (" and policy.trainable_map" if model == "policy" else "")
+        frozen = f"; keep {chosen} as they were" if prefix.endswith((OPTIMIZER, EMA)) else ""
         raise CheckpointError(
             f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
-            f"from with {model}.model_name_or_path{optimizer}"
+            f"from with {model}.model_name_or_path{optimizer}{frozen}"
         )
     files.load(state)
 

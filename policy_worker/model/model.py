@@ -19,6 +19,7 @@ from policy_worker.model import attention
 from policy_worker.model.attention import Block
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_kl, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
+from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.config.rules.teacher import tokens_are_those_of_the_policy
@@ -235,6 +236,8 @@ def load_model(
             f"{source.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
         )
     recompute = config.policy.model_gradient_checkpointing and not frozen
+    if not frozen:
+        freeze(lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
     return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
 
 
@@ -259,6 +262,7 @@ def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
         source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
     _import_modules("critic", critic, source.name)
     lm, _, _ = _load(AutoModel, source, DTYPES[critic.master_dtype])
+    freeze(lm, None, routers=critic.freeze_moe_router, section="critic")
     model = ValueModel(lm)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(

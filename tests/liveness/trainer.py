@@ -59,6 +59,7 @@ from tests.policy_worker.material import (
     from_sources,
     random_samples,
     tiny_critic,
+    tiny_experts,
     tiny_lm,
     tiny_model,
     train_step,
@@ -110,10 +111,14 @@ def gradient_of_short_and_cut(config: Config, place: Place) -> dict[str, np.ndar
 
 
 def _grpo(
-    config: Config, place: Place, world: int = 1, samples: list[Sample] | None = None
+    config: Config,
+    place: Place,
+    world: int = 1,
+    samples: list[Sample] | None = None,
+    trainer: Trainer | None = None,
 ) -> tuple[Grpo, dict[str, np.ndarray]]:
     """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
-    trainer = _trainer(config, place)
+    trainer = trainer or _trainer(config, place)
     chosen = samples or random_samples(12)
     if world > 1:
         trainer.group = copy(place.group)
@@ -128,7 +133,8 @@ def _grpo(
 
     def keep(*_: Any) -> None:
         for name, parameter in trainer.model.named_parameters():
-            found.setdefault(name, parameter.grad.numpy().copy())
+            if parameter.requires_grad:
+                found.setdefault(name, parameter.grad.numpy().copy())
 
     trainer.optimizer.optimizers[0].register_step_pre_hook(keep)
     return Grpo(config, trainer, source), found
@@ -638,6 +644,41 @@ def modules_of_the_trainer(config: Config, place: Place) -> bool:
     load_model(config)
     return USER_MODULE in sys.modules
 
+
+def weights_that_move(config: Config, place: Place) -> list[str]:
+    """Which weights of the policy and of the critic, as they are loaded, two steps change."""
+    model = load_model(config)
+    critic = None
+    if config.has_critic:
+        schedule = Schedule.of_config(config.critic, 40)
+        critic = Critic(load_critic(config, model), config, place.group, schedule)
+    trainer = Trainer(model, config, place.group, Schedule(10), critic=critic)
+    trained = [trainer.model, *([trainer.critic.model] if trainer.critic else [])]
+    before = [{name: p.detach().clone() for name, p in one.named_parameters()} for one in trained]
+    algorithm, _ = _grpo(config, place, trainer=trainer)
+    for step in range(2):
+        train_step(algorithm, step)
+    return [
+        f"{type(one).__name__}.{name}"
+        for one, old in zip(trained, before, strict=True)
+        for name, p in one.named_parameters()
+        if not torch.equal(p, old[name])
+    ]
+
+
+def _experts(place: Place) -> str:
+    """A tiny mixture of experts that the other models' tokenizer fits."""
+    path = place.root / "experts"
+    if not path.exists():
+        shutil.copytree(place.model, path)
+        tiny_experts(vocabulary=259).save_pretrained(path)
+    return str(path)
+
+
+watch(weights_that_move, grpo, {"policy.trainable_map": (UNSET, {"model.layers.0.mlp": False})})
+of_experts = {"policy.model_name_or_path": Made(_experts)}
+watch(weights_that_move, changed(grpo, of_experts), {"policy.freeze_moe_router": (False, True)})
+watch(weights_that_move, changed(with_critic, of_experts), {"critic.freeze_moe_router": (False, True)})
 
 USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
 watch(modules_of_the_trainer, grpo, {"policy.external_modules": ([], [USER_MODULE])})

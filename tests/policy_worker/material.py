@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
+from policy_worker.model.trainable import freeze
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.loop import Algorithm
@@ -44,6 +45,30 @@ def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedMo
     return AutoModelForCausalLM.from_config(config)
 
 
+def tiny_experts(seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel:
+    """A Qwen3 of four experts, two of which see a token."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
 def tiny_model(seed: int = 0, *, packed: bool = False, recompute: bool = False) -> PolicyModel:
     return prepare_model(PolicyModel(tiny_lm(seed)), packed=packed, recompute=recompute)
 
@@ -60,6 +85,9 @@ def tiny_critic(seed: int = 2, *, packed: bool = False) -> ValueModel:
 def make_trainer(config: Config, group: Group, model: PolicyModel | None = None) -> Trainer:
     """A trainer of tiny models, with those that the configuration asks for."""
     packed = config.train.sequence_packing
+    if model is None:
+        model = tiny_model(packed=packed)
+        freeze(model.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
     reference = tiny_model(seed=1) if config.has_reference else None
     critic = None
     if config.has_critic:
@@ -67,9 +95,7 @@ def make_trainer(config: Config, group: Group, model: PolicyModel | None = None)
             tiny_critic(packed=packed), config, group, Schedule.of_config(config.critic, total_steps=10)
         )
     teachers = {one.name: tiny_model(seed=2 + i) for i, one in enumerate(config.local_teachers)}
-    return Trainer(
-        model or tiny_model(packed=packed), config, group, Schedule(10), reference, critic, teachers
-    )
+    return Trainer(model, config, group, Schedule(10), reference, critic, teachers)
 
 
 def write_model(directory: Path, seed: int = 0) -> Path:

@@ -274,15 +274,17 @@ def adapters_train_alone(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, True, f"write {key} = false", related=(section,))
 
 
-def something_trains(config: Config) -> Iterator[Problem]:
-    """A map in which everything is false leaves nothing to learn."""
+def map_freezes_something(config: Config) -> Iterator[Problem]:
+    """What no name matches trains, so a map without a false one changes nothing."""
     chosen = config.policy.trainable_map
-    if chosen is None or config.policy.lora is not None or (chosen and any(chosen.values())):
+    if chosen is None or config.policy.lora is not None or not all(chosen.values()):
         return
     message = (
-        "no parameter is true in it: nothing would be trained" if chosen else "is empty: what does train?"
+        "no name is false in it, and what no name matches trains as well: it has no effect"
+        if chosen
+        else "is empty: what does it freeze?"
     )
-    hint = "leave it out to train all, or name what trains: policy.trainable_map.lm_head = true"
+    hint = 'leave it out to train all, or name what stays: policy.trainable_map."model.embed_tokens" = false'
     yield Problem(_MAP, message, chosen, hint)
 
 
@@ -383,7 +385,7 @@ TRAINING_RULES = (
     recomputation_is_on,
     wrapping_is_one_way,
     adapters_train_alone,
-    something_trains,
+    map_freezes_something,
     base_is_not_narrow,
     initialisers_have_what_they_need,
     modules_are_named_once,

@@ -53,5 +53,5 @@ class CheckpointingKeys(Section):
     freeze_moe_router: bool = key(
         False,
         "Whether the routers of a mixture of experts stay as they are.",
-        unbuilt="options of mixtures of experts",
+        acts="number: Which weights a step leaves as they are.",
     )

@@ -124,9 +124,10 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
     )
     trainable_map: dict[str, bool] | None = cosmos_key(
         None,
-        "Which parameters or modules train: exact name = true or false. Unset: all.",
+        "Which parameters or modules train: exact name in the transformers model = true or false. The longest name "
+        "decides; what no name matches trains, but for what freeze_moe_router keeps. Unset: all.",
         example={"model.embed_tokens.weight": False},
-        unbuilt="training of chosen parameters",
+        acts="number: Which weights a step leaves as they are.",
     )
     enable_liger_kernel: bool = cosmos_key(
         False, "Whether Liger kernels replace the model's own.", unbuilt="Liger kernels"

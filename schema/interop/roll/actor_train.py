@@ -128,7 +128,7 @@ def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
     prefixes = list(filter(None, _parts(leaf.value)))
     context.warn(
         f"freeze_module_prefix = {shown(leaf.value)} freezes every parameter whose name begins so; "
-        "policy.trainable_map takes the exact names of the hub's checkpoint: see that these are such names"
+        "policy.trainable_map takes exact names of the transformers model: see that these are such names"
     )
     return mapped(("policy.trainable_map", dict.fromkeys(prefixes, False)))
 

@@ -15,7 +15,6 @@ DEFAULTS_REFUSED = {"policy.parallelism.tp_size", "train.compile", "validation.e
 
 EXAMPLES: dict[str, Any] = {
     "policy.lora": {"r": 4},
-    "policy.trainable_map": {"lm_head": True},
     "rollout.parallelism.dp_shard_size": 2,
     "rollout.quantization": "fp8",
     "train.fa_version": 3,

@@ -358,8 +358,8 @@ FAULTS = {
         ({"policy.freeze_moe_router": True} | ADAPTER, L),
         ({"critic.freeze_moe_router": True, "critic.lora.r": 4} | CRITIC, "critic.lora"),
     ],
-    training.something_trains: [
-        ({"policy.trainable_map": {"lm_head": False}}, "no parameter"),
+    training.map_freezes_something: [
+        ({"policy.trainable_map": {"lm_head": True}}, "no name is false"),
         ({"policy.trainable_map": {}}, "empty"),
     ],
     training.base_is_not_narrow: [
@@ -587,6 +587,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, ADAPTER | {f"{L}.r_pattern": {r"layers\.\d+\.q_proj": 8}, f"{L}.target_modules": ".*_proj"}),
     (GRPO, {f"{L}.target_modules": ["q"], f"{L}.modules_to_save": ["lm_head"]}),
     (GRPO, {"policy.trainable_map": {"lm_head": True, "model": False}}),
+    (GRPO, {"policy.trainable_map": {"model.embed_tokens.weight": False}}),
     (GRPO, {"autoscale.enable": True, "autoscale.min_replicas": 0}),
     (GRPO, {"reward_model.enable": True, "reward_model.custom_class": "mine.py:Scorer"}),
     (GRPO, {f"{P}.domain_column_name": "topic", f"{P}.domain_shares": {"a": 0.333, "b": 0.667}}),
