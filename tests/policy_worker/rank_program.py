@@ -56,7 +56,8 @@ def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
     def keep(of: str, model: torch.nn.Module) -> None:
-        gradients.update({f"grad.{of}{name}": whole(p.grad) for name, p in model.named_parameters()})
+        named = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+        gradients.update({f"grad.{of}{name}": whole(gradient) for name, gradient in named})
 
     samples = with_common_prompts(random_samples(**options["samples"]))
     if config.teacher:

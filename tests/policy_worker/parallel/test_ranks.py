@@ -110,6 +110,25 @@ def test_two_ranks_equal_one(tmp_path: Path, group: Group):
     assert ages.items() <= metrics[0].items()
 
 
+@pytest.mark.slow
+def test_two_ranks_that_train_a_part_equal_one(tmp_path: Path, group: Group):
+    # one layer stays whole, the other in part; the embeddings are of the rest of the model
+    chosen = {"model.layers.0": False, "model.layers.1.mlp": False, "model.embed_tokens": False}
+    options: dict[str, Any] = {"sections": {"policy": {"trainable_map": chosen}}, "steps": 2}
+    alone, expected = run_here(group, **options)
+    tensors, metrics = run(tmp_path / "2", 2, **options)
+    names = [name for name in gradients(alone) if ".layers." in name]
+    assert names
+    assert all(".layers.1." in name and ".mlp." not in name for name in names)
+    assert_equal(gradients(tensors), gradients(alone), 2e-5)
+    assert_equal(tensors, alone, 2e-5)
+    start = tiny_lm().state_dict()
+    assert torch.equal(
+        tensors["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert metrics[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=rounding(2e-5))
+
+
 def drawn(random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """An algorithm with samples, computed in one piece, and the same in another cut."""
     grpo, (size, train) = algorithm(random), cut(random)
