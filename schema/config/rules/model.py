@@ -264,6 +264,8 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
         "policy.moe_grouped_gemm": config.policy.moe_grouped_gemm,
         "train.recompute_moe_layers": config.train.recompute_moe_layers,
     }
+    if config.has_critic and config.critic.model_name_or_path in (None, config.policy.model_name_or_path):
+        options["critic.freeze_moe_router"] = config.critic.freeze_moe_router
     message = f"true is for mixtures of experts, and {_MODEL} = {facts.name} is none"
     return [
         Problem(key, message, True, f"write {key} = false", related=(_MODEL,))

@@ -23,6 +23,7 @@ from tests.schema.remedies import Case, check_case, config_of, written
 
 M, R = "policy.parallelism", "rollout.parallelism"
 VLLM = {"rollout.backend": "vllm"}
+CRITIC = {"critic.enable": True, "train.train_policy.advantage_estimator": "gae"}
 MOE = QWEN | {"num_experts": 12}
 SMALL = QWEN | {"max_position_embeddings": 1024}
 LEARNED = {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
@@ -62,6 +63,7 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     (MOE, VLLM | {f"{R}.ep_size": 8, f"{R}.tp_size": 8}, f"{R}.ep_size", ("12 experts",)),
     (QWEN, {"policy.moe_grouped_gemm": True}, "policy.moe_grouped_gemm", ("is none",)),
     (QWEN, {"policy.freeze_moe_router": True}, "policy.freeze_moe_router", ("is none",)),
+    (QWEN, CRITIC | {"critic.freeze_moe_router": True}, "critic.freeze_moe_router", ("is none",)),
     (QWEN, {"train.recompute_moe_layers": True}, "train.recompute_moe_layers", ("is none",)),
     (
         SMALL,
