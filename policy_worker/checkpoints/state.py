@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.checkpoints.storage import State, StateFiles, differences
@@ -101,7 +101,7 @@ def _is_first(tensor: Tensor, leads: bool) -> bool:
     if not isinstance(tensor, DTensor):
         return leads
     place = tensor.device_mesh.get_coordinate() or ()
-    return all(isinstance(p, Shard) or at == 0 for p, at in zip(tensor.placements, place, strict=True))
+    return all(at == 0 for p, at in zip(tensor.placements, place, strict=True) if isinstance(p, Replicate))
 
 
 def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) -> None:

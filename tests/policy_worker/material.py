@@ -24,49 +24,26 @@ from schema.wire.sample import Sample, SampleHeader, encode_sample
 VOCABULARY = 61
 
 
+TINY: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.15,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""A few thousand parameters, with weights large enough that outputs are not uniform."""
+
+
 def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedModel:
-    """A Qwen3 of a few thousand parameters, with weights large enough that its outputs are not uniform."""
+    """A Qwen3."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        tie_word_embeddings=tie,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    shape = TINY | {"num_hidden_layers": layers, "tie_word_embeddings": tie}
+    return AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=VOCABULARY, **shape))
 
 
 def tiny_experts(seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """A Qwen3 of four experts, two of which see a token."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=vocabulary, **TINY, **experts))
 
 
 def tiny_model(seed: int = 0, *, packed: bool = False, recompute: bool = False) -> PolicyModel:

@@ -57,12 +57,14 @@ class Gathering:
         owner = owners([unit.n_bytes for unit in units], world)
         self.owned: list[Unit] = [unit for unit, of in zip(units, owner, strict=True) if of == rank]
         for name, tensor in names.stored.items():
-            if is_sharded(tensor):
+            if _is_sharded(tensor):
                 _check(name, tensor, world)
         # By rank: the sharded tensors that travel to it, in the order of its units.
         self._travels: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
         for unit, of in zip(units, owner, strict=True):
-            self._travels[of] += [(name, unit.exact) for name in unit.names if is_sharded(names.stored[name])]
+            self._travels[of] += [
+                (name, unit.exact) for name in unit.names if _is_sharded(names.stored[name])
+            ]
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Hub names and whole tensors of this rank's units, on the device of the model. A collective, run to its end.
@@ -74,7 +76,7 @@ class Gathering:
             whole: dict[str, torch.Tensor] = {}
             for name in unit.names:
                 tensor = self._names.stored[name]
-                if is_sharded(tensor):
+                if _is_sharded(tensor):
                     received = self._round(next(rounds), dtype)
                     assert received is not None
                     whole[name] = received
@@ -111,10 +113,10 @@ class Gathering:
         """The bytes of this rank's piece of a tensor, if its owner takes that from here."""
         tensor = self._names.stored[name]
         assert isinstance(tensor, DTensor)
-        part = cast(_local(tensor), dtype if exact else None).contiguous()
-        if part.numel() == 0 or self._rank not in pieces_for(owner, tensor):
+        part = _local(tensor)
+        if part.numel() == 0 or not _gives(self._rank, owner, tensor):
             return part.new_empty(0, dtype=torch.uint8)
-        return part.view(-1).view(torch.uint8)
+        return cast(part, dtype if exact else None).contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,24 @@ def pieces_for(owner: int, tensor: DTensor) -> dict[int, Box]:
 
     The owner must be in the tensor's mesh.
     """
-    mesh, placements = tensor.device_mesh.mesh, tensor.placements
-    (home,) = (mesh == owner).nonzero().tolist()
-    found = {}
-    for rank in sorted(mesh.flatten().tolist()):
-        (place,) = (mesh == rank).nonzero().tolist()
-        if all(isinstance(p, Shard) or a == b for p, a, b in zip(placements, place, home, strict=True)):
-            found[rank] = box_at(tensor.shape, tuple(mesh.shape), place, placements)
-    return found
+    mesh = tensor.device_mesh.mesh
+    return {
+        rank: box_at(tensor.shape, tuple(mesh.shape), _place(rank, tensor), tensor.placements)
+        for rank in sorted(mesh.flatten().tolist())
+        if _gives(rank, owner, tensor)
+    }
+
+
+def _gives(rank: int, owner: int, tensor: DTensor) -> bool:
+    """Whether the owner takes this rank's piece: they are in one place of every dimension that holds copies."""
+    places = zip(tensor.placements, _place(rank, tensor), _place(owner, tensor), strict=True)
+    return all(isinstance(placement, Shard) or a == b for placement, a, b in places)
+
+
+def _place(rank: int, tensor: DTensor) -> list[int]:
+    """Where in the tensor's mesh a rank is."""
+    (place,) = (tensor.device_mesh.mesh == rank).nonzero().tolist()
+    return [int(index) for index in place]
 
 
 def box_at(
@@ -180,7 +192,7 @@ def shard_rows(rows: int, world: int) -> list[int]:
     return [max(0, min(each, rows - rank * each)) for rank in range(world)]
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a rank has only a piece of it."""
     return isinstance(tensor, DTensor) and any(
         size > 1 and not isinstance(placement, Replicate)
