@@ -30,8 +30,10 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
-from policy_worker.parallel.fsdp import apply_fsdp, local_of, needs_sharding, set_last_micro_batch, whole
+from policy_worker.parallel.distribute import distribute
+from policy_worker.parallel.fsdp import local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.tensor import sum_gradients
 from policy_worker.ranges import span
 from schema.config import Config, CriticConfig, TrainingConfig
 from schema.config.layout import critic_layout, reference_layout
@@ -74,8 +76,7 @@ class TrainedModel:
         self._layout = Layout(packed, model.vocabulary, device, self.least_spared, reshaping)
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         with torch.accelerator.device_index(device.index):
-            mesh = (group.second_mesh() if own else group.mesh()) if self.sharded else None
-            self.model = model.to(device) if mesh is None else apply_fsdp(model, mesh, keys)
+            self.model = distribute(model, group, keys, device if own else None)
             self.optimizer = Optimizer.of_model(self.model, keys, section)
 
     @property
@@ -115,6 +116,7 @@ class TrainedModel:
             NonFiniteGradientError: see `Optimizer.step`.
         """
         with span("optimizer"):
+            sum_gradients(self.model)
             return self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
 
     def lr(self, step: int) -> float:
@@ -249,9 +251,7 @@ class Trainer(TrainedModel):
     def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:
         """A frozen model on the policy's devices, sharded like it."""
         model.requires_grad_(False).eval()
-        if self.group.data_ranks == 1 and not offload:
-            return model.to(self.group.device)
-        return apply_fsdp(model, self.group.mesh(), config.train, frozen=True, offload=offload)
+        return distribute(model, self.group, config.train, frozen=True, offload=offload)
 
     def _check_alike(self) -> None:
         mine, theirs = (

@@ -150,7 +150,10 @@ class PolicyModel(Backbone):
 
     def _head(self) -> Head:
         layer = self.lm.get_output_embeddings()
-        return Head(layer.weight, getattr(layer, "bias", None), *self._logits_form)
+        w = layer.weight
+        if isinstance(w, DTensor):
+            w = w.full_tensor()
+        return Head(w, getattr(layer, "bias", None), *self._logits_form)
 
 
 def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:

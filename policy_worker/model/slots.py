@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 Slots = dict[str, Tensor]
 
@@ -23,14 +23,16 @@ LEAST_BLOCK = 64
 
 
 def fits_blocks(parameter: nn.Parameter) -> bool:
-    """Whether torchao keeps a parameter in 8 bits on every rank alike, with blocks that lie in one row."""
+    """Whether torchao keeps a parameter in 8 bits on every rank alike, with blocks that lie in one whole row."""
     if parameter.ndim != 2 or parameter.shape[1] % LEAST_BLOCK:
+        return False
+    if isinstance(parameter, DTensor) and parameter.to_local().shape[1] != parameter.shape[1]:
         return False
     shards = 1
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         for placement, size in sizes:
-            shards *= size if isinstance(placement, Shard) else 1
+            shards *= 1 if placement.is_replicate() else size
     return parameter.shape[0] % shards == 0 and parameter.numel() // shards >= LEAST_NUMBERS
 
 

@@ -12,6 +12,7 @@ it: that one fetches the payloads, and its numbers count where data ranks add th
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import asdict, dataclass, replace
 
@@ -21,7 +22,10 @@ from policy_worker.errors import SettingsError
 from schema.config.layout import mesh_text
 from schema.config.sections.policy import ParallelismConfig
 
-DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+# It warns that a tensor of two mesh dimensions travels along one after the other, as it must.
+
+DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
@@ -37,6 +44,27 @@ def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedMo
     torch.manual_seed(seed)
     shape = TINY | {"num_hidden_layers": layers, "tie_word_embeddings": tie}
     return AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=VOCABULARY, **shape))
+
+
+def tiny_family(
+    family: str, seed: int = 0, *, tie: bool = True, vocabulary: int = VOCABULARY
+) -> PreTrainedModel:
+    """A model of the shape of one of the families that people train."""
+    torch.manual_seed(seed)
+    further: dict[str, Any] = {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "qwen3_moe": {
+            **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+            "experts_implementation": "eager",  # the only one that takes float64
+        },
+    }
+    shape = TINY | {"num_key_value_heads": 4, "tie_word_embeddings": tie, "vocab_size": vocabulary}
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **further.get(family, {})))
+    for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
+    return lm
 
 
 def tiny_experts(seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel:

@@ -1,11 +1,12 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {mesh, grpo, train, sections, samples, steps, first_step, save, save_step, staged, restore, answers,
-ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
-`mesh` has the sizes of dimensions, by default all ranks shard. `answers` says for a rank what becomes of its first
-fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now).
-`ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". Rank 0
-writes gradients of the last step, weights and metrics to OUT as safetensors and JSON; all ranks come to the same.
+OPTIONS is JSON: {mesh, model, exact, grpo, train, sections, samples, steps, first_step, save, save_step, staged,
+restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
+`mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `model` are
+arguments of `tiny_family`. `exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of
+its first fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by
+now). `ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". Rank
+0 writes gradients of the last step, weights and metrics to OUT as safetensors and JSON; all ranks come to the same.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from policy_worker.model.model import DTYPES, PROBE_TOLERANCE, PolicyModel, prepare_model
+from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
@@ -34,22 +39,59 @@ from tests.policy_worker.material import (
     make_table,
     make_trainer,
     random_samples,
+    tiny_family,
     train_step,
     with_common_prompts,
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
 
+Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
+"""Gradients of the last step and weights, on the CPU; metrics of each step."""
 
-def train(group: Group, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """(gradients of the last step and weights, on the CPU; metrics of each step)."""
+
+def train(group: Group, options: dict[str, Any]) -> Result:
+    """What the steps of these options come to."""
+    if not options.get("exact"):
+        return _train(group, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DTYPES, "float32", torch.float64)
+        for place, name in ((torch.Tensor, "to"), (torch.nn.functional, "softmax")):
+            patch.setattr(place, name, _widened(getattr(place, name)))  # norms and routers compute in float32
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setitem(PROBE_TOLERANCE, torch.float64, PROBE_TOLERANCE[torch.float32])
+        torch.set_default_dtype(torch.float64)
+        try:
+            return _train(group, options)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(*inputs: Any, **named: Any) -> Any:
+        wide = (torch.float64 if one is torch.float32 else one for one in inputs)
+        return function(
+            *wide, **{name: torch.float64 if one is torch.float32 else one for name, one in named.items()}
+        )
+
+    return widened
+
+
+def _train(group: Group, options: dict[str, Any]) -> Result:
     config = make_config(
         options.get("grpo"),
         {"optm_grad_norm_clip": 0.5, **options.get("train", {})},
         **options.get("sections", {}),
     )
-    trainer = make_trainer(config, group)
+    model = None
+    if "model" in options:
+        lm = tiny_family(**options["model"])
+        model = prepare_model(PolicyModel(lm), packed=config.train.sequence_packing, recompute=False)
+    trainer = make_trainer(config, group, model)
     assert trainer.sharded == (group.data_ranks > 1 or config.train.param_dtype != config.train.master_dtype)
+    held = sum(local_of(parameter).numel() for parameter in trainer.model.parameters())
+    total = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert held <= 1.3 * total / (group.sizes.dp_shard * group.sizes.tp), "the model is not cut"
     gradients: dict[str, torch.Tensor] = {}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,9 +170,10 @@ def main(out: Path, options: Any) -> None:
     several = isinstance(options, list)
     group = Group(RankEnvironment.of_environ())
     try:
-        if not several and "mesh" in options:
-            group.arrange(MeshSizes(**options["mesh"]))
-        for number, case in enumerate(options if several else [options]):
+        cases = options if several else [options]
+        if "mesh" in cases[0]:
+            group.arrange(MeshSizes(**cases[0]["mesh"]))
+        for number, case in enumerate(cases):
             tensors, metrics = train(group, case)
             if group.leads:
                 folder = out / str(number) if several else out

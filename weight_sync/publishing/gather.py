@@ -3,7 +3,8 @@
     round:  every rank gets one stored tensor of its own, in pieces, and gives its pieces of the others'
 
 A mesh of several dimensions may hold each piece several times: an owner takes those of the ranks that differ from it
-in sharded dimensions alone, so that what copies of a model (HSDP) hold never travels between them.
+in sharded dimensions alone, so that what copies of a model (HSDP) hold never travels between them. Where FSDP2 shards
+what tensor parallelism has cut, the dimension of the former comes first in the mesh and cuts last (`_StridedShard`).
 
 Invariant: a tensor is whole on its owner only. Beside the model a rank holds the unit that it is gathering (see
 `weight_sync.hf_names`), and in each round its pieces of as many tensors as there are ranks: about one more tensor.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weight_sync.errors import WeightError
 from weight_sync.hf_names import HubNames, Unit, cast
@@ -152,7 +153,7 @@ def pieces_for(owner: int, tensor: DTensor) -> dict[int, Box]:
 def _gives(rank: int, owner: int, tensor: DTensor) -> bool:
     """Whether the owner takes this rank's piece: they are in one place of every dimension that holds copies."""
     places = zip(tensor.placements, _place(rank, tensor), _place(owner, tensor), strict=True)
-    return all(isinstance(placement, Shard) or a == b for placement, a, b in places)
+    return all(not placement.is_replicate() or a == b for placement, a, b in places)
 
 
 def _place(rank: int, tensor: DTensor) -> list[int]:
@@ -164,10 +165,14 @@ def _place(rank: int, tensor: DTensor) -> list[int]:
 def box_at(
     shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], placements: Sequence[Placement]
 ) -> Box:
-    """The piece of a tensor at a place of a mesh: dimensions of the mesh cut one after the other, as torch cuts."""
+    """The piece of a tensor at a place of a mesh: dimensions of the mesh cut one after the other, as torch cuts.
+
+    Those that are strided cut what the others have left.
+    """
     starts, sizes = [0] * len(shape), list(shape)
-    for ranks, index, placement in zip(mesh, place, placements, strict=True):
-        if isinstance(placement, Shard):
+    cuts = list(zip(mesh, place, placements, strict=True))
+    for ranks, index, placement in sorted(cuts, key=lambda cut: isinstance(cut[2], _StridedShard)):
+        if isinstance(placement, Shard | _StridedShard):
             cut = shard_rows(sizes[placement.dim], ranks)
             starts[placement.dim] += sum(cut[:index])
             sizes[placement.dim] = cut[index]
@@ -207,10 +212,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _check(name: str, tensor: torch.Tensor, world: int) -> None:
     """Raises `WeightError` for a layout that `pieces_for` does not know."""
     assert isinstance(tensor, DTensor)
+    shape, placements = tuple(tensor.device_mesh.shape), tensor.placements
     if tensor.device_mesh.size() != world or not all(
-        type(p) in (Shard, Replicate) for p in tensor.placements
+        p.is_replicate() or isinstance(p, Shard) or _cuts_last(number, placements, shape)
+        for number, p in enumerate(placements)
     ):
         raise WeightError(
-            f"tensor {name!r} is laid out as {tensor.placements} over {tensor.device_mesh.size()} of {world} "
-            f"ranks: only shards and copies over all ranks can be published"
+            f"tensor {name!r} is laid out as {placements} over {tensor.device_mesh.size()} of {world} ranks: only "
+            f"shards and copies over all ranks can be published"
         )
+
+
+def _cuts_last(number: int, placements: Sequence[Placement], mesh: Sequence[int]) -> bool:
+    """Whether a dimension of the mesh cuts what all later ones that cut the same one have left."""
+    one = placements[number]
+    later = list(zip(placements, mesh, strict=True))[number + 1 :]
+    return isinstance(one, _StridedShard) and one.split_factor == math.prod(
+        size for p, size in later if isinstance(p, Shard) and p.dim == one.dim
+    )

@@ -132,12 +132,12 @@ def _divisors(*counts: int | None) -> str:
 
 
 def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
-    """Tensor parallelism of a trainer gives each rank whole heads and an equal part of the vocabulary."""
+    """Tensor parallelism of a trainer gives each rank whole heads and whole experts."""
     key, size = f"{section}.tp_size", mesh.tp_size
     counts = {
         "attention heads": facts.heads,
         "key/value heads": facts.kv_heads,
-        "tokens of vocabulary": facts.vocabulary,
+        "experts": facts.experts or None,
     }
     for words, count in counts.items():
         if count is not None and count % size:

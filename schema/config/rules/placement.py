@@ -287,6 +287,22 @@ def memory_is_divided(config: Config) -> Iterator[Problem]:
     yield Problem(SHARE_KEY, message, share, hint, related=("placement.share",))
 
 
+def models_apart_are_whole(config: Config) -> Iterator[Problem]:
+    """A model with devices of its own has one for each data rank, which a mesh that cuts models does not serve."""
+    mesh = config.policy.parallelism
+    sizes = {name: getattr(mesh, name) for name in ("tp_size", "cp_size", "pp_size")}
+    for layout in apart_layouts(config):
+        for name, size in sizes.items():
+            if size > 1:
+                key = f"policy.parallelism.{name}"
+                message = (
+                    f"{layout.listed} has one device for each data rank of the policy, and this build cannot do that "
+                    f"yet where {key} = {size} makes several ranks of each"
+                )
+                hint = f"leave {layout.key} out, so that the policy's devices have the model too"
+                yield Problem(layout.key, message, layout.listed, hint, related=(key,))
+
+
 def memory_is_tight(config: Config) -> Iterator[Problem]:
     """Warning: an engine next to a trainer that takes more than most trainers can spare."""
     share = config.rollout.gpu_memory_utilization
@@ -319,5 +335,6 @@ PLACEMENT_RULES = (
     devices_suffice,
     no_device_is_idle,
     memory_is_divided,
+    models_apart_are_whole,
 )
 PLACEMENT_WARNINGS = (memory_is_tight,)

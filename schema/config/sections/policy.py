@@ -28,7 +28,9 @@ class ParallelismConfig(Section):
         1, "Replicas started at the beginning.", unbuilt="several policy replicas"
     )
     tp_size: Ranks = cosmos_key(
-        2, "Tensor-parallel size.", unbuilt="tensor parallelism of a policy replica", neutral=(1,)
+        2,
+        "Tensor-parallel size: ranks that share each layer's heads, width and experts, and the vocabulary.",
+        acts="process: `WORLD_SIZE` of a policy replica.",
     )
     cp_size: Ranks = cosmos_key(
         1, "Context-parallel size.", unbuilt="context parallelism of a {role} replica"

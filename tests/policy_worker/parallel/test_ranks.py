@@ -19,7 +19,7 @@ from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
 from tests.policy_worker.checkpoint_material import load_state
 from tests.policy_worker.material import make_config, tiny_lm
-from tests.policy_worker.rank_program import train
+from tests.policy_worker.rank_program import Result, train
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.policy_worker.training.cases import algorithm, cut
 from tests.support.devices import rounding
@@ -46,8 +46,6 @@ TEACHERS = [
     {"name": "c", "model": "unused", "source": ["code"], "mini_batch": 1},
 ]
 """One for each way to teach: states and a head, likeliest tokens, log-probs; sharded like the policy."""
-
-Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 
 
 def run(directory: Path, world: int, **options: Any) -> Result:
@@ -211,16 +209,6 @@ def test_whatever_is_guessed_of_the_next_batch_the_step_is_the_same(group: Group
         taken[guess] = [step["ahead_fraction"] for step in metrics]
     assert (taken["right"], taken["wrong"]) == ([0.0, 1.0, 1.0], [0.0, 0.0, 0.0])
     assert all(0.0 < part < 1.0 for part in taken["partly"][1:])
-
-
-@pytest.mark.slow
-def test_a_unit_of_two_ranks_equals_one_bit_for_bit(tmp_path: Path, group: Group):
-    # the peer fetches nothing (see `rank_program`), and the sums of the two count once
-    options: dict[str, Any] = {"grpo": GRPO | EVERYTHING | {"mu_iterations": 2}, "steps": 2}
-    alone, expected = run_here(group, **options)
-    tensors, metrics = run(tmp_path / "2", 2, mesh={"tp": 2}, answers={"0": ["gone", "anew"]}, **options)
-    assert_equal(tensors, alone, 0.0)
-    assert metrics == expected
 
 
 @pytest.mark.slow

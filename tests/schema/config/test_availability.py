@@ -11,7 +11,7 @@ from tests.schema.config_samples import GRPO, SFT, other_value, write
 from tests.support.each import check_each
 
 # Defaults that a bare machine cannot honour: refused until the user writes what fits.
-DEFAULTS_REFUSED = {"policy.parallelism.tp_size", "train.compile", "validation.enable"}
+DEFAULTS_REFUSED = {"train.compile", "validation.enable"}
 
 EXAMPLES: dict[str, Any] = {
     "policy.lora": {"r": 4},
@@ -69,7 +69,7 @@ def test_neutral_values_are_accepted() -> None:
 
 def test_only_the_known_defaults_are_refused() -> None:
     refused = {problem.key for problem in check_available(Config())}
-    assert refused == {"policy.parallelism.tp_size", "train.compile"}
+    assert refused == {"train.compile"}
     for key, row in UNAVAILABLE.items():
         value: Any = Config()
         for part in key.split("."):
@@ -78,9 +78,9 @@ def test_only_the_known_defaults_are_refused() -> None:
 
 
 def test_a_refused_default_says_so_and_what_to_write() -> None:
-    (problem,) = [found for found in check_available(Config()) if found.key == "policy.parallelism.tp_size"]
-    assert problem.message.endswith("which the default, 2, asks for")
-    assert problem.hint == "write policy.parallelism.tp_size = 1"
+    (problem,) = [found for found in check_available(Config()) if found.key == "train.compile"]
+    assert problem.message.endswith("which the default, true, asks for")
+    assert problem.hint == "write train.compile = false"
 
 
 def test_keys_without_meaning_in_this_job_are_not_looked_at() -> None:

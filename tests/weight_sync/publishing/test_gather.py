@@ -13,8 +13,9 @@ import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from schema.wire.weights import Publication
 from tests.support.devices import WITHOUT_GPU
@@ -132,6 +133,20 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
             assert torch.equal(tensor, whole), placements
         with pytest.raises(WeightError, match="'weight' is laid out as"):
             Gathering(HubNames(other), rank, world + 1)
+    if world == 4:  # FSDP2 shards what tensor parallelism has cut, 4 rows and 3, into 2, 2 and 2, 1
+        cut, shards = copies["shards"], copies["copies"]
+        for placement in (Shard(0), Shard(1), Replicate()):
+            other = torch.nn.Linear(5, 7, bias=False)
+            whole = torch.arange(35.0).view(7, 5)
+            other.weight = torch.nn.Parameter(distribute_tensor(whole, cut, [placement]))
+            fully_shard(other, mesh=shards)
+            found = dict(Gathering(HubNames(other), rank, world).tensors())
+            assert torch.equal(found["weight"], whole) if rank == 0 else not found
+        packed = DTensor.from_local(whole[:1], copies, [Replicate(), _StridedShard(0, split_factor=2)])
+        other.weight = torch.nn.Parameter(packed)
+        with pytest.raises(WeightError, match="'weight' is laid out as"):
+            Gathering(HubNames(other), rank, world)
+        del cut, shards, packed
     del other, mesh, copies, layouts, over
     gc.collect()
     torch.distributed.barrier()

@@ -31,12 +31,7 @@ LEARNED = {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 102
 FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     (QWEN, {f"{M}.tp_size": 32}, f"{M}.tp_size", ("32 does not divide the 16 attention heads",)),
     (QWEN, {f"{M}.tp_size": 16}, f"{M}.tp_size", ("16 does not divide the 8 key/value heads",)),
-    (
-        QWEN | {"vocab_size": 151938},
-        {f"{M}.tp_size": 4},
-        f"{M}.tp_size",
-        ("4", "151938 tokens of vocabulary"),
-    ),
+    (MOE, {f"{M}.tp_size": 8}, f"{M}.tp_size", ("8 does not divide the 12 experts",)),
     (QWEN, {f"{M}.pp_size": 29}, f"{M}.pp_size", ("29 are 29 stages for the 28 layers",)),
     (
         QWEN,

@@ -16,6 +16,7 @@ from schema.config.rules.placement import (
     devices_suffice,
     lists_fit_replicas,
     memory_is_divided,
+    models_apart_are_whole,
     no_device_is_idle,
     other_roles_share_too,
     others_are_apart,
@@ -97,6 +98,13 @@ FAULTS = {
     no_device_is_idle: [
         ({GPUS: 4, P: [0], R: [1]}, "device 2, 3 of 4", f"{P} = [0]", f"{R} = [1]"),
         ({GPUS: 100, P: [0], R: [5]}, "device 1, 2, 3, 4, 6, 7, 8, 9 and 90 more"),
+    ],
+    models_apart_are_whole: [
+        (
+            {REF: [2], P: [0, 1], "policy.parallelism.tp_size": 2} | KL,
+            "[2] has one device",
+            "tp_size = 2 makes",
+        )
     ],
     memory_is_divided: [
         ({"rollout.gpu_memory_utilization": 0.95} | SHARED, "0.95", 'placement.share = "memory"')

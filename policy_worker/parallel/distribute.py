@@ -1,0 +1,38 @@
+"""A model over all dimensions of a mesh: the parallelisms one after the other, each of which knows the mesh alone."""
+
+from __future__ import annotations
+
+import torch
+
+from policy_worker.model.model import AnyModel
+from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding
+from policy_worker.parallel.group import Group
+from policy_worker.parallel.mesh import TP
+from policy_worker.parallel.tensor import apply_tp
+from schema.config.sections.optimizer import PrecisionKeys
+
+
+def distribute(
+    model: AnyModel,
+    group: Group,
+    keys: PrecisionKeys,
+    device: torch.device | None = None,
+    *,
+    frozen: bool = False,
+    offload: bool = False,
+) -> AnyModel:
+    """Keep of `model` what this rank has, on its device. A collective.
+
+    device: where the ranks have a second mesh, for a role with devices of its own. frozen, offload: see `apply_fsdp`.
+
+    Raises:
+        SettingsError: the model cannot be cut so.
+    """
+    shards = group.data_ranks > 1 or offload if frozen else needs_sharding(group.data_ranks, keys)
+    if shards or group.sizes.tp > 1:
+        mesh = group.mesh() if device is None else group.second_mesh()
+        if group.sizes.tp > 1:
+            apply_tp(model, mesh[TP])
+        if shards:
+            return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload)
+    return model.to(device or group.device)

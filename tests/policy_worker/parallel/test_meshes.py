@@ -1,0 +1,81 @@
+"""Whichever way a model is cut, loss, gradients and weights are those of one process."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy_worker.parallel.group import Group
+from tests.policy_worker.parallel.test_ranks import (
+    EVERYTHING,
+    GRPO,
+    SAMPLES,
+    TEACHERS,
+    assert_equal,
+    gradients,
+    run_each,
+    with_critic,
+    with_penalties,
+)
+from tests.policy_worker.rank_program import train
+from tests.support.devices import rounding
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe")
+
+GRADIENTS, EXACT = 5e-6, 1e-10
+"""Largest difference, as a part of the largest entry: in float32, and in float64 after three steps."""
+
+
+def model(family: str, *, tie: bool = True) -> dict[str, Any]:
+    return {"model": {"family": family, "tie": tie}}
+
+
+def everything() -> list[dict[str, Any]]:
+    """Each thing that a step may do, with another family each; with the answers that ranks of a unit may get."""
+    several = {"steps": 2, "grpo": GRPO | EVERYTHING | {"mu_iterations": 2}}
+    taught = {
+        "grpo": GRPO | EVERYTHING,
+        "sections": {"teacher": TEACHERS},
+        "train": {"sequence_packing": True},
+    }
+    few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}}
+    return [
+        model("phi3", tie=False) | several | {"answers": {"0": ["gone", "anew"]}},
+        model("gemma3_text") | with_critic()[1],
+        model("qwen3_moe") | taught,
+        model("qwen3", tie=False) | with_penalties()[1],
+        model("qwen3") | few,
+    ]
+
+
+def assert_one(
+    directory: Path, group: Group, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]
+) -> None:
+    """Ranks of a mesh come to what one process does: gradients, or weights of cases that are exact; and metrics."""
+    cases = [{"samples": SAMPLES} | case for case in cases]
+    found = run_each(directory, world, [{"mesh": mesh} | case for case in cases])
+    for case, (tensors, metrics) in zip(cases, found, strict=True):
+        alone, expected = train(group, {**case, "answers": {}})
+        if case.get("exact"):
+            assert_equal(tensors, alone, EXACT)
+        else:
+            assert_equal(gradients(tensors), gradients(alone), GRADIENTS)
+        for name in ("loss", "grad_norm", "entropy"):
+            assert metrics[0][name] == pytest.approx(expected[0][name], rel=rounding(2e-5), abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_layers_equal_one(tmp_path: Path, group: Group):
+    exact = model("llama") | {"exact": True, "steps": 3, "grpo": GRPO}
+    assert_one(tmp_path / "2", group, 2, {"tp": 2}, [*everything(), exact])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 4}], ids=str)
+def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    exact = {"exact": True, "steps": 3, "grpo": GRPO}
+    cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
+    assert_one(tmp_path / "4", group, 4, mesh, cases + (everything() if mesh != {"tp": 4} else []))
