@@ -13,7 +13,7 @@ top-k and top-p, without the ids that end an answer before `min_tokens`. The ord
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,7 @@ class Drawn:
 
     ids: int64, the tokens of prompts and answers. kept_ids, kept_rows: int64 [N], an id and which of the K tokens may
     be it. starts: int64 [K + 1], where the entries of each begin. whole: bool [K], tokens that may be any id.
+    first_id: what the first column of the logits is of; see `among`.
     """
 
     reshaping: Reshaping
@@ -91,17 +92,33 @@ class Drawn:
     kept_rows: Tensor
     starts: npt.NDArray[np.int64]
     whole: Tensor
+    first_id: int = 0
+
+    def among(self, first: int, count: int) -> Drawn:
+        """The same for logits of `count` ids from `first` on."""
+
+        def held_here(answer: Answer) -> Answer:
+            if answer.held is None:
+                return answer
+            places, here = places_of(answer.held, first, count)
+            return answer._replace(held=places[here])
+
+        kept_ids, here = places_of(self.kept_ids, first, count)
+        before = torch.cat([here.new_zeros(1, dtype=torch.int64), here.cumsum(0)]).cpu().numpy()
+        return replace(
+            self,
+            answers=[held_here(answer) for answer in self.answers],
+            kept_ids=kept_ids[here],
+            kept_rows=self.kept_rows[here],
+            starts=before[self.starts],
+            first_id=first,
+        )
 
     @property
     def matrices(self) -> int:
         """How many matrices of the shape of the logits `apply` needs next to them."""
         how = self.reshaping
-        return (how.repetition != 1.0) + how.counts_answer + bool(len(self.kept_ids))
-
-    @property
-    def bends(self) -> bool:
-        """Whether the derivative of z T by the logits is not 1."""
-        return self.reshaping.repetition != 1.0
+        return (how.repetition != 1.0) + how.counts_answer + how.filters
 
     def apply(self, logits: Tensor, first: int, temperature: float, with_slope: bool) -> Tensor | None:
         """Turn logits [c, V] of the tokens from `first` on into z, in place.
@@ -123,8 +140,8 @@ class Drawn:
             logits.sub_(counts * how.frequency).sub_((counts > 0).to(logits.dtype) * how.presence)
         if temperature != 1.0:
             logits.div_(temperature)
-        begin, end = int(self.starts[rows.start]), int(self.starts[rows.stop])
-        if end > begin:
+        if how.filters:
+            begin, end = int(self.starts[rows.start]), int(self.starts[rows.stop])
             outside = ~self.whole[rows, None].expand_as(logits)
             outside[self.kept_rows[begin:end] - first, self.kept_ids[begin:end]] = False
             logits.masked_fill_(outside, -torch.inf)
@@ -150,12 +167,20 @@ class Drawn:
             begin = answer.prompt_start if with_prompt else answer.start
             at = answer.start + first - answer.first
             ids = self.ids[begin : at + last - first - 1]
+            places, here = places_of(ids, self.first_id, logits.shape[1])
             # What precedes the first of the rows counts from there on, each of the rows from the next one on.
             row = torch.arange(begin - at + 1, last - first, device=ids.device).clamp_(min=0)
             part = found[first - rows.start : last - rows.start]
-            part.index_put_((row, ids), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+            part.index_put_((row, places), here.to(torch.int32), accumulate=True)
             part.cumsum_(0)
         return found
+
+
+def places_of(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where ids are among `count` from `first` on (0: elsewhere), and which are there."""
+    places = ids - first
+    here = (places >= 0) & (places < count)
+    return places.where(here, 0), here
 
 
 @dataclass(frozen=True)

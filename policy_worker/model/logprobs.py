@@ -1,54 +1,101 @@
-"""Log-probs of given tokens, and the entropy there, straight from hidden states and the output head.
+"""Log-probs of given tokens, entropies and KLs, straight from hidden states and the output head.
 
-    z = s (h Wᵀ + b) / T,   log π(y) = z_y − log Σ exp z,   H = log Σ exp z − Σ softmax(z) z
+    z = s (h Wᵀ + b) / T,   log π(y) = z_y − log Σ exp z,   H = log Σ exp z − E z,   E x = Σ p x,   p = softmax(z)
 
-where the model caps its logits at c, z = c tanh(s (h Wᵀ + b) / c) / T.
+where the model caps its logits at c, z = c tanh(s (h Wᵀ + b) / c) / T. To another model, with z' of its own:
+
+    KL = E (z − z') − log Σ exp z + log Σ exp z'
 
 The logits [K, V] are the largest tensor of training (a vocabulary of 150,000 makes 10 tokens of them as large as
-a layer's activations for 500). They are computed for a chunk of tokens at a time and computed again in backward:
+a layer's activations for 500). They are computed for a chunk of tokens at a time, and again in backward but for the
+last chunk, from log Σ exp z, E z and E (z − z') of each token:
 
-    ∂ log π(y) / ∂z = 1[y] − p            ∂H / ∂z = −p (log p + H)
-
-The same for the KL to another model over the whole vocabulary:
-
-    KL = Σ p (log p − log q),   ∂KL / ∂z = p (log p − log q − KL)
+    ∂ log π(y) / ∂z = 1[y] − p        ∂H / ∂z = −p (z − E z)        ∂KL / ∂z = p (z − z' − E (z − z'))
 
 and from there ∂z / ∂(h Wᵀ + b) = s / T, times 1 − (z T / c)² under a cap.
 
 Where tokens were drawn from another distribution than this one, z is what `policy_worker.model.drawn` makes of the
-logits. Ids that could not be drawn have probability 0 and a log-prob of `LEAST` instead of −∞, so that 0 · log 0 = 0.
+logits. Ids that could not be drawn have probability 0 and z = `LEAST` instead of −∞, so that 0 · z = 0.
+
+Where the rows of W are spread over ranks, each computes z of its own ids. The largest z, Σ exp z and the means over p
+of parts of a vocabulary make those of the whole, so ranks exchange a few numbers for each token, once for all chunks,
+and in backward the sum of the gradients of h.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from policy_worker.model.drawn import Drawn
+from policy_worker.model.drawn import Drawn, places_of
 
 CHUNK_ELEMENTS = 2**25
 """Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
+BLOCK_ELEMENTS = 2**22
+"""Logits that what comes after the products is computed for at once: its intermediate results are small, and in
+caches."""
 LEAST = -1e30
 
 
+class VocabularyShard(NamedTuple):
+    """Which ids the rows of an output matrix are of, on this rank of a group: those from `first` on.
+
+    Ranks have rows in their order, at least one each; how many may differ.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+
+
 class Head(NamedTuple):
-    """How a model makes logits of hidden states: weight [V, D], bias [V], factor s and cap c of the formula above."""
+    """How a model makes logits of hidden states: weight [V, D], bias [V], factor s and cap c of the formula above.
+
+    vocabulary: where weight and bias have the rows of some ids only. Whatever is computed of hidden states, which are
+    the same on all ranks of its group, is over all ids then, and the same on all ranks.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    vocabulary: VocabularyShard | None = None
 
     def to(self, device: torch.device | str) -> Head:
-        """The same on another device."""
+        """The same on another device, which the group has to serve."""
         bias = None if self.bias is None else self.bias.to(device)
         return self._replace(weight=self.weight.to(device), bias=bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [K, D]: [K, V], as the model itself computes them."""
-        return _logits(hidden, self, 1.0)
+        """Of hidden states [K, D]: [K, V] for the rows that it has, as the model itself computes them."""
+        return _logits(hidden, self, 1.0, _new(hidden, len(hidden), len(self.weight)))
+
+    @property
+    def first(self) -> int:
+        """The id of its first row."""
+        return 0 if self.vocabulary is None else self.vocabulary.first
+
+    def on_rows_of(self, other: Head) -> Head:
+        """This head, over the rows of the other one.
+
+        Raises:
+            ValueError: it has other ones, of a vocabulary that is spread in another way.
+        """
+        first, rows = other.first, len(other.weight)
+        if self.vocabulary is None and other.vocabulary is not None:
+            bias = None if self.bias is None else self.bias[first : first + rows]
+            return self._replace(
+                weight=self.weight[first : first + rows], bias=bias, vocabulary=other.vocabulary
+            )
+        if (self.first, len(self.weight)) != (first, rows):
+            raise ValueError(
+                f"rows {self.first} to {self.first + len(self.weight) - 1} of one vocabulary next to rows {first} to "
+                f"{first + rows - 1} of another: spread both over the same ranks"
+            )
+        return self
 
 
 class TokenOutputs(NamedTuple):
@@ -87,6 +134,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     drawn: Drawn | None = None,
+    beside: Beside | None = None,
 ) -> TokenOutputs:
     """Log-probs (with gradient), entropy (with gradient) and correctness of `labels`.
 
@@ -97,9 +145,11 @@ def token_logprobs(
         labels: int64 [K].
         temperature: that the labels were sampled at, > 0.
         drawn: what else the labels were sampled with.
+        beside: the model that the KL is to (with gradient, over the whole vocabulary); see `token_kl`.
     """
-    chunk = _chunk(chunk_elements, head, 1, drawn)
-    return TokenOutputs(*_TokenLogprobs.apply(hidden, *head, labels, temperature, chunk, drawn))
+    found = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, beside)
+    logprobs, entropy, correct, kl = found
+    return TokenOutputs(logprobs.sum(1), entropy, correct[:, 0], kl)  # FSDP2 warns of a view
 
 
 def token_kl(
@@ -114,69 +164,8 @@ def token_kl(
 
     Arguments as of `token_logprobs`, for both models. Two chunks of logits are in memory at once, of half the size.
     """
-    if not len(hidden):
-        return hidden.sum(1).to(_accurate(hidden.dtype))
-    chunk = _chunk(chunk_elements, head, 2, drawn)
-    other = Beside(beside.hidden.to(beside.head.weight.dtype), beside.head)
-    found: Tensor = _TokenKl.apply(hidden, *head, other, temperature, chunk, drawn)
-    return found
-
-
-def _chunk(elements: int, head: Head, matrices: int, drawn: Drawn | None) -> int:
-    """Tokens whose matrices [chunk, V] have so many elements together."""
-    return max(1, elements // (head.weight.shape[0] * (matrices + (drawn.matrices if drawn else 0))))
-
-
-class _TokenKl(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        other: Beside,
-        temperature: float,
-        chunk: int,
-        drawn: Drawn | None,
-    ) -> Tensor:
-        head = Head(weight, bias, scale, softcap)
-        kl = hidden.new_empty(len(hidden), dtype=_accurate(hidden.dtype))
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            log_p, _ = _log_softmax(hidden[part], head, temperature, drawn, start)
-            difference = log_p - _log_softmax(other.hidden[part], other.head, temperature, drawn, start)[0]
-            kl[part] = torch.linalg.vecdot(log_p.exp_(), difference)
-        ctx.save_for_backward(hidden, weight, bias, kl)
-        ctx.form, ctx.other, ctx.drawn = (scale, softcap), other, drawn
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return kl
-
-    @staticmethod
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, kl = ctx.saved_tensors
-        sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            how = ctx.temperature, ctx.drawn, start
-            log_p, slope = _log_softmax(hidden[part], sums.head, *how, slopes=True)
-            log_q, _ = _log_softmax(ctx.other.hidden[part], ctx.other.head, *how)
-            grad = (log_p - log_q).sub_(kl[part, None]).mul_(log_p.exp_())
-            sums.add(part, grad.mul_(grad_kl[part, None]), slope)
-        return *sums.found(), None, None, None, None, None, None
-
-
-@torch.no_grad()
-def top_tokens(
-    hidden: Tensor, head: Head, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
-) -> TopTokens:
-    """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
-    chunk = _chunk(chunk_elements, head, 1, None)
-    found = [
-        _log_softmax(part, head, temperature)[0].topk(k, dim=1) for part in hidden.split(chunk)
-    ]  # of no positions one empty part
-    return TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    none = torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device)
+    return _outputs(hidden, head, none, temperature, chunk_elements, drawn, beside)[3]
 
 
 def logprobs_at(
@@ -186,176 +175,315 @@ def logprobs_at(
 
     ids: int64 [K, k], different ones at each position. Other arguments as of `token_logprobs`.
     """
-    chunk = _chunk(chunk_elements, head, 1, None)
-    found: Tensor = _LogprobsAt.apply(hidden, *head, ids, temperature, chunk)
+    return _outputs(hidden, head, ids, temperature, chunk_elements)[0]
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor, head: Head, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+) -> TopTokens:
+    """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
+    how = _How(temperature, _chunks(len(hidden), chunk_elements, head))
+    statistics = _new(hidden, 3, len(hidden))
+    values = _new(hidden, len(hidden), k).fill_(LEAST)
+    ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    buffer = how.buffer(hidden, head)
+    for part in how.parts:
+        z, _ = _scores(hidden[part], head, how, part, buffer)
+        statistics[:, part] = _statistics(z)
+        here = min(k, z.shape[1])
+        values[part, :here], ids[part, :here] = z.topk(here, dim=1)
+    values, places = torch.cat(list(_gathered(values, head)), dim=1).topk(k, dim=1)
+    ids = torch.cat(list(_gathered(ids + head.first, head)), dim=1).gather(1, places)
+    top, log_sum, _ = _combined(_gathered(statistics, head))
+    return TopTokens(values - top[:, None] - log_sum[:, None], ids)
+
+
+class _How(NamedTuple):
+    """How z is made of hidden states and head, and of which tokens at once. other: the model that a KL is to."""
+
+    temperature: float
+    parts: Sequence[slice]
+    drawn: Drawn | None = None
+    other: Beside | None = None
+
+    def buffer(self, hidden: Tensor, head: Head) -> Tensor:
+        """Room for z of a chunk."""
+        return _new(hidden, max((part.stop - part.start for part in self.parts), default=0), len(head.weight))
+
+
+def _outputs(
+    hidden: Tensor,
+    head: Head,
+    ids: Tensor,
+    temperature: float,
+    chunk_elements: int,
+    drawn: Drawn | None = None,
+    beside: Beside | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Log-probs of ids [K, k] and whether each is the likeliest; entropy and KL (None without `beside`), [K]."""
+    matrices = (
+        1 + (beside is not None) + (head.softcap is not None) + (0 if drawn is None else drawn.matrices)
+    )
+    parts = _chunks(len(hidden), chunk_elements // matrices, head)
+    if drawn is not None and head.vocabulary is not None:
+        drawn = drawn.among(head.first, len(head.weight))
+    if beside is not None:
+        other = beside.head.on_rows_of(head)
+        beside = Beside(beside.hidden.to(other.weight.dtype), other)
+    how = _How(temperature, parts, drawn, beside)
+    found: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
     return found
 
 
-class _LogprobsAt(torch.autograd.Function):
-    """∂ log π(y_j) / ∂z = 1[y_j] − p, so of all of them together Σ_j g_j 1[y_j] − p Σ_j g_j."""
+class _Outputs(torch.autograd.Function):
+    """`_outputs`, of which all but the second have a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        ids: Tensor,
-        temperature: float,
-        chunk: int,
-    ) -> Tensor:
-        head = Head(weight, bias, scale, softcap)
-        found = hidden.new_empty(ids.shape, dtype=_accurate(hidden.dtype))
-        for start in range(0, len(ids), chunk):
-            part = slice(start, start + chunk)
-            found[part] = _log_softmax(hidden[part], head, temperature)[0].gather(1, ids[part])
-        ctx.save_for_backward(hidden, weight, bias, ids)
-        ctx.form, ctx.temperature, ctx.chunk = (scale, softcap), temperature, chunk
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids = ctx.saved_tensors
-        sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
-        for start in range(0, len(ids), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p, slope = _log_softmax(hidden[part], sums.head, ctx.temperature, slopes=True)
-            of_z = log_p.exp().mul_(-grad[part].sum(1, keepdim=True))
-            rows = torch.arange(len(of_z), device=of_z.device)[:, None]
-            of_z[rows, ids[part]] += grad[part]  # deterministic, unlike scatter_add: no id is there twice
-            sums.add(part, of_z, slope)
-        return *sums.found(), None, None, None, None, None
-
-
-def _accurate(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        labels: Tensor,
-        temperature: float,
-        chunk: int,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        head = Head(weight, bias, scale, softcap)
-        logprobs = hidden.new_empty(len(labels), dtype=_accurate(hidden.dtype))
-        entropy, correct = torch.empty_like(logprobs), torch.empty_like(labels, dtype=torch.bool)
-        log_p = slope = None
-        keeps = len(labels) <= chunk
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            log_p, slope = _log_softmax(hidden[part], head, temperature, drawn, start, slopes=keeps)
-            logprobs[part] = log_p.gather(1, labels[part, None])[:, 0]
-            entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
-            correct[part] = logprobs[part] >= log_p.amax(1)
-        # A single chunk is within the budget anyway: kept, it saves backward one product.
-        kept = (log_p, slope) if keeps else (None, None)
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy, *kept)
-        ctx.form, ctx.temperature, ctx.chunk, ctx.drawn = (scale, softcap), temperature, chunk, drawn
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: Head, how: _How
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        other = how.other
+        n = 3 if other is None else 6
+        numbers, (places, here) = _new(hidden, n + ids.shape[1], len(hidden)), _places(ids, head)
+        buffer, slope, z_other = how.buffer(hidden, head), None, None
+        buffer_other = None if other is None else torch.empty_like(buffer)
+        for part in how.parts:
+            z, slope = _scores(hidden[part], head, how, part, buffer, slopes=part is how.parts[-1])
+            if other is not None:
+                z_other, _ = _scores(other.hidden[part], other.head, how, part, buffer_other)
+            numbers[:n, part] = _statistics(z, z_other)
+            numbers[n:, part] = torch.where(here[part], z.gather(1, places[part]), 0).T
+        numbers = _gathered(numbers, head)
+        largest, log_sum, mean, *of_other = _combined(numbers[:, :n])
+        at = numbers[:, n:].sum(0).T
+        kl = of_other[2] - log_sum + of_other[1] if of_other else None
+        ctx.save_for_backward(hidden, weight, bias, ids, largest, log_sum, mean, *of_other)
+        ctx.head, ctx.how = head._replace(weight=None, bias=None), how
+        ctx.last = buffer, slope  # within the budget anyway: saves backward one product of it
+        correct = at >= largest[:, None]
         ctx.mark_non_differentiable(correct)
         ctx.set_materialize_grads(False)
-        return logprobs, entropy, correct
+        return at - largest[:, None] - log_sum[:, None], log_sum - mean, correct, kl
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: None, of_kl: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 9
-        hidden, weight, bias, labels, entropy, *kept = ctx.saved_tensors
-        sums = _HeadGradients(hidden, Head(weight, bias, *ctx.form), ctx.temperature)
-        for start in range(0, len(labels), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p, slope = kept
-            if log_p is None:
-                how = ctx.temperature, ctx.drawn, start
-                log_p, slope = _log_softmax(hidden[part], sums.head, *how, slopes=True)
-            grad = log_p.exp()
-            if grad_entropy is None:
-                grad.mul_(-grad_logprobs[part, None])  # type: ignore[index]
-            else:
-                of_p = (log_p + entropy[part, None]).mul_(grad_entropy[part, None])
-                grad.mul_(of_p if grad_logprobs is None else of_p.add_(grad_logprobs[part, None])).neg_()
-            if grad_logprobs is not None:
-                rows = torch.arange(grad.shape[0], device=grad.device)
-                grad[rows, labels[part]] += grad_logprobs[
-                    part
-                ]  # deterministic on GPUs too, unlike scatter_add
-            sums.add(part, grad, slope)
-        return *sums.found(), None, None, None, None, None, None
+        if of_logprobs is None and of_entropy is None and of_kl is None:
+            return (None,) * 6
+        hidden, weight, bias, ids, *statistics = ctx.saved_tensors
+        head, how, last = ctx.head._replace(weight=weight, bias=bias), ctx.how, ctx.last
+        ctx.last = None  # becomes a gradient: a second backward computes it again
+        buffer, slope = last or (how.buffer(hidden, head), None)
+        buffer_other = None if of_kl is None else torch.empty_like(buffer)
+        factor = head.scale / how.temperature
+        slopes = _Slopes.of(of_logprobs, of_entropy, of_kl, statistics, factor)
+        sums = _HeadGradients(hidden, head, ctx.needs_input_grad)
+        places, here = _places(ids, head)
+        for part in reversed(how.parts):
+            z, z_other = buffer[: part.stop - part.start], None
+            if last is None:
+                _, slope = _scores(hidden[part], head, how, part, buffer, slopes=True)
+            if buffer_other is not None:
+                z_other, _ = _scores(how.other.hidden[part], how.other.head, how, part, buffer_other)
+            slopes.take(part, z, z_other)
+            if of_logprobs is not None:
+                rows = torch.arange(len(z), device=z.device)[:, None]
+                own = torch.where(here[part], of_logprobs[part] * factor, 0)
+                z.index_put_((rows, places[part]), own, accumulate=True)  # deterministic, unlike scatter_add_
+            sums.add(part, z if slope is None else z.mul_(slope))
+            last = None
+        return *sums.found(), None, None, None
+
+
+class _Slopes(NamedTuple):
+    """Gradients of z, but for what 1[y] adds: exp(z − m) (level + tilt (z − m) + lean (z − m − z' + m')).
+
+    All [K], m and m' the largest z and z'.
+    """
+
+    largest: Tensor
+    largest_other: Tensor | None
+    level: Tensor
+    tilt: Tensor | None
+    lean: Tensor | None
+
+    @staticmethod
+    def of(
+        of_logprobs: Tensor | None,
+        of_entropy: Tensor | None,
+        of_kl: Tensor | None,
+        statistics: Sequence[Tensor],
+        factor: float,
+    ) -> _Slopes:
+        """From gradients and `_combined` statistics; times a factor."""
+        largest, log_sum, mean, *of_other = statistics
+        share = log_sum.neg().exp_().mul_(factor)
+        level, tilt, lean = torch.zeros_like(share), None, None
+        if of_logprobs is not None:
+            level -= of_logprobs.sum(1)
+        if of_entropy is not None:
+            level += of_entropy * mean
+            tilt = -of_entropy * share
+        if of_kl is not None:
+            level -= of_kl * of_other[2]
+            lean = of_kl * share
+        return _Slopes(largest, of_other[0] if of_other else None, level.mul_(share), tilt, lean)
+
+    def take(self, part: slice, z: Tensor, z_other: Tensor | None) -> None:
+        """Turn z of a part into its gradient; z' is lost too."""
+        largest, largest_other, level, tilt, lean = (
+            None if column is None else column[part, None] for column in self
+        )
+        for rows in _blocks(z):
+            d = z[rows].sub_(largest[rows])
+            by = level[rows]
+            if tilt is not None:
+                by = (d * tilt[rows]).add_(by)
+            if lean is not None:
+                difference = z_other[rows].sub_(largest_other[rows]).sub_(d).neg_()
+                by = difference.mul_(lean[rows]).add_(by)
+            d.exp_().mul_(by)
 
 
 class _HeadGradients:
-    """Gradients of hidden states and head, added up over chunks of tokens."""
+    """Gradients of hidden states, matrix and bias, where they are wanted, added up over chunks of tokens."""
 
-    def __init__(self, hidden: Tensor, head: Head, temperature: float) -> None:
-        self.head, self._hidden, self._temperature = head, hidden, temperature
-        self._of_hidden = torch.empty_like(hidden)
-        self._of_weight = torch.zeros_like(head.weight, dtype=_accurate(hidden.dtype))
-        self._of_bias = (
-            None if head.bias is None else torch.zeros_like(head.bias, dtype=self._of_weight.dtype)
+    def __init__(self, hidden: Tensor, head: Head, wanted: Sequence[bool]) -> None:
+        self._hidden, self._head = hidden, head
+        self._of_hidden, self._of_weight, self._of_bias = (
+            _new(tensor, *tensor.shape).zero_() if tensor is not None and wanted[i] else None
+            for i, tensor in enumerate((hidden, head.weight, head.bias))
         )
 
-    def add(self, part: slice, grad: Tensor, slope: Tensor | None) -> None:
-        """grad: of z, [chunk, V], changed in place. slope: see `_log_softmax`."""
-        weight, _, scale, _ = self.head
-        if slope is not None:
-            grad.mul_(slope)
-        if self._temperature != scale:
-            grad.div_(self._temperature / scale)
+    def add(self, part: slice, grad: Tensor) -> None:
+        """grad: of h Wᵀ + b, [chunk, V]."""
         if self._of_bias is not None:
-            self._of_bias.add_(grad.sum(0))
-        grad = grad.to(weight.dtype)
-        self._of_hidden[part] = grad @ weight
-        self._of_weight.add_(grad.T @ self._hidden[part])
+            self._of_bias += grad.sum(0)
+        low = grad.to(self._hidden.dtype)
+        if self._of_hidden is not None:
+            self._of_hidden[part] = low @ self._head.weight
+        if self._of_weight is not None and low is grad:
+            self._of_weight.addmm_(grad.T, self._hidden[part])
+        elif self._of_weight is not None:
+            self._of_weight += low.T @ self._hidden[part]
 
-    def found(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of hidden states, matrix and bias, in their dtypes."""
-        weight, bias = self.head.weight, self.head.bias
-        of_bias = None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype)
-        return self._of_hidden, self._of_weight.to(weight.dtype), of_bias
+    def found(self) -> Iterator[Tensor | None]:
+        """Of hidden states, matrix and bias, in their dtypes. A collective where the vocabulary is spread."""
+        if self._of_hidden is not None and self._head.vocabulary is not None:
+            dist.all_reduce(self._of_hidden, group=self._head.vocabulary.group)
+        pairs = (
+            (self._of_hidden, self._hidden),
+            (self._of_weight, self._head.weight),
+            (self._of_bias, self._head.bias),
+        )
+        return (None if total is None else total.to(of.dtype) for total, of in pairs)
 
 
-def _log_softmax(
-    hidden: Tensor,
-    head: Head,
-    temperature: float,
-    drawn: Drawn | None = None,
-    first: int = 0,
-    *,
-    slopes: bool = False,
+def _new(like: Tensor, *shape: int) -> Tensor:
+    """Of that shape, on the device of `like`; float64 if that is, else float32."""
+    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _chunks(tokens: int, elements: int, head: Head) -> Sequence[slice]:
+    """As few parts of equal size as have at most so many logits each."""
+    most = max(1, elements // len(head.weight))
+    size = -(-tokens // max(1, -(-tokens // most)))
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
+
+
+def _blocks(z: Tensor) -> Iterator[slice]:
+    """Rows of [chunk, V] that have `BLOCK_ELEMENTS` together."""
+    size = max(1, BLOCK_ELEMENTS // z.shape[1])
+    return (slice(start, min(start + size, len(z))) for start in range(0, len(z), size))
+
+
+def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Which rows of the head ids are (0 for those of other ranks), and which are here."""
+    if head.vocabulary is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    return places_of(ids, head.first, len(head.weight))
+
+
+def _statistics(z: Tensor, other: Tensor | None = None) -> Tensor:
+    """Of z [chunk, V]: max z, log Σ exp (z − max z), E (z − max z); with z' of another model also max z',
+    log Σ exp (z' − max z'), E (z − max z − z' + max z'); [3 or 6, chunk]."""
+    found = []
+    for rows in _blocks(z):
+        largest = z[rows].amax(1)
+        d = z[rows] - largest[:, None]
+        p = d.exp()
+        total = p.sum(1)
+        found.append([largest, total.log(), torch.linalg.vecdot(p, d) / total])
+        if other is not None:
+            largest = other[rows].amax(1)
+            d_other = other[rows] - largest[:, None]
+            mean = torch.linalg.vecdot(p, d.sub_(d_other)) / total
+            found[-1] += [largest, d_other.exp_().sum(1).log(), mean]
+    return torch.cat([torch.stack(block) for block in found], dim=1)
+
+
+def _gathered(values: Tensor, head: Head) -> Tensor:
+    """Those of all ranks that have a part of the vocabulary, [ranks, …]. A collective of them."""
+    if head.vocabulary is None:
+        return values[None]
+    group = head.vocabulary.group
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def _combined(parts: Tensor) -> list[Tensor]:
+    """Of `_statistics` of parts of a vocabulary, [ranks, 3 or 6, K], those of the whole."""
+    largest, shift, log_sum = _combined_sum(parts[:, 0], parts[:, 1])
+    weights = (parts[:, 1] + shift - log_sum).exp()
+    found = [largest, log_sum, (weights * (parts[:, 2] + shift)).sum(0)]
+    if parts.shape[1] > 3:
+        other, shift_other, log_sum_other = _combined_sum(parts[:, 3], parts[:, 4])
+        found += [other, log_sum_other, (weights * (parts[:, 5] + shift - shift_other)).sum(0)]
+    return found
+
+
+def _combined_sum(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest of all, by how much those of parts are less, and log Σ exp (z − the largest), of [ranks, K]."""
+    of_all = largest.amax(0)
+    shift = largest - of_all
+    return of_all, shift, (log_sum + shift).logsumexp(0)
+
+
+def _scores(
+    hidden: Tensor, head: Head, how: _How, part: slice, buffer: Tensor, *, slopes: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the tokens from `first` on, [chunk, V], float32 or float64.
+    """z of the tokens of a part, [chunk, V], in the beginning of the buffer.
 
     With `slopes` also the derivative of z by s (h Wᵀ + b) / T, [chunk, V], where it is not 1 everywhere.
     """
-    logits = _logits(hidden, head, 1.0 if drawn else temperature)
-    slope = None
+    temperature = how.temperature if how.drawn is None else 1.0
+    z, slope = _logits(hidden, head, temperature, buffer[: len(hidden)]), None
     if slopes and head.softcap is not None:  # 1 − tanh²
-        slope = 1 - (logits * ((1.0 if drawn else temperature) / head.softcap)).square_()
-    if drawn is None:
-        return torch.log_softmax(logits, dim=1), slope
-    bend = drawn.apply(logits, first, temperature, with_slope=slopes)
-    if bend is not None:
-        slope = bend if slope is None else slope.mul_(bend)
-    return torch.log_softmax(logits, dim=1).clamp_(min=LEAST), slope
+        slope = 1 - (z * (temperature / head.softcap)).square_()
+    if how.drawn is not None:
+        bend = how.drawn.apply(z, part.start, how.temperature, with_slope=slopes)
+        z.clamp_(min=LEAST)
+        if bend is not None:
+            slope = bend if slope is None else slope.mul_(bend)
+    return z, slope
 
 
-def _logits(hidden: Tensor, head: Head, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) -> Tensor:
     """z of the module's docstring, [chunk, V], float32 or float64: what is sampled from, before any filter."""
-    weight, bias, scale, softcap = head
-    product = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
-    logits = product.to(_accurate(hidden.dtype))
-    if softcap is not None:
-        return logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
-    return logits if temperature == scale else logits.div_(temperature / scale)
+    weight, bias, scale, softcap = head[:4]
+    factor = scale / (temperature if softcap is None else softcap)
+    if hidden.dtype == out.dtype:
+        torch.addmm(
+            out if bias is None else bias,
+            hidden,
+            weight.T,
+            beta=float(bias is not None) * factor,
+            alpha=factor,
+            out=out,
+        )
+    else:
+        out.copy_(torch.nn.functional.linear(hidden, weight, bias)).mul_(factor)
+    return out if softcap is None else out.tanh_().mul_(softcap / temperature)

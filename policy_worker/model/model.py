@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.attention import Block
-from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_kl, token_logprobs
+from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
@@ -132,9 +132,9 @@ class PolicyModel(Backbone):
         more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else.
         """
         picked = self._picked(batch)
-        found = token_logprobs(picked, self._head(), batch.labels, temperature, drawn=batch.drawn)
-        if beside is not None:
-            found = found._replace(kl=token_kl(picked, self._head(), beside, temperature, drawn=batch.drawn))
+        found = token_logprobs(
+            picked, self._head(), batch.labels, temperature, drawn=batch.drawn, beside=beside
+        )
         if more is not None:
             found = found._replace(more=more(picked, self._head()))
         return found._replace(hidden=picked) if with_hidden else found

@@ -3,8 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_worker.model.logprobs import CHUNK_ELEMENTS, Beside, Head, token_kl, token_logprobs
-from tests.support.devices import DEVICE
+from policy_worker.model.logprobs import (
+    CHUNK_ELEMENTS,
+    Beside,
+    Head,
+    VocabularyShard,
+    token_kl,
+    token_logprobs,
+)
+from tests.policy_worker.ranks import start_ranks, wait_ranks
+from tests.support.devices import DEVICE, WITHOUT_GPU
 
 
 def plain(hidden, weight, labels, temperature):
@@ -199,3 +207,17 @@ def test_logits_are_never_whole_in_memory(with_kl: bool):
         loss.backward()
     assert largest == v * 64
     assert hidden.grad is not None
+
+
+@pytest.mark.slow
+def test_rows_of_the_head_over_ranks_equal_the_whole_head():
+    """Two and four ranks at once, with unequal numbers of rows: every function, its gradients and its edges."""
+    for code, output in wait_ranks(start_ranks(4, ["tests.policy_worker.vocabulary_program"], **WITHOUT_GPU)):
+        assert code == 0, output
+
+
+def test_heads_that_are_spread_unlike_each_other_are_refused():
+    hidden, weight, _ = material()
+    one, other = (Head(weight[:60], vocabulary=VocabularyShard(None, first)) for first in (0, 41))
+    with pytest.raises(ValueError, match="rows 41 to 100 of one vocabulary next to rows 0 to 59 of another"):
+        token_kl(hidden, one, Beside(hidden, other))
