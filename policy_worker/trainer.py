@@ -1,8 +1,10 @@
 """Models, optimizers and schedules of this rank, and the verbs of a training step, for every algorithm.
 
     score: forward, of a model that is trained or of a frozen one          log-probs or values, before training
-    for batch in micro_batches(…):  forward ─▶ (the loss) ─▶ backward      gradients add up
+    learn: of each micro-batch  forward ─▶ the loss ─▶ backward            gradients add up
     step: clip ─▶ optimizer                                                once per optimizer step
+
+The loss comes as a function, so that it is computed where a model's outputs are.
 
 The trainer is the policy, with frozen models next to it, a reference where a KL term needs one and the teachers, and
 a critic, trained by the same verbs, where advantages need values.
@@ -14,11 +16,12 @@ micro-batches; over data ranks FSDP2 averages, hence the factor of their number.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +45,10 @@ log = logging.getLogger(__name__)
 
 HIDDEN = "hidden"
 """The column with the reference model's hidden states, [n_i, D] of each sample."""
+LossOf = Callable[[MicroBatch, Any], Tensor]
+"""(a micro-batch, what `forward` computes of it) → its part of an optimizer step's loss."""
+MoreOf = Callable[[MicroBatch], More | None]
+"""(a micro-batch) → what its forward computes besides; see `PolicyModel.forward`."""
 
 
 def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
@@ -104,6 +111,29 @@ class TrainedModel:
             set_last_micro_batch(self.model, number == len(batches))
             yield collate([samples[row] for row in rows], rows, self._layout, columns)
 
+    def learn(
+        self,
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+        loss_of: LossOf,
+        columns: Columns = MappingProxyType({}),
+        **asked: Any,
+    ) -> None:
+        """Add up the gradients of an optimizer step. A collective.
+
+        samples, batches, columns: see `micro_batches`. loss_of: called once for each micro-batch, in order. asked:
+        further arguments of `forward`.
+        """
+        for batch in self.micro_batches(samples, batches, columns):
+            outputs = self.forward(batch, **asked)
+            with span("loss"):
+                loss = loss_of(batch, outputs)
+            self.backward(loss)
+
+    def forward(self, batch: MicroBatch, **asked: Any) -> Any:
+        """What the model computes of a micro-batch, with gradient."""
+        raise NotImplementedError
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         with span("backward"):
@@ -153,7 +183,7 @@ class Critic(TrainedModel):
             found.update(zip(rows, self.forward(batch).cpu().split(sizes), strict=True))
         return found
 
-    def forward(self, batch: MicroBatch) -> Tensor:
+    def forward(self, batch: MicroBatch, **asked: Any) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""
         with span("critic forward"), self._here():
             values: Tensor = self.model(batch)
@@ -317,13 +347,16 @@ class Trainer(TrainedModel):
         return norm
 
     def forward(
-        self, batch: MicroBatch, temperature: float = 1.0, head: Head | None = None, more: More | None = None
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        head: Head | None = None,
+        more_of: MoreOf = lambda _: None,
     ) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 
-        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`. more: see
-        `PolicyModel.forward`.
+        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`.
         """
         with span("forward"):
-            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head), more=more)
+            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head), more=more_of(batch))
         return outputs

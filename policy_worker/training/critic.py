@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
-from policy_worker.model.micro_batch import TrainSample
+from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.ranges import span
 from policy_worker.trainer import Critic
 from policy_worker.training.batch_plan import Batching, MiniBatch, owners_of, plan_pass, plan_step, rows_of
@@ -74,7 +75,7 @@ class CriticTraining:
         Raises:
             NonFiniteGradientError: see `Optimizer.step`.
         """
-        critic, keys, sums = self._critic, self._keys, PartSums()
+        critic, sums = self._critic, PartSums()
         own = plan_step(
             table.total_tokens,
             counted,
@@ -89,15 +90,8 @@ class CriticTraining:
         for mini_batch in own:
             rows = mini_batch.rows
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
-            for batch in critic.micro_batches(samples, mini_batch.ranks[critic.data_rank], columns):
-                values = critic.forward(batch)
-                old, returns = (batch.columns[name].to(values) for name in (VALUE, RETURN))
-                lengths = values.new_tensor([table.response_tokens[row] for row in batch.rows])
-                weights = token_weights(keys.loss_type, lengths[batch.sample], norm)
-                loss = (weights * value_loss(values, old, returns, keys.value_clip)).sum()
-                critic.backward(loss)
-                clipped = (values.detach() - old).abs() > keys.value_clip
-                sums.add({"loss": loss.detach(), "clipped": clipped.sum()})
+            loss_of = partial(self._loss_of, table, norm, sums)
+            critic.learn(samples, mini_batch.ranks[critic.data_rank], loss_of, columns)
             sums.end_step(critic.step(table.step))
             tokens.append(norm.tokens)
         found = sums.reduce(critic.group)
@@ -110,6 +104,17 @@ class CriticTraining:
             "critic/grad_norm": sum(one["grad_norm"] for one in found) / n,
             **self._fit([columns[VALUE][row] for row in mine], [columns[RETURN][row] for row in mine]),
         }
+
+    def _loss_of(
+        self, table: StepTable, norm: Normalizers, sums: PartSums, batch: MicroBatch, values: Tensor
+    ) -> Tensor:
+        old, returns = (batch.columns[name].to(values) for name in (VALUE, RETURN))
+        lengths = values.new_tensor([table.response_tokens[row] for row in batch.rows])
+        weights = token_weights(self._keys.loss_type, lengths[batch.sample], norm)
+        loss = (weights * value_loss(values, old, returns, self._keys.value_clip)).sum()
+        clipped = (values.detach() - old).abs() > self._keys.value_clip
+        sums.add({"loss": loss.detach(), "clipped": clipped.sum()})
+        return loss
 
     def _fit(self, values: Sequence[Tensor], returns: Sequence[Tensor]) -> Metrics:
         """Means of values and returns before the step, and the share of the returns' variance that values explain: 1

@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -84,6 +85,24 @@ class Planned(NamedTuple):
     idle: set[int]
     alike: Sequence[int] | None
     plan: list[MiniBatch]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the policy learns from in a step, and where what is found of it goes.
+
+    samples: of this rank. columns: what passes found of them. head: the reference model's, where a KL is over the
+    whole vocabulary. tokens: of each row of the table, those that count.
+    """
+
+    table: StepTable
+    samples: Mapping[int, TrainSample]
+    columns: Columns
+    head: Head | None
+    advantages: Advantages
+    tokens: Sequence[int]
+    metrics: StepMetrics
+    kept: KeptSamples
 
 
 class Grpo:
@@ -179,7 +198,7 @@ class Grpo:
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         warms_up = table.step < self._warmup
         if not warms_up:
-            self._learn(table, samples, plan, columns, head, advantages, tokens, metrics, kept)
+            self._learn(Lesson(table, samples, columns, head, advantages, tokens, metrics, kept), plan)
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
         metrics.facts |= self._reward_kl(kl) | self.teachers.metrics(samples)
@@ -196,34 +215,34 @@ class Grpo:
             )
         return {**metrics.reduce(trainer.group), "lr": 0.0 if warms_up else trainer.lr(table.step)}
 
-    def _learn(
-        self,
-        table: StepTable,
-        samples: Mapping[int, TrainSample],
-        plan: Sequence[MiniBatch],
-        columns: Columns,
-        head: Tensor | None,
-        advantages: Advantages,
-        tokens: Sequence[int],
-        metrics: StepMetrics,
-        kept: KeptSamples,
-    ) -> None:
+    def _learn(self, lesson: Lesson, plan: Sequence[MiniBatch]) -> None:
         """One optimizer step per mini-batch; one whose tokens are all left out makes none."""
-        trainer, beside = self._trainer, head if self._loss.kl_type == "full" else None
+        trainer, table, tokens = self._trainer, lesson.table, lesson.tokens
         normed = ((mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan)
         for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
-            for batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank], columns):
-                out = trainer.forward(batch, self._temperature, beside, self.teachers.more(batch))
-                kept.add(batch, out.logprobs)
-                with span("loss"):
-                    facts = policy_tokens(out, batch, table, tokens, advantages, self._correction)
-                    facts = self.teachers.teach(facts, out, batch)
-                    loss, parts = policy_objective(facts, norm, self._loss)
-                trainer.backward(loss)
-                metrics.add(parts)
-                if number == 0:
-                    metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
-            metrics.end_step(trainer.step(table.step), sum(tokens[row] for row in mini_batch.computed))
+            trainer.learn(
+                lesson.samples,
+                mini_batch.ranks[trainer.data_rank],
+                partial(self._loss_of, lesson, norm, number == 0),
+                lesson.columns,
+                temperature=self._temperature,
+                head=lesson.head if self._loss.kl_type == "full" else None,
+                more_of=self.teachers.more,
+            )
+            computed = sum(tokens[row] for row in mini_batch.computed)
+            lesson.metrics.end_step(trainer.step(table.step), computed)
+
+    def _loss_of(
+        self, lesson: Lesson, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
+    ) -> Tensor:
+        """A micro-batch's part of the loss. first: of the step's first optimizer step."""
+        facts = policy_tokens(out, batch, lesson.table, lesson.tokens, lesson.advantages, self._correction)
+        loss, parts = policy_objective(self.teachers.teach(facts, out, batch), norm, self._loss)
+        lesson.metrics.add(parts)
+        lesson.kept.add(batch, out.logprobs)
+        if first:
+            lesson.metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
+        return loss
 
     def rows_needed(self, table: StepTable) -> Sequence[int]:
         """The rows of a table whose payloads this rank needs. Of the table alone, so any thread may ask."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.micro_batch import Segment, TrainSample
+from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
 from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step
@@ -174,13 +176,14 @@ class Sft:
             tokens, [count > 0 for count in learned], self._batching, data_ranks=trainer.data_ranks
         )
         sums = PartSums()
+
+        def loss_of(_: MicroBatch, out: TokenOutputs) -> Tensor:
+            loss = -out.logprobs.sum() / n_tokens
+            sums.add({"loss": loss.detach(), "correct": out.correct.sum()})
+            return loss
+
         for mini_batch in plan:
-            for micro_batch in trainer.micro_batches(samples, mini_batch.ranks[trainer.data_rank]):
-                out = trainer.forward(micro_batch)
-                with span("loss"):
-                    loss = -out.logprobs.sum() / n_tokens
-                trainer.backward(loss)
-                sums.add({"loss": loss.detach(), "correct": out.correct.sum()})
+            trainer.learn(samples, mini_batch.ranks[trainer.data_rank], loss_of)
             sums.end_step(trainer.step(batch.step))
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
         for found in sums.reduce(trainer.group):

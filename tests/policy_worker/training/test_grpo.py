@@ -315,9 +315,9 @@ def test_samples_without_advantage_are_left_out_exactly(group: Group, options: d
         seen: list[int] = []
         forward = algorithm._trainer.forward
 
-        def watched(batch: MicroBatch, *rest: Any, forward: Any = forward, seen: list[int] = seen) -> Any:
+        def watched(batch: MicroBatch, forward: Any = forward, seen: list[int] = seen, **asked: Any) -> Any:
             seen.extend(batch.rows)
-            return forward(batch, *rest)
+            return forward(batch, **asked)
 
         algorithm._trainer.forward = watched
         metrics = train_step(algorithm, 0)

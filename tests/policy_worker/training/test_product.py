@@ -61,8 +61,8 @@ def plant_nan(algorithm: Grpo) -> None:
     """Where a token is left out, the model says NaN."""
     forward = algorithm._trainer.forward
 
-    def planted(batch: MicroBatch, *rest: Any) -> TokenOutputs:
-        out = forward(batch, *rest)
+    def planted(batch: MicroBatch, **asked: Any) -> TokenOutputs:
+        out = forward(batch, **asked)
         if LEFT_OUT not in batch.columns:
             return out
         nan = torch.full_like(out.logprobs, torch.nan)
