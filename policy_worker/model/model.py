@@ -11,13 +11,13 @@ from typing import Any, TypeVar, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.attention import Block
-from policy_worker.model.logprobs import Beside, Head, TokenOutputs, token_logprobs
+from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
@@ -116,6 +116,8 @@ class PolicyModel(Backbone):
         """dropout: what the model's configuration said before it was switched off, for the export."""
         super().__init__(lm)
         self.dropout = dropout or {}
+        self.vocabulary_shard: VocabularyShard | None = None
+        """Which rows of the output head this rank has, if not all."""
         self._logits_form = _logits_form(lm.config)
 
     def forward(
@@ -140,20 +142,22 @@ class PolicyModel(Backbone):
         return found._replace(hidden=picked) if with_hidden else found
 
     def whole_head(self) -> Head:
-        """The output head on this rank, wherever its parts are. A collective if it is sharded."""
-        head = self._head()
-        weight, bias = (
-            (part.full_tensor() if isinstance(part, DTensor) else part).detach() if part is not None else None
-            for part in head[:2]
-        )
-        return head._replace(weight=weight, bias=bias)
+        """The output head between forwards, with all rows that a forward has here. A collective if it is sharded."""
+        cut = [] if self.vocabulary_shard is None else [Shard(0)]
 
-    def _head(self) -> Head:
+        def gathered(part: DTensor) -> Tensor:  # tensor parallelism is the last dimension
+            copies = [Replicate()] * (part.device_mesh.ndim - len(cut))
+            return part.redistribute(placements=copies + cut).to_local()
+
+        return self._head(gathered)
+
+    def _head(self, rows_of: Callable[[DTensor], Tensor] = DTensor.to_local) -> Head:
         layer = self.lm.get_output_embeddings()
-        w = layer.weight
-        if isinstance(w, DTensor):
-            w = w.full_tensor()
-        return Head(w, getattr(layer, "bias", None), *self._logits_form)
+        weight, bias = (
+            rows_of(part) if isinstance(part, DTensor) else part
+            for part in (layer.weight, getattr(layer, "bias", None))
+        )
+        return Head(weight, bias, *self._logits_form, self.vocabulary_shard)
 
 
 def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:

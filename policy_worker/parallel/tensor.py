@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.logprobs import VocabularyShard
 from policy_worker.model.model import AnyModel
 from weight_sync.publishing.gather import box_at
 
@@ -75,6 +76,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
     if head is not None:
         ranks.cut(head, ROWS)
         head.weight = embeddings.weight if is_tied else head.weight
+        model.vocabulary_shard = ranks.shard_of(head.weight)
     copies: dict[str, _Copies] = {}
     for name, layer in lm.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
@@ -127,11 +129,16 @@ class _Ranks:
             )
             setattr(layer, name, nn.Parameter(tensor, requires_grad=whole.requires_grad))
 
+    def shard_of(self, weight: Tensor) -> VocabularyShard:
+        """Which tokens the rows of this rank are of."""
+        return VocabularyShard(
+            self._group, box_at(weight.shape, [self._size], [self._rank], [ROWS]).starts[0]
+        )
+
     def cut_embeddings(self, layer: nn.Embedding) -> None:
         """Tokens of other ranks get zeros from this one."""
         self.cut(layer, ROWS)
-        n = _own(layer.weight).shape[0]
-        first = self._rank * -(-layer.weight.shape[0] // self._size)
+        first, n = self.shard_of(layer.weight).first, len(layer.weight.to_local())
         padding = -1 if layer.padding_idx is None else layer.padding_idx - first
         layer.padding_idx = padding if 0 <= padding < n else None
 
@@ -228,10 +235,6 @@ def _own_parameters(layer: nn.Module, partial: bool) -> Iterator[None]:
         yield
     finally:
         layer._parameters.update(kept)
-
-
-def _own(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _Copy(torch.autograd.Function):
