@@ -79,3 +79,25 @@ def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]
     exact = {"exact": True, "steps": 3, "grpo": GRPO}
     cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
     assert_one(tmp_path / "4", group, 4, mesh, cases + (everything() if mesh != {"tp": 4} else []))
+
+
+@pytest.mark.slow
+def test_a_state_goes_on_on_any_mesh(tmp_path: Path, group: Group):
+    options = {"samples": SAMPLES, "grpo": GRPO | {"advantage_estimator": "gae"}, "train": {"optm_lr": 1e-2}}
+    expected, _ = train(group, options | {"steps": 3})
+    saved = {"mesh": {"tp": 2, "dp_shard": 2}, "steps": 2, "save": str(tmp_path / "4"), "save_step": 2}
+    ((before, _),) = run_each(tmp_path / "ranks", 4, [options | saved])
+    restored = options | {"restore": str(tmp_path / "4" / "step-00000002"), "first_step": 2}
+    here, _ = train(group, restored | {"steps": 2, "save": str(tmp_path / "1"), "save_step": 2})
+    assert_equal(here, hub_only(before), 0.0)
+    later, _ = train(group, restored | {"steps": 3})
+    assert_equal(later, expected, 1e-4)
+    back = restored | {"mesh": {"tp": 2}, "restore": str(tmp_path / "1" / "step-00000002")}
+    (there, _), (later, _) = run_each(tmp_path / "2", 2, [back | {"steps": 2}, back | {"steps": 3}])
+    assert_equal(there, here, 0.0)
+    assert_equal(later, expected, 1e-4)
+
+
+def hub_only(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Without gradients."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("grad.")}
