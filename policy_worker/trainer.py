@@ -10,7 +10,7 @@ The trainer is the policy, with frozen models next to it, a reference where a KL
 a critic, trained by the same verbs, where advantages need values.
 
 A micro-batch's loss is already divided by the counts of the whole optimizer step, so losses add up over
-micro-batches; over data ranks FSDP2 averages, hence the factor of their number.
+micro-batches; over ranks FSDP2 averages, hence the factor of their number.
 """
 
 from __future__ import annotations
@@ -77,10 +77,13 @@ class TrainedModel:
     ) -> None:
         self.group, self.schedule = group, schedule
         own, device = device is not None, device or group.device
-        self.sharded = needs_sharding(group.data_ranks, keys)
+        self.sharded = needs_sharding(group.sizes.fsdp_ranks, keys)
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
-        self._layout = Layout(packed, model.vocabulary, device, self.least_spared, reshaping)
+        sizes = group.sizes
+        self._layout = Layout(
+            packed, model.vocabulary, device, self.least_spared, reshaping, sizes.cp, sizes.piece(group.rank)
+        )
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         with torch.accelerator.device_index(device.index):
             self.model = distribute(model, group, keys, device if own else None)
@@ -137,7 +140,7 @@ class TrainedModel:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         with span("backward"):
-            (loss * self.data_ranks).backward()
+            (loss * self.group.sizes.fsdp_ranks).backward()
 
     def step(self, step: int) -> float:
         """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping.

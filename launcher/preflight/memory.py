@@ -187,7 +187,7 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     shape = model.shape
     if shape is None:
         return []
-    tokens = micro_batch_tokens(config, data_ranks)
+    tokens = -(-micro_batch_tokens(config, data_ranks) // config.policy.parallelism.cp_size)
     layer = 4 * shape.hidden + 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 3 * shape.intermediate
     if config.policy.model_gradient_checkpointing:
         numbers, words = shape.layers * shape.hidden + layer, f"({shape.layers} x {shape.hidden} + {layer})"

@@ -6,26 +6,77 @@
 The positions of `shared` see each other causally; those of a sample see `shared` and, causally, themselves. Whatever
 else a model does acts on single positions, so that what samples share is computed once, and nothing for padding; own
 positions are padded to the longest of their block for the attention alone. It costs what its blocks cost, whereas a
-mask over the whole row would cost the square of the row.
+mask over the whole row would cost the square of the row. A layer with a sliding window of n sees the last n positions
+of a sample alone, itself among them.
+
+Where several processes share the rows, each with a piece of their positions, a `Context` gives the attention whole
+rows of some heads and takes its outputs back: blocks are of whole rows whoever computes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME, USUAL = "blocks", "sdpa"
 """The names in transformers of this attention, and of the one whose place it takes."""
 LEAST_FILL = 0.75
 """Samples of one block without shared positions are at least this part of its longest."""
+
+Outputs = TypeVar("Outputs")
+
+
+class Context(Protocol):
+    """What this process has of rows that n processes share: a piece of their positions, and in the attention some
+    heads (see `policy_worker.parallel.context`)."""
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Its piece [R, L / n] of whole rows [R, L]."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """All heads of its positions, [R, H, L / n, D] each → all positions of its heads, [R, H / n, L, D]."""
+
+    def to_positions(self, found: Tensor) -> Tensor:
+        """All positions of its heads, [R, L, H / n, D] → all heads of its positions, [R, L / n, H, D]."""
+
+    def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
+        """Of outputs of its tokens [k, …], a tensor or tuples of them, those of all tokens [K, …], with gradient.
+
+        pieces: int64 [k] for each process, which of the K tokens are its own.
+        """
+
+
+class Scattered:
+    """One process with all of a row, whose positions are scattered among others: a context for probes.
+
+    A model that acts on single positions outside of its attention computes the same of them as of the row itself.
+    heads: how many its layers were seen to have. places: where the positions are among `length`.
+    """
+
+    def __init__(self, places: Tensor, length: int) -> None:
+        self.places, self._length, self.heads = places, length, set[int]()
+
+    def cut(self, rows: Tensor) -> Tensor:
+        return rows.new_ones(len(rows), self._length).index_copy_(1, self.places, rows)
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        self.heads.add(query.shape[1])
+        return [tensor.index_select(2, self.places) for tensor in (query, key, value)]
+
+    def to_positions(self, found: Tensor) -> Tensor:
+        wide = found.new_zeros(len(found), self._length, *found.shape[2:])
+        return wide.index_copy_(1, self.places, found)
+
+    def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
+        del pieces
+        return found
 
 
 class Block(NamedTuple):
@@ -52,14 +103,26 @@ def block_of(start: int, shared: int, lengths: Sequence[int], device: torch.devi
     for number, (length, end) in enumerate(zip(lengths, ends.tolist(), strict=True)):
         own[number, :length] = first + np.arange(end - length, end)
         back.append(number * width + np.arange(length))
-    mask = torch.ones(width, shared + width, dtype=torch.bool, device=device).tril(shared) if shared else None
     return Block(
-        start, shared, len(lengths), _indices(own, device), _indices(np.concatenate(back), device), mask
+        start,
+        shared,
+        len(lengths),
+        _indices(own, device),
+        _indices(np.concatenate(back), device),
+        _mask(shared, width, None, device),
     )
 
 
 def _indices(array: npt.NDArray[np.int64], device: torch.device | str) -> Tensor:
     return torch.from_numpy(array.reshape(-1)).to(device, non_blocking=True)
+
+
+def _mask(before: int, width: int, window: int | None, device: torch.device | str) -> Tensor | None:
+    """[width, before + width]: what the last `width` positions of a sample see. None: all up to themselves."""
+    if not before and (window is None or window >= width):
+        return None
+    mask = torch.ones(width, before + width, dtype=torch.bool, device=device).tril_(before)
+    return mask if window is None else mask.triu_(before - window + 1)
 
 
 def attend(
@@ -69,49 +132,70 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     blocks: Sequence[Block] = (),
+    context: Context | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in a layer: query [R, H, L, D], key and value [R, H', L, D] → [R, L, H, D].
 
-    Without blocks each row is a sequence of its own, causal: the attention of torch as transformers calls it.
+    Without blocks each row is a sequence of its own, causal. blocks: of whole rows. context: L is its piece of them.
 
     Raises:
         ValueError: the layer wants what this attention does not do.
     """
-    if options.get("sliding_window") is not None or options.get("s_aux") is not None:
-        raise ValueError("it has layers with a sliding window or with attention sinks")
-    if not blocks:
-        found, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
-        return found, None
-    row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-    return torch.cat([part for block in blocks for part in _within(block, row, scaling)])[None], None
+    del module
+    if options.get("s_aux") is not None:
+        raise ValueError("it has layers with attention sinks")
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
+    if blocks:
+        row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [L, H, D]
+        parts = [part for block in blocks for part in _within(block, row, scaling, sliding_window)]
+        padding = query.shape[2] - sum(map(len, parts))
+        found = pad(torch.cat(parts), (0, 0, 0, 0, 0, padding))[None]
+    else:
+        mask = attention_mask
+        if mask is None:
+            mask = _mask(0, query.shape[2], sliding_window, query.device)
+        found = _attention(query, key, value, mask, scaling).transpose(1, 2)
+    return found if context is None else context.to_positions(found), None
 
 
-def _within(block: Block, row: tuple[Tensor, ...], scale: float | None) -> list[Tensor]:
+def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: int | None) -> list[Tensor]:
     """The outputs of a block, [n, H, D], in the order of the row."""
     found = []
     shared = [tensor[block.start : block.start + block.shared].transpose(0, 1)[None] for tensor in row]
-    how: dict[str, Any] = {"scale": scale, "enable_gqa": row[0].shape[1] != row[1].shape[1]}
+    device = row[0].device
     if block.shared:
-        found.append(scaled_dot_product_attention(*shared, is_causal=True, **how)[0].transpose(0, 1))
+        mask = _mask(0, block.shared, window, device)
+        found.append(_attention(*shared, mask, scale)[0].transpose(0, 1))
     if len(block.back):
         query, *others = (
             tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2)
             for tensor in row
         )
+        mask = block.mask if window is None else _mask(block.shared, query.shape[2], window, device)
         if block.shared:
             pairs = zip(shared[1:], others, strict=True)
             others = [torch.cat([of_all.expand(block.samples, -1, -1, -1), own], 2) for of_all, own in pairs]
-            if query.is_cuda and how["enable_gqa"]:
-                # With a mask, only the slowest kernel takes fewer heads of keys than of queries.
-                others = [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in others]
-                how["enable_gqa"] = False
-        out = scaled_dot_product_attention(query, *others, block.mask, is_causal=block.mask is None, **how)
+        out = _attention(query, *others, mask, scale)
         found.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
     return found
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]; causal where there is no mask."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (mask is not None or not key.shape[-1] == value.shape[-1] <= 256):
+        # Then only the slowest kernel takes fewer heads of keys than of queries.
+        key, value = (
+            tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value)
+        )
+        grouped = False
+    return scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 AttentionInterface.register(NAME, attend)

@@ -66,11 +66,13 @@ class KeptSets(NamedTuple):
 class Answer(NamedTuple):
     """Tokens `first` to `last` of the K: one uninterrupted answer; its prompt and itself in `Drawn.ids`.
 
-    held: ids that may not be among its first `min_tokens`.
+    begin: where among the K it would begin if all of it were there: `first`, or before. held: ids that may not be
+    among its first `min_tokens`.
     """
 
     first: int
     last: int
+    begin: int
     prompt_start: int
     start: int
     held: Tensor | None
@@ -120,6 +122,27 @@ class Drawn:
         how = self.reshaping
         return (how.repetition != 1.0) + how.counts_answer + how.filters
 
+    def of_tokens(self, tokens: npt.NDArray[np.int64]) -> Drawn:
+        """The same of some of the K tokens alone: rising, and of each answer an uninterrupted part."""
+        counts = np.diff(self.starts)[tokens]
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        entries = np.repeat(self.starts[tokens] - starts[:-1], counts) + np.arange(starts[-1])
+        answers = []
+        for answer in self.answers:
+            first, last = np.searchsorted(tokens, (answer.first, answer.last)).tolist()
+            if first < last:
+                begin = first - int(tokens[first] - answer.begin)
+                answers.append(answer._replace(first=first, last=last, begin=begin))
+        device = self.ids.device
+        return replace(
+            self,
+            answers=answers,
+            kept_ids=self.kept_ids[torch.from_numpy(entries).to(device)],
+            kept_rows=torch.from_numpy(np.repeat(np.arange(len(tokens)), counts)).to(device),
+            starts=starts,
+            whole=self.whole[torch.from_numpy(tokens).to(device)],
+        )
+
     def apply(self, logits: Tensor, first: int, temperature: float, with_slope: bool) -> Tensor | None:
         """Turn logits [c, V] of the tokens from `first` on into z, in place.
 
@@ -150,7 +173,7 @@ class Drawn:
     def _forbid_ends(self, logits: Tensor, rows: slice) -> None:
         for answer in self.answers:
             first = max(answer.first, rows.start)
-            last = min(answer.last, answer.first + self.reshaping.min_tokens, rows.stop)
+            last = min(answer.last, answer.begin + self.reshaping.min_tokens, rows.stop)
             if answer.held is not None and first < last:
                 logits[first - rows.start : last - rows.start].index_fill_(1, answer.held, -torch.inf)
 
@@ -165,7 +188,7 @@ class Drawn:
             if first >= last:
                 continue
             begin = answer.prompt_start if with_prompt else answer.start
-            at = answer.start + first - answer.first
+            at = answer.start + first - answer.begin
             ids = self.ids[begin : at + last - first - 1]
             places, here = places_of(ids, self.first_id, logits.shape[1])
             # What precedes the first of the rows counts from there on, each of the rows from the next one on.
@@ -226,7 +249,7 @@ def drawn_of(
             held = _held(context, run, reshaping.min_tokens, vocabulary)
             on_device = None if held is None else torch.from_numpy(held.astype(np.int64)).to(device)
             last = first + len(run)
-            answers.append(Answer(first, last, offset, offset + int(run[0]), on_device))
+            answers.append(Answer(first, last, first, offset, offset + int(run[0]), on_device))
             first = last
         offset += len(context.token_ids)
     all_counts, ids = np.concatenate(counts), np.concatenate(kept_ids)

@@ -9,6 +9,9 @@ after the model is flat: `index` picks the K predicting positions out of all row
 the sample of each, no padding and no prompts; where a prompt is shared, its last position predicts a token of each.
 No layout has an attention mask over its rows: sequences in one row are kept apart by blocks, or by their positions
 where the model's attention takes no blocks, and nothing attends to the padding behind a padded row.
+
+Ranks that share rows along the sequence (context parallelism) have all of this micro-batch; its rows are cut into
+equal pieces, and each rank computes the tokens that its own piece predicts.
 """
 
 from __future__ import annotations
@@ -140,10 +143,12 @@ def _earned(sample: Sample, learned: npt.NDArray[np.bool_]) -> Floats | None:
 class MicroBatch:
     """See the module's docstring. R rows of L positions; K tokens that count, of S samples.
 
-    input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]. labels: int64 [K].
-    old_logprobs: float32 [K]. sample: int64 [K] in [0, S). rows: the table's row of each sample.
-    columns: [K] each, what passes before this one found for its tokens, by name. blocks: of the attention, where all
-    sequences are in one row. drawn: what its tokens were drawn from, where that is not the model's softmax.
+    input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]; where rows are cut, into those
+    of the piece that predicts the token. labels: int64 [K]. old_logprobs: float32 [K]. sample: int64 [K] in [0, S).
+    rows: the table's row of each sample. columns: [K, …] each, what passes before this one found for its tokens.
+    blocks: of the attention, where all sequences are in one row. drawn: what the tokens of this rank's piece were
+    drawn from, where that is not the model's softmax. pieces: int64 [k] each, which of the K tokens each piece
+    predicts, rising; empty where rows are whole. piece: this rank's.
     """
 
     input_ids: Tensor
@@ -156,10 +161,16 @@ class MicroBatch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     blocks: Sequence[Block] = ()
     drawn: Drawn | None = None
+    pieces: Sequence[Tensor] = ()
+    piece: int = 0
 
     @property
     def n_samples(self) -> int:
         return len(self.rows)
+
+    def of_piece(self, values: Tensor) -> Tensor:
+        """Of values of the K tokens, [K, …], those of this rank's piece, [k, …]."""
+        return values.index_select(0, self.pieces[self.piece]) if self.pieces else values
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,7 @@ class Layout:
 
     least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
     models whose attention takes no blocks. reshaping: what changes the distribution that tokens are drawn from.
+    pieces: into how many the rows are cut, which makes their length a multiple of it. piece: this rank's.
     """
 
     packed: bool
@@ -175,6 +187,8 @@ class Layout:
     device: torch.device | str = "cpu"
     least_spared: float | None = None
     reshaping: Reshaping = field(default_factory=Reshaping)
+    pieces: int = 1
+    piece: int = 0
 
 
 Columns = Mapping[str, Mapping[int, Tensor]]
@@ -202,7 +216,7 @@ def collate(
     if not layout.packed and len(segments) > len(samples):
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
-    width = int(lengths.max(initial=1))
+    width = _multiple(int(lengths.max(initial=1)), layout.pieces)
     prompts = _prompts(segments) if layout.least_spared is not None else [(0, list(range(len(segments))))]
     spared = sum(shared * (len(members) - 1) for shared, members in prompts)
     one_row = layout.packed or spared >= (layout.least_spared or 0.0) * lengths.sum() > 0
@@ -211,7 +225,8 @@ def collate(
     else:
         places, blocks = [number * width + np.arange(length) for number, length in enumerate(lengths)], []
     ends = [int(place[-1]) + 1 for place in places if len(place)]
-    shape = (1, max(ends, default=1)) if one_row else (max(len(segments), 1), width)
+    row = (1, _multiple(max(ends, default=1), layout.pieces))
+    shape = row if one_row else (max(len(segments), 1), width)
     input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     if not one_row:
         positions[:] = np.arange(width)
@@ -228,10 +243,14 @@ def collate(
             Context(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held)
         )
     _check_ids(segments, layout.vocabulary)
+    at, of_pieces = _in_pieces(_joined(index, np.int64), shape[1], layout.pieces)
+    drawn = drawn_of(contexts, layout.reshaping, layout.vocabulary, device)
+    if drawn is not None and of_pieces:
+        drawn = drawn.of_tokens(of_pieces[layout.piece])
     return MicroBatch(
         input_ids=_tensor(input_ids, device),
         position_ids=_tensor(positions, device),
-        index=_tensor(_joined(index, np.int64), device),
+        index=_tensor(at, device),
         labels=_tensor(_joined(labels, np.int64), device),
         old_logprobs=_tensor(_joined(old, np.float32), device),
         sample=_tensor(_joined(owner, np.int64), device),
@@ -241,8 +260,24 @@ def collate(
             for name, values in columns.items()
         },
         blocks=blocks,
-        drawn=drawn_of(contexts, layout.reshaping, layout.vocabulary, device),
+        drawn=drawn,
+        pieces=[_tensor(tokens, device) for tokens in of_pieces],
+        piece=layout.piece,
     )
+
+
+def _in_pieces(index: Ints64, length: int, pieces: int) -> tuple[Ints64, list[Ints64]]:
+    """Where positions of flattened rows [R · length] are in their pieces, and which of them each piece has."""
+    if pieces == 1:
+        return index, []
+    row, position = np.divmod(index, length)
+    owner, place = np.divmod(position, length // pieces)
+    return row * (length // pieces) + place, [np.flatnonzero(owner == piece) for piece in range(pieces)]
+
+
+def _multiple(number: int, of: int) -> int:
+    """The next one from this number on."""
+    return -(-number // of) * of
 
 
 def _prompts(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:

@@ -4,7 +4,8 @@ critic, its like with one number for each position in the place of logits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
-from policy_worker.model.attention import Block
+from policy_worker.model.attention import Block, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.trainable import freeze
@@ -29,7 +30,7 @@ from schema.config.sections.teacher import TeacherConfig
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference of two ways to the same logits: far above rounding, far below a softcap or a leak."""
 
 
@@ -38,7 +39,7 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """What configurations call the number by which logits are multiplied, divided, or at which they are capped."""
 More = Callable[[Tensor, Head], Any]
-"""What else is computed of hidden states [K, D] and the output head: see `PolicyModel.forward`."""
+"""What else is computed of hidden states [K, D] and the output head, of each token: see `PolicyModel.forward`."""
 MULTIPLIES_BY_DIVISOR = frozenset({"hyperclovax"})
 """Kinds of models that multiply by `logits_scaling`."""
 
@@ -50,19 +51,31 @@ class Backbone(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.context: Context | None = None
+        """Whose piece of the rows this process has; None: they are whole."""
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = ()) -> Tensor:
-        """[R, L, D]. No mask and no cache: sequences in a row are kept apart by blocks, or by their positions."""
-        more = {"blocks": blocks} if blocks and self.takes_blocks else {}
+        """[R, L, D], or of this process' piece of the rows [R, L / n, D].
+
+        No mask and no cache: sequences in a row are kept apart by blocks, or by their positions.
+        """
+        more: dict[str, Any] = {"blocks": blocks} if blocks and self.takes_blocks else {}
+        if self.context is not None:
+            input_ids, position_ids = self.context.cut(input_ids), self.context.cut(position_ids)
+            more["context"] = self.context
         outputs = self.lm.base_model(
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **more
         )
         return cast(Tensor, outputs.last_hidden_state)
 
     def _picked(self, batch: MicroBatch) -> Tensor:
-        """The states that predict the batch's K labels, [K, D]."""
+        """The states that predict the batch's labels, [K, D]; those of this process' piece, [k, D]."""
         hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
-        return hidden.flatten(0, 1).index_select(0, batch.index)
+        return hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index))
+
+    def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
+        """Of outputs of the picked states, those of the batch's K labels."""
+        return found if self.context is None else self.context.gather(found, batch.pieces)
 
     @property
     def takes_blocks(self) -> bool:
@@ -106,7 +119,7 @@ class ValueModel(Backbone):
         """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64)."""
         picked = self._picked(batch)
         accurate = torch.promote_types(picked.dtype, torch.float32)
-        return picked.to(accurate) @ self.value_head.to(accurate)
+        return self._of_all(picked.to(accurate) @ self.value_head.to(accurate), batch)
 
 
 class PolicyModel(Backbone):
@@ -131,15 +144,16 @@ class PolicyModel(Backbone):
         """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature), or what
         `MicroBatch.drawn` makes of it.
 
-        more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else.
+        more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else;
+            where rows are cut, of the tokens of this process' piece.
         """
-        picked = self._picked(batch)
-        found = token_logprobs(
-            picked, self._head(), batch.labels, temperature, drawn=batch.drawn, beside=beside
-        )
+        picked, labels = self._picked(batch), batch.of_piece(batch.labels)
+        if beside is not None:
+            beside = beside._replace(hidden=batch.of_piece(beside.hidden))
+        found = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, beside=beside)
         if more is not None:
             found = found._replace(more=more(picked, self._head()))
-        return found._replace(hidden=picked) if with_hidden else found
+        return self._of_all(found._replace(hidden=picked) if with_hidden else found, batch)
 
     def whole_head(self) -> Head:
         """The output head between forwards, with all rows that a forward has here. A collective if it is sharded."""
@@ -245,7 +259,12 @@ def load_model(
     recompute = config.policy.model_gradient_checkpointing and not frozen
     if not frozen:
         freeze(lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
-    return prepare_model(PolicyModel(lm, dropout), packed=config.train.sequence_packing, recompute=recompute)
+    return prepare_model(
+        PolicyModel(lm, dropout),
+        packed=config.train.sequence_packing,
+        recompute=recompute,
+        pieces=config.policy.parallelism.cp_size,
+    )
 
 
 def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
@@ -277,8 +296,12 @@ def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
             f"{config.policy.model_name_or_path!r} has {policy.vocabulary}: a critic reads what the policy writes; "
             f"choose a model of the same tokenizer"
         )
-    prepare_model(model, packed=config.train.sequence_packing, recompute=critic.model_gradient_checkpointing)
-    return model
+    return prepare_model(
+        model,
+        packed=config.train.sequence_packing,
+        recompute=critic.model_gradient_checkpointing,
+        pieces=config.policy.parallelism.cp_size,
+    )
 
 
 @dataclass(frozen=True)
@@ -350,8 +373,10 @@ def _import_modules(section: str, keys: ModelKeys, name: str) -> None:
 AnyModel = TypeVar("AnyModel", bound=Backbone)
 
 
-def prepare_model(model: AnyModel, *, packed: bool, recompute: bool) -> AnyModel:
+def prepare_model(model: AnyModel, *, packed: bool, recompute: bool, pieces: int = 1) -> AnyModel:
     """Prove that the shortcuts of this trainer are right for this architecture, and switch it to training.
+
+    pieces: into how many its rows are cut (context parallelism).
 
     Raises:
         SettingsError: they are not.
@@ -359,8 +384,12 @@ def prepare_model(model: AnyModel, *, packed: bool, recompute: bool) -> AnyModel
     lm = model.lm.eval()
     if isinstance(model, PolicyModel):
         _check_head(model)
-    _use_blocks(model)
-    if packed and not model.takes_blocks:
+    refused = _use_blocks(model)
+    if refused:
+        log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, refused)
+    if pieces > 1:
+        _check_pieces(model, pieces, refused)
+    elif packed and refused:
         _check_packing(model)
     if recompute:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -392,25 +421,71 @@ def _check_head(model: PolicyModel) -> None:
 
 
 @torch.no_grad()
-def _use_blocks(model: Backbone) -> None:
-    """Let the model's attention take blocks, if it then computes the same."""
+def _use_blocks(model: Backbone) -> str:
+    """Let the model's attention take blocks, if it then computes the same; else why it does not."""
     lm, usual = model.lm, model.lm.config._attn_implementation
     ids, positions = _probe(model, 8)
-    expected = model._hidden(ids, positions)
     try:
         if usual not in (attention.NAME, attention.USUAL):
             raise ValueError(f"its attention is {usual}")
-        lm.set_attn_implementation(attention.NAME)
         blocks = [attention.block_of(0, 5, [3, 3], "cpu"), attention.block_of(11, 0, [8], "cpu")]
         parts = (slice(0, 8), slice(5, 8), slice(0, 8))
         row, places = (torch.cat([whole[:, part] for part in parts], 1) for whole in (ids, positions))
-        found = model._hidden(row, places, blocks)
-        for again in (found[:, :8], torch.cat([found[:, :5], found[:, 8:11]], 1), found[:, 11:]):
-            _compare(model, again, expected, "sequences in one row see each other")
+        with _narrow(lm, 3):
+            expected = model._hidden(ids, positions)
+            lm.set_attn_implementation(attention.NAME)
+            found = model._hidden(row, places, blocks)
+            for again in (found[:, :8], torch.cat([found[:, :5], found[:, 8:11]], 1), found[:, 11:]):
+                _compare(model, again, expected, "sequences in one row see each other")
+            _compare(model, model._hidden(ids, positions), expected, "its attention is another one")
     except (SettingsError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
         lm.set_attn_implementation(usual)
-        reason = " ".join(str(error).split())
-        log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, reason)
+        return " ".join(str(error).split())
+    return ""
+
+
+@contextmanager
+def _narrow(lm: PreTrainedModel, window: int) -> Iterator[None]:
+    """Windows and chunks of attention are so narrow that a probe meets their ends."""
+    holders = [lm.config.get_text_config(), *lm.modules()]
+    found = [
+        (holder, name, width)
+        for holder in holders
+        for name in ("sliding_window", "attention_chunk_size")
+        if type(width := getattr(holder, name, None)) is int
+    ]
+    widest = {name: max(width for _, other, width in found if other == name) for _, name, _ in found}
+    try:
+        for holder, name, width in found:
+            setattr(holder, name, window + width - widest[name])
+        yield
+    finally:
+        for holder, name, width in found:
+            setattr(holder, name, width)
+
+
+@torch.no_grad()
+def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
+    """Each rank has a piece of the rows: outside of the attention, a position may not depend on others."""
+    key, name = "policy.parallelism.cp_size", type(model.lm).__name__
+    if refused:
+        raise SettingsError(
+            f"{key} = {pieces}: sequences of {name} cannot be cut: {refused:.300}; write {key} = 1"
+        )
+    ids, positions = _probe(model, 8)
+    expected = model._hidden(ids, positions)
+    model.context = probe = attention.Scattered(torch.tensor([5, 1, 9, 7, 3, 11, 8, 2]), 12)
+    try:
+        found = model._hidden(ids, positions).index_select(1, probe.places)
+    finally:
+        model.context = None
+    _compare(model, found, expected, f"positions see others outside of its attention; write {key} = 1")
+    if any(heads % pieces for heads in probe.heads):
+        fitting = [str(n) for n in range(1, min(probe.heads) + 1) if not any(h % n for h in probe.heads)]
+        raise SettingsError(
+            f"{key} = {pieces} does not divide the {min(probe.heads)} attention heads of {name}: write {key} = "
+            f"{' or '.join(fitting)}"
+        )
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from policy_worker.model.model import AnyModel
+from policy_worker.parallel.context import apply_context
 from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import TP
@@ -28,9 +29,11 @@ def distribute(
     Raises:
         SettingsError: the model cannot be cut so.
     """
-    shards = group.data_ranks > 1 or offload if frozen else needs_sharding(group.data_ranks, keys)
+    ranks = group.sizes.fsdp_ranks
+    shards = ranks > 1 or offload if frozen else needs_sharding(ranks, keys)
     if shards or group.sizes.tp > 1:
         mesh = group.mesh() if device is None else group.second_mesh()
+        apply_context(model, mesh)
         if group.sizes.tp > 1:
             apply_tp(model, mesh[TP])
         if shards:

@@ -1,11 +1,11 @@
 """Fully sharded data parallelism (FSDP2): each decoder layer is a unit, then the rest of the model.
 
-Every rank holds 1/dp_shard of each parameter and of its optimizer state; a layer is gathered for its forward and
-again for its backward, and gradients are averaged while they are scattered, then over the copies (dp_replicate). The
-loss is therefore multiplied by the number of data ranks (see `trainer`), which makes the average the sum that the
-formulas ask for.
+Every rank holds 1/(dp_shard · cp) of each parameter and of its optimizer state; a layer is gathered for its forward
+and again for its backward, and gradients are averaged while they are scattered, then over the copies (dp_replicate).
+The loss is therefore multiplied by the number of ranks (see `trainer`), which makes the average the sum that the
+formulas ask for. Ranks that have a piece of the same sequences each (cp) have a part of their gradient each.
 
-One data rank whose parameters are used in the type they are stored in has nothing to shard or cast, and is left
+One rank whose parameters are used in the type they are stored in has nothing to shard or cast, and is left
 alone: the hooks and copies of FSDP2 cost 7 to 13 % of a step of a small model there (measured, 0.3M parameters, CPU).
 """
 
@@ -26,19 +26,19 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from policy_worker.model.model import DTYPES, AnyModel
-from policy_worker.parallel.mesh import DP_REPLICATE, DP_SHARD
+from policy_worker.parallel.mesh import sharding_mesh
 from schema.config.sections.optimizer import PrecisionKeys
 
 
-def needs_sharding(data_ranks: int, keys: PrecisionKeys) -> bool:
-    """Whether there is anything for FSDP2 to do."""
-    return data_ranks > 1 or keys.param_dtype != keys.master_dtype
+def needs_sharding(ranks: int, keys: PrecisionKeys) -> bool:
+    """Whether there is anything for FSDP2 to do. ranks: `MeshSizes.fsdp_ranks`."""
+    return ranks > 1 or keys.param_dtype != keys.master_dtype
 
 
 def apply_fsdp(
     model: AnyModel, mesh: DeviceMesh, keys: PrecisionKeys, *, frozen: bool = False, offload: bool = False
 ) -> AnyModel:
-    """Shard `model` in place over the mesh's data dimensions, and move it to the mesh's device.
+    """Shard `model` in place over the mesh's dimensions of data and sequence, and move it to the mesh's device.
 
     frozen: nothing of it trains, so it is gathered for its forward alone. offload: between its forwards its weights
     are in host memory; each layer comes to the device for its own.
@@ -50,8 +50,7 @@ def apply_fsdp(
     # The root is used last in forward and first in backward: only "always" frees it in between.
     layers_reshard = frozen or keys.fsdp_reshard_after_forward != "never"
     root_reshard = frozen or keys.fsdp_reshard_after_forward == "always"
-    names = mesh.mesh_dim_names or ()
-    shards = mesh[DP_REPLICATE, DP_SHARD] if DP_REPLICATE in names else mesh[DP_SHARD]
+    shards = sharding_mesh(mesh)
     for layer in model.decoder_layers():
         fully_shard(
             layer,

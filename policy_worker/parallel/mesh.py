@@ -25,7 +25,7 @@ from schema.config.sections.policy import ParallelismConfig
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # It warns that a tensor of two mesh dimensions travels along one after the other, as it must.
 
-DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
+DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ class MeshSizes:
         """Into how many shares a batch is cut: how many units there are."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def fsdp_ranks(self) -> int:
+        """Over how many FSDP averages gradients: the pieces of a sequence have a part of one each."""
+        return self.data_ranks * self.cp
+
+    def piece(self, rank: int) -> int:
+        """Which of the `cp` pieces of its sequences a rank has."""
+        return rank // self.tp % self.cp
+
     def data_rank(self, rank: int) -> int:
         """Which share of a batch a rank trains on."""
         return rank // (self.cp * self.tp) % self.data_ranks
@@ -82,3 +91,10 @@ def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
     """
     shape = {name: size for name, size in asdict(sizes).items() if size > 1 or name == DP_SHARD}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of FSDP: over the copies, if there are any, and over shards and pieces of a sequence as one."""
+    names = mesh.mesh_dim_names or ()
+    shards = mesh[DP_SHARD, CP]._flatten(f"{DP_SHARD}_{CP}") if CP in names else mesh[DP_SHARD]
+    return DeviceMesh._concatenate([mesh[DP_REPLICATE], shards]) if DP_REPLICATE in names else shards

@@ -225,23 +225,32 @@ class Teachers:
         ]
         if not wanted:
             return None
+        own = batch.of_piece(torch.arange(len(batch.labels), device=batch.labels.device))
 
         def compute(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-            return tuple(
-                self._divergence(one, rows, hidden.index_select(0, places), head)
-                for one, rows, places in wanted
-            )
+            found = []
+            for one, rows, places in wanted:
+                here = torch.isin(places, own)
+                at = torch.searchsorted(own, places[here])
+                loss = self._divergence(one, rows, here, hidden.index_select(0, at), head)
+                found.append(loss.new_zeros(len(hidden)).index_add(0, at, loss))
+            return tuple(found)
 
         return compute
 
-    def _divergence(self, one: Teaching, rows: Sequence[int], hidden: Tensor, head: Head) -> Tensor:
-        device = hidden.device
+    def _divergence(
+        self, one: Teaching, rows: Sequence[int], here: Tensor, hidden: Tensor, head: Head
+    ) -> Tensor:
+        """Of the tokens of these rows that are `here`, whose states are `hidden`."""
+
+        def known(values: Mapping[int, Tensor]) -> Tensor:
+            return torch.cat([values[row] for row in rows]).to(hidden.device)[here]
+
         if one.teacher.loss == "reverse_kl_full":
             assert one.head is not None
-            states = torch.cat([one.hidden[row] for row in rows]).to(device)
-            return token_kl(hidden, head, Beside(states, one.head), self._temperature)
-        ids = torch.cat([one.top[row].ids for row in rows]).to(device)
-        theirs = torch.cat([one.top[row].logprobs for row in rows]).to(device)
+            return token_kl(hidden, head, Beside(known(one.hidden), one.head), self._temperature)
+        ids = known({row: one.top[row].ids for row in rows})
+        theirs = known({row: one.top[row].logprobs for row in rows})
         ours = logprobs_at(hidden, head, ids, self._temperature)
         return top_k_jsd(ours, theirs.to(ours.dtype), one.teacher.beta)
 
@@ -255,7 +264,7 @@ class Teachers:
                 continue
             places, weight, kind = _places(batch, rows), one.teacher.weight, one.teacher.loss
             if kind in DIVERGENCES:
-                loss = loss.index_add(0, places, weight * next(computed).to(loss.dtype))
+                loss = loss + weight * next(computed).to(loss.dtype)
                 continue
             theirs = torch.cat([one.logprobs[row] for row in rows]).to(out.logprobs)
             if kind == "reverse_kl_advantage":

@@ -47,19 +47,20 @@ def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedMo
 
 
 def tiny_family(
-    family: str, seed: int = 0, *, tie: bool = True, vocabulary: int = VOCABULARY
+    family: str, seed: int = 0, *, tie: bool = True, vocabulary: int = VOCABULARY, kv_heads: int = 4
 ) -> PreTrainedModel:
     """A model of the shape of one of the families that people train."""
     torch.manual_seed(seed)
     further: dict[str, Any] = {
         "llama": {"attention_bias": True, "mlp_bias": True},
         "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "phi3": {"sliding_window": 5},
         "qwen3_moe": {
             **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
             "experts_implementation": "eager",  # the only one that takes float64
         },
     }
-    shape = TINY | {"num_key_value_heads": 4, "tie_word_embeddings": tie, "vocab_size": vocabulary}
+    shape = TINY | {"num_key_value_heads": kv_heads, "tie_word_embeddings": tie, "vocab_size": vocabulary}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **further.get(family, {})))
     for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1
         if parameter.ndim == 1:

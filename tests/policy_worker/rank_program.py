@@ -15,6 +15,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from policy_worker.model.model import DTYPES, PROBE_TOLERANCE, PolicyModel, prepare_model
+from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
@@ -45,6 +46,8 @@ from tests.policy_worker.material import (
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
+from weight_sync.hf_names import HubNames
+from weight_sync.publishing.gather import Gathering
 
 Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 """Gradients of the last step and weights, on the CPU; metrics of each step."""
@@ -59,7 +62,6 @@ def train(group: Group, options: dict[str, Any]) -> Result:
         for place, name in ((torch.Tensor, "to"), (torch.nn.functional, "softmax")):
             patch.setattr(place, name, _widened(getattr(place, name)))  # norms and routers compute in float32
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setitem(PROBE_TOLERANCE, torch.float64, PROBE_TOLERANCE[torch.float32])
         torch.set_default_dtype(torch.float64)
         try:
             return _train(group, options)
@@ -86,12 +88,17 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     model = None
     if "model" in options:
         lm = tiny_family(**options["model"])
-        model = prepare_model(PolicyModel(lm), packed=config.train.sequence_packing, recompute=False)
+        packed, pieces = config.train.sequence_packing, group.sizes.cp
+        model = prepare_model(PolicyModel(lm), packed=packed, recompute=False, pieces=pieces)
     trainer = make_trainer(config, group, model)
-    assert trainer.sharded == (group.data_ranks > 1 or config.train.param_dtype != config.train.master_dtype)
+    assert trainer.sharded == (
+        group.sizes.fsdp_ranks > 1 or config.train.param_dtype != config.train.master_dtype
+    )
     held = sum(local_of(parameter).numel() for parameter in trainer.model.parameters())
     total = sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert held <= 1.3 * total / (group.sizes.dp_shard * group.sizes.tp), "the model is not cut"
+    assert held <= 1.3 * total / (group.sizes.dp_shard * group.sizes.cp * group.sizes.tp), (
+        "the model is not cut"
+    )
     gradients: dict[str, torch.Tensor] = {}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +164,11 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         save_state(
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
-    tensors = {**gradients, **dict(hub_tensors(trainer.model.lm))}
+    weights = dict(hub_tensors(trainer.model.lm))
+    published = dict(Gathering(HubNames(trainer.model.lm), group.rank, group.world).tensors())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())
+    assert sorted(chain(*group.gather([*published]))) == sorted(weights)
+    tensors = {**gradients, **weights}
     if trainer.critic is not None:
         tensors |= {f"critic.{name}": whole(p) for name, p in trainer.critic.model.named_parameters()}
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -45,13 +45,7 @@ def model_agrees(config: Config) -> Iterator[Problem]:
 
 def logprobs_are_right(config: Config) -> Iterator[Problem]:
     """The trainer keeps sequences of one row apart by their positions, and has one linear layer for the logits."""
-    models = {_MODEL: _facts(config)}
-    if config.has_reference and (name := config.reference.model_name_or_path) is not None:
-        models[_REFERENCE] = _facts_at(_REFERENCE, name, None, {})
-    critic = config.critic
-    if config.has_critic and (name := critic.model_name_or_path) is not None:
-        models[_CRITIC] = _facts_at(_CRITIC, name, critic.model_revision, critic.override_config)
-    for key, (facts, problems) in models.items():
+    for key, (facts, problems) in _models(config).items():
         if facts is None:
             yield from problems if key != _MODEL else ()
             continue
@@ -65,6 +59,33 @@ def logprobs_are_right(config: Config) -> Iterator[Problem]:
         if facts.deep_head and key != _CRITIC:
             message = f"{model} makes its logits by several layers on top of the last hidden state: not trained here"
             yield Problem(key, message, facts.name, "name a model whose output head is one linear layer")
+
+
+def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
+    """Context parallelism: each rank has a piece of the positions, and in the attention some heads of all of them."""
+    mesh, key, other = config.policy.parallelism, "policy.parallelism.cp_size", "policy.parallelism.tp_size"
+    if mesh.cp_size == 1:
+        return
+    teachers = {
+        f"teacher[{number}].model": _facts_at("", str(teacher.model), None, {})
+        for number, teacher in enumerate(config.teacher)
+        if teacher.is_local
+    }
+    for name, (facts, _) in (_models(config) | teachers).items():
+        if facts is None:
+            continue
+        model, related = f"{name} = {facts.name}", (name, other)
+        if facts.carries_state:
+            message = (
+                f"{mesh.cp_size} ranks have a piece of a sequence each, and layers of {model} ({facts.kind}) carry "
+                "state along all of it (state space, linear attention or convolution)"
+            )
+            yield Problem(key, message, mesh.cp_size, f"write {key} = 1", related=related)
+        elif facts.heads is not None and facts.heads % (mesh.cp_size * mesh.tp_size):
+            times = f" * {other} = {mesh.tp_size}" if mesh.tp_size > 1 else ""
+            message = f"{mesh.cp_size}{times} does not divide the {facts.heads} attention heads of {model}"
+            hint = f"write {key} = {_divisors(facts.heads // mesh.tp_size)}"
+            yield Problem(key, message, mesh.cp_size, hint, related=related)
 
 
 def model_warnings(config: Config) -> Iterator[Problem]:
@@ -105,6 +126,17 @@ def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
     """The facts of the policy's model, or why they cannot be read."""
     policy = config.policy
     return _facts_at(_MODEL, policy.model_name_or_path, policy.model_revision, policy.override_config)
+
+
+def _models(config: Config) -> dict[str, tuple[ModelFacts | None, list[Problem]]]:
+    """By key, the models that the policy's ranks compute: its own, and others where they are named."""
+    models = {_MODEL: _facts(config)}
+    if config.has_reference and (name := config.reference.model_name_or_path) is not None:
+        models[_REFERENCE] = _facts_at(_REFERENCE, name, None, {})
+    critic = config.critic
+    if config.has_critic and (name := critic.model_name_or_path) is not None:
+        models[_CRITIC] = _facts_at(_CRITIC, name, critic.model_revision, critic.override_config)
+    return models
 
 
 def _facts_at(
@@ -417,6 +449,7 @@ def code_is_trusted(config: Config) -> Iterator[Problem]:
 MODEL_RULES = (
     model_agrees,
     logprobs_are_right,
+    sequences_can_be_cut,
     engine_replaces_weights,
     critic_reads_the_policy,
     kept_sets_are_bounded,

@@ -33,7 +33,9 @@ class ParallelismConfig(Section):
         acts="process: `WORLD_SIZE` of a policy replica.",
     )
     cp_size: Ranks = cosmos_key(
-        1, "Context-parallel size.", unbuilt="context parallelism of a {role} replica"
+        1,
+        "Context-parallel size: ranks that share sequences, a piece of the positions each.",
+        acts="process: `WORLD_SIZE` of a policy replica.",
     )
     ep_size: Ranks = cosmos_key(1, "Expert-parallel size.", unbuilt="expert parallelism of a {role} replica")
     dp_shard_size: RanksOrAll = cosmos_key(

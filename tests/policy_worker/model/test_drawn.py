@@ -142,3 +142,27 @@ def test_a_token_that_was_held_back_is_refused() -> None:
 def test_an_id_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(SettingsError, match="with the id 21, and the model has embeddings for 0 to 19"):
         drawn_of(make_contexts(0, CASES["filters"]), CASES["filters"], 20, "cpu")
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 5), min_size=8, max_size=8))
+@pytest.mark.parametrize("case", CASES)
+def test_some_of_the_tokens_are_drawn_as_among_all(case: str, seed: int, cuts: list[int]) -> None:
+    how = CASES[case]
+    contexts = make_contexts(seed, how)
+    drawn = drawn_of(contexts, how, V, "cpu")
+    assert drawn is not None
+    tokens, first, bounds = [], 0, iter(cuts)  # an uninterrupted part of each answer, maybe none
+    for context in contexts:
+        for run in np.split(context.learned, np.flatnonzero(np.diff(context.learned) > 1) + 1):
+            begin, end = sorted((next(bounds) % (len(run) + 1), next(bounds) % (len(run) + 1)))
+            tokens += range(first + begin, first + end)
+            first += len(run)
+    chosen = np.array(tokens, np.int64)
+    logits = torch.randn(first, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    whole, part = logits.clone(), logits[chosen]
+    drawn.apply(whole, 0, 0.8, with_slope=False)
+    some = drawn.of_tokens(chosen)
+    for start in range(0, len(chosen), 2):
+        some.apply(part[start : start + 2], start, 0.8, with_slope=False)
+    assert torch.equal(part, whole[chosen])

@@ -147,3 +147,40 @@ def test_tokens_see_only_their_own_sequence(packed: bool, shares: bool):
     together = logprobs(batch)
     alone = torch.cat([logprobs(collate([sample], [0], layout)) for sample in samples])
     torch.testing.assert_close(together, alone, rtol=0, atol=rounding(5e-6))
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+@pytest.mark.parametrize(
+    "layout", [(False, None), (True, None), (False, 0.05)], ids=["padded", "packed", "shared"]
+)
+def test_each_piece_of_the_rows_predicts_its_tokens(layout: tuple[bool, float | None], pieces: int):
+    samples = [
+        sample_of(([11, 12, 13, 14], [0, 0, 1, 1])),
+        sample_of(([21, 22], [0, 1])),
+        sample_of(([11, 12, 15, 16, 17, 18], [0, 0, 1, 0, 1, 1])),
+    ]
+    packed, spared = layout
+    whole = collate(samples, [0, 1, 2], Layout(packed, 61, least_spared=spared))
+    of_whole = whole.input_ids.reshape(-1)[whole.index].tolist()
+    seen: list[int] = []
+    for piece in range(pieces):
+        batch = collate(
+            samples, [0, 1, 2], Layout(packed, 61, least_spared=spared, pieces=pieces, piece=piece)
+        )
+        length = batch.input_ids.shape[1]
+        assert length % pieces == 0
+        assert length - whole.input_ids.shape[1] in range(pieces), "no longer than need be"
+        assert torch.equal(batch.input_ids[:, : whole.input_ids.shape[1]], whole.input_ids)
+        own = batch.input_ids.chunk(pieces, 1)[piece].reshape(-1)
+        tokens = batch.of_piece(torch.arange(len(batch.labels)))
+        assert own[batch.of_piece(batch.index)].tolist() == [of_whole[token] for token in tokens]
+        assert batch.labels.tolist() == whole.labels.tolist()
+        seen += tokens.tolist()
+    assert sorted(seen) == list(range(len(of_whole))), "each token is of one piece"
+
+
+def test_a_row_that_is_shorter_than_its_pieces_are_many():
+    batch = collate([SHORT], [0], Layout(True, 61, pieces=4, piece=2))
+    assert batch.input_ids.tolist() == [[21, 0, 0, 0]]
+    assert [len(piece) for piece in batch.pieces] == [1, 0, 0, 0]
+    assert batch.of_piece(batch.labels).tolist() == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
     HyperCLOVAXConfig,
@@ -22,9 +25,10 @@ from transformers import (
 
 from policy_worker.checkpoints.export import write_export
 from policy_worker.errors import SettingsError
+from policy_worker.model import attention
 from policy_worker.model.logprobs import Head
 from policy_worker.model.micro_batch import Layout, collate
-from policy_worker.model.model import PolicyModel, load_model, prepare_model
+from policy_worker.model.model import PolicyModel, _check_pieces, load_model, prepare_model
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of
@@ -40,7 +44,7 @@ TINY = SMALL | {"hidden_size": 16, "intermediate_size": 24}
 
 def from_config(config) -> PolicyModel:
     torch.manual_seed(0)
-    return PolicyModel(AutoModelForCausalLM.from_config(config))
+    return PolicyModel(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +83,10 @@ def test_shared_prompts_change_no_gradient(recompute: bool):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MistralConfig(**SMALL, sliding_window=16), "sliding window"),
         (MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2), "MambaForCausalLM"),
         (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "attention is eager"),
     ],
-    ids=["mistral", "mamba", "gpt-oss"],
+    ids=["mamba", "gpt-oss"],
 )
 def test_a_model_whose_attention_takes_no_blocks_shares_no_prompts(config, reason: str, caplog):
     with caplog.at_level("INFO"):
@@ -92,6 +95,93 @@ def test_a_model_whose_attention_takes_no_blocks_shares_no_prompts(config, reaso
     assert reason in caplog.text
     batch = collate([LONG, SHORT], [0, 1], Layout(True, 53))
     assert model(batch).logprobs.isfinite().all(), "the blocks of a packed row are not for it"
+
+
+WINDOWED = {
+    "mistral": MistralConfig(**SMALL, sliding_window=3, initializer_range=0.2),
+    "gemma3": Gemma3TextConfig(
+        **SMALL,
+        head_dim=8,
+        sliding_window=2,
+        layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("shared", [False, True])
+def test_windows_of_blocks_are_those_of_transformers(name: str, shared: bool):
+    model = from_config(WINDOWED[name])
+    expected = copy.deepcopy(model.lm)
+    model = prepare_model(model, packed=False, recompute=False).to(DEVICE)
+    assert model.takes_blocks
+    assert model.lm.config.sliding_window == WINDOWED[name].sliding_window, "a probe has put it back"
+    samples = [sample_of(([7, 8, 9, 10, *range(11, 11 + n)], [0, 0, 0, 0, *[1] * n])) for n in (6, 1, 4)]
+    batches = {
+        True: collate(samples, [0, 1, 2], Layout(False, 53, DEVICE, 0.05)),
+        False: collate(samples, [0, 1, 2], Layout(False, 53, DEVICE)),
+    }
+    found = model(batches[shared], 1.0).logprobs
+    alone = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None]
+        alone.append(
+            torch.log_softmax(expected(input_ids=ids).logits[0, 3:-1], -1).gather(1, ids[0, 4:, None])[:, 0]
+        )
+    torch.testing.assert_close(found.cpu(), torch.cat(alone), rtol=0, atol=rounding(2e-6))
+
+
+def test_a_window_that_its_attention_is_not_told_of_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog):
+    model = from_config(WINDOWED["mistral"])
+
+    def untold(*arguments: Any, sliding_window: int | None = None, **options: Any) -> Any:
+        del sliding_window
+        return attention.attend(*arguments, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, untold)
+    model.lm.config.sliding_window = 64  # longer than any probe
+    with caplog.at_level("INFO"):
+        assert not prepare_model(model, packed=False, recompute=False).takes_blocks
+    assert "see each other" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "pieces", "reason"),
+    [
+        (
+            LlamaConfig(**SMALL),
+            3,
+            r"cp_size = 3 does not divide the 4 attention heads.*write .* = 1 or 2 or 4",
+        ),
+        (
+            MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2),
+            2,
+            r"Mamba.*cannot be cut",
+        ),
+        (
+            GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1),
+            2,
+            r"cut: its attention is eager",
+        ),
+    ],
+    ids=["heads", "state", "sinks"],
+)
+def test_sequences_that_cannot_be_cut_are_refused(config, pieces: int, reason: str):
+    with pytest.raises(SettingsError, match=reason):
+        prepare_model(from_config(config), packed=False, recompute=False, pieces=pieces)
+
+
+def test_a_layer_that_looks_at_neighbours_cannot_be_cut():
+    model = from_config(LlamaConfig(**SMALL))
+    prepare_model(model, packed=True, recompute=False, pieces=4)
+    assert model.context is None
+    for looks in (lambda x: x + 0.3 * x.roll(1, 1), lambda x: x + 0.3 * x.mean(1, keepdim=True)):
+        hook = model.lm.model.layers[0].mlp.register_forward_hook(lambda _, __, out, looks=looks: looks(out))
+        with pytest.raises(SettingsError, match="positions see others outside of its attention"):
+            _check_pieces(model, 2, "")
+        hook.remove()
+        assert model.context is None
 
 
 HEADS = {

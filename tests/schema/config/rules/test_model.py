@@ -16,6 +16,7 @@ from schema.config.rules.model import (
     model_agrees,
     model_warnings,
     overrides_can_act,
+    sequences_can_be_cut,
 )
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO, SFT
@@ -200,6 +201,43 @@ def test_a_critic_reads_the_policys_tokens(tmp_path: Path) -> None:
     )
     check_case(case, GRPO)
     assert list(critic_reads_the_policy(config_of(GRPO, values))) == []
+
+
+CUT = f"{M}.cp_size"
+UNCUT: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    (QWEN, {CUT: 3}, ("3 does not divide the 16 attention heads",)),
+    (QWEN, {CUT: 8, f"{M}.tp_size": 4}, ("8 * policy.parallelism.tp_size = 4 does not divide the 16",)),
+    (QWEN | {"layer_types": ["conv", "full_attention"]}, {CUT: 2}, ("carry state", "convolution")),
+]
+
+
+@pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
+@pytest.mark.parametrize(("architecture", "values", "words"), UNCUT, ids=["heads", "tensors", "state"])
+def test_sequences_that_cannot_be_cut(
+    tmp_path: Path,
+    base: dict[str, Any],
+    architecture: dict[str, Any],
+    values: dict[str, Any],
+    words: tuple[str, ...],
+) -> None:
+    values = named(tmp_path, architecture, values)
+    check_case(Case(sequences_can_be_cut, values, CUT, (*words, str(tmp_path))), base)
+    sound = named(tmp_path, QWEN, {CUT: 16})  # more ranks than heads of keys and values
+    assert list(sequences_can_be_cut(config_of(base, sound))) == []
+
+
+def test_sequences_are_cut_for_every_model(tmp_path: Path) -> None:
+    others = {
+        "reference.model_name_or_path": {"train.train_policy.kl_beta": 0.1},
+        "critic.model_name_or_path": CRITIC,
+    }
+    for key, further in others.items():
+        values = named(tmp_path, QWEN | {"num_attention_heads": 6}, {key: str(tmp_path), CUT: 4} | further)
+        values["policy.model_name_or_path"] = "owner/model"
+        check_case(Case(sequences_can_be_cut, values, CUT, ("6 attention heads", key)), GRPO)
+    taught = written(GRPO, {CUT: 4}) | {"teacher": [{"name": "t", "model": str(tmp_path)}]}
+    (problem,) = sequences_can_be_cut(Config.model_validate(taught))
+    assert f"teacher[0].model = {tmp_path}" in problem.message
 
 
 def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
