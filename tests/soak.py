@@ -23,6 +23,7 @@ TESTS = Path(__file__).resolve().parent
 MARKED = re.compile(r"\bmark\.(soak|scaled)\b|effort import .*\bcombinations\b")
 LEARNING = ("tests/e2e/test_learning.py", "tests/e2e/test_staleness.py")
 """Learning curves: minutes each, and about another question than the rest of `tests/e2e`."""
+MESHES = "tests/policy_worker/parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,10 @@ AREAS = {
     ),
     "launcher": Area("each recipe for machines of every size, with either engine", ("tests/launcher",)),
     "liveness": Area("every configuration key, flipped, changes what it says", ("tests/liveness",)),
+    "meshes": Area("any cut over four ranks: the numbers of one process, products of models", (MESHES,)),
     "policy_worker": Area(
-        "losses, batches, checkpoints and publishing over many drawn cases", ("tests/policy_worker",)
+        "losses, batches, checkpoints and publishing over many drawn cases",
+        ("tests/policy_worker", f"--ignore={MESHES}"),
     ),
     "recipes": Area("each recipe of examples/recipes, two steps of a real job", ("tests/examples",)),
     "rollout_worker": Area("engines, weights and rewards over many drawn cases", ("tests/rollout_worker",)),

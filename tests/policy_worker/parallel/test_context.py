@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,34 @@ def check(
 @pytest.mark.slow
 def test_two_pieces_equal_whole_rows(tmp_path: Path, group: Group):
     check(tmp_path / "2", group, 2, {"cp": 2}, [*of_algorithms(), *of_families(FAMILIES)])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_pieces_goes_on_in_whole_rows_and_back(tmp_path: Path, group: Group):
+    grpo = GRPO | {"advantage_estimator": "gae"}
+    options: dict[str, Any] = {"grpo": grpo, "train": STEPS["train"] | PACKED["train"]}
+    last: dict[str, Any] = {"first_step": 2, "steps": 3, **options}
+    expected, _ = run_here(group, **last | {"first_step": 0})
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    run_here(group, steps=2, save=str(whole), save_step=2, **options)
+    saving = {"steps": 2, "save": str(pieces), "save_step": 2, "mesh": {"cp": 2}, "samples": SAMPLES}
+    resumed = {"restore": str(whole / "step-00000002"), "samples": SAMPLES}
+    _, (found, _) = run_each(tmp_path / "2", 2, [saving | options, resumed | last])
+    assert_equal(found, expected, 1e-4)
+    found, _ = run_here(group, restore=str(pieces / "step-00000002"), **last)
+    assert_equal(found, expected, 1e-4)
+
+
+MESHES = [{"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}, {"cp": 4}]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_pieces_on_four_ranks_equal_whole_rows(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    families = [
+        {"family": family, "tie": tie, "kv_heads": heads, "seed": seed}
+        for seed, (family, tie, heads) in enumerate(
+            product(["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe"], [True, False], [1, 4])
+        )
+    ]
+    check(tmp_path / "4", group, 4, mesh, [*of_algorithms(), *of_families(families)])
