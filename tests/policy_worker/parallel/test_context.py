@@ -105,10 +105,9 @@ MESHES = [{"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}, {"cp": 4}]
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_pieces_on_four_ranks_equal_whole_rows(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    names = ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe"]
     families = [
-        {"family": family, "tie": tie, "kv_heads": heads, "seed": seed}
-        for seed, (family, tie, heads) in enumerate(
-            product(["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe"], [True, False], [1, 4])
-        )
+        {"family": name, "tie": tie, "kv_heads": heads}
+        for name, (tie, heads) in product(names, [(True, 1), (False, 4)])
     ]
     check(tmp_path / "4", group, 4, mesh, [*of_algorithms(), *of_families(families)])
