@@ -110,10 +110,10 @@ class _Gather(Function):
         row = own.new_zeros(longest, *own.shape[1:])
         row[: len(own)] = own
         sent = row.flatten().view(torch.uint8)  # of any type
-        received = sent.new_empty(len(pieces) * len(sent))
-        dist.all_gather_into_tensor(received, sent, group=group)
-        for piece, part in zip(pieces, received.view(own.dtype).view(len(pieces), *row.shape), strict=True):
-            found[piece] = part[: len(piece)]
+        received = [torch.empty_like(sent) for _ in pieces]
+        dist.all_gather(received, sent, group=group)
+        for piece, part in zip(pieces, received, strict=True):
+            found[piece] = part.view(own.dtype).view_as(row)[: len(piece)]
         return found
 
     @staticmethod

@@ -47,7 +47,13 @@ def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedMo
 
 
 def tiny_family(
-    family: str, seed: int = 0, *, tie: bool = True, vocabulary: int = VOCABULARY, kv_heads: int = 4
+    family: str,
+    seed: int = 0,
+    *,
+    tie: bool = True,
+    vocabulary: int = VOCABULARY,
+    heads: int = 4,
+    kv_heads: int = 4,
 ) -> PreTrainedModel:
     """A model of the shape of one of the families that people train."""
     torch.manual_seed(seed)
@@ -60,7 +66,8 @@ def tiny_family(
             "experts_implementation": "eager",  # the only one that takes float64
         },
     }
-    shape = TINY | {"num_key_value_heads": kv_heads, "tie_word_embeddings": tie, "vocab_size": vocabulary}
+    shape = TINY | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    shape |= {"tie_word_embeddings": tie, "vocab_size": vocabulary}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **further.get(family, {})))
     for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1
         if parameter.ndim == 1:
