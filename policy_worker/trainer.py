@@ -34,9 +34,10 @@ from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, Micro
 from policy_worker.model.model import Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
 from policy_worker.parallel.distribute import distribute
+from policy_worker.parallel.experts import expert_layers
 from policy_worker.parallel.fsdp import local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
-from policy_worker.parallel.tensor import sum_gradients
+from policy_worker.parallel.parts import finish_gradients
 from policy_worker.ranges import span
 from schema.config import Config, CriticConfig, TrainingConfig
 from schema.config.layout import critic_layout, reference_layout
@@ -60,7 +61,7 @@ class TrainedModel:
     """A model that learns, on this rank: sharded, with optimizer and schedule.
 
     takes_blocks: whether every model that the layout serves does. device: where it is; None: that of the rank.
-    reshaping: what its log-probs are of.
+    reshaping: what its log-probs are of. dispatcher: see `policy_worker.parallel.experts`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TrainedModel:
         takes_blocks: bool,
         device: torch.device | None = None,
         reshaping: Reshaping = Reshaping(),  # noqa: B008
+        dispatcher: str = "alltoall",
     ) -> None:
         self.group, self.schedule = group, schedule
         own, device = device is not None, device or group.device
@@ -86,7 +88,7 @@ class TrainedModel:
         )
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         with torch.accelerator.device_index(device.index):
-            self.model = distribute(model, group, keys, device if own else None)
+            self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)
             self.optimizer = Optimizer.of_model(self.model, keys, section)
 
     @property
@@ -149,7 +151,7 @@ class TrainedModel:
             NonFiniteGradientError: see `Optimizer.step`.
         """
         with span("optimizer"):
-            sum_gradients(self.model)
+            finish_gradients(self.model)
             return self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
 
     def lr(self, step: int) -> float:
@@ -170,6 +172,7 @@ class Critic(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=model.takes_blocks,
             device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
+            dispatcher=config.policy.moe_token_dispatcher,
         )
         if apart:
             log.info("critic: on %s", self._layout.device)
@@ -245,6 +248,11 @@ class Trainer(TrainedModel):
         critic: Critic | None = None,
         teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
     ) -> None:
+        if group.sizes.ep > 1 and not expert_layers(model.lm):
+            raise SettingsError(
+                f"policy.parallelism.ep_size = {group.sizes.ep}: {type(model.lm).__name__} names no layers "
+                f"of experts that ranks could share: write policy.parallelism.ep_size = 1"
+            )
         models = (model, reference, None if critic is None else critic.model, *teachers.values())
         super().__init__(
             model,
@@ -254,6 +262,7 @@ class Trainer(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=all(one.takes_blocks for one in models if one is not None),
             reshaping=Reshaping.of_config(config),
+            dispatcher=config.policy.moe_token_dispatcher,
         )
         self.critic, self.vocabulary = critic, self._layout.vocabulary
         self._reference_is_apart = reference_layout(config) is not None
@@ -284,7 +293,10 @@ class Trainer(TrainedModel):
     def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:
         """A frozen model on the policy's devices, sharded like it."""
         model.requires_grad_(False).eval()
-        return distribute(model, self.group, config.train, frozen=True, offload=offload)
+        dispatcher = config.policy.moe_token_dispatcher
+        return distribute(
+            model, self.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
+        )
 
     def _check_alike(self) -> None:
         mine, theirs = (

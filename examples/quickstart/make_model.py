@@ -57,16 +57,21 @@ def make_tokenizer(out: Path) -> int:
     return len(tokenizer)
 
 
-def make_model(out: Path, seed: int) -> int:
-    """Save model and tokenizer where transformers and vLLM load them; answers the number of parameters."""
+def make_model(out: Path, seed: int, experts: int = 0) -> int:
+    """Save model and tokenizer where transformers and vLLM load them; answers the number of parameters.
+
+    experts: in each layer, two of which see a token; 0: the layers have none.
+    """
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     vocabulary = make_tokenizer(out)
     end, pad = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(PAD)
-    config = Qwen3Config(
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
+        **(mixture if experts else {}),
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
@@ -83,7 +88,7 @@ def make_model(out: Path, seed: int) -> int:
         dtype="float32",
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
     model.save_pretrained(out)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -93,9 +98,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the quickstart's model.")
     parser.add_argument("--out", type=Path, required=True, help="directory of the model")
     parser.add_argument("--seed", type=int, default=42, help="seed of the weights (default: 42)")
+    parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: none)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    parameters = make_model(options.out, options.seed)
+    parameters = make_model(options.out, options.seed, options.experts)
     print(f"made a Qwen3 of {parameters:,} parameters in {options.out}")
 
 

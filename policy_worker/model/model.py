@@ -25,6 +25,7 @@ from schema.config import Config, overrides
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.config.rules.teacher import tokens_are_those_of_the_policy
 from schema.config.sections.model_keys import ModelKeys
+from schema.config.sections.policy import PolicyConfig
 from schema.config.sections.teacher import TeacherConfig
 
 log = logging.getLogger(__name__)
@@ -252,6 +253,7 @@ def load_model(
     dtype = DTYPES[config.train.param_dtype if frozen else config.train.master_dtype]
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     lm, dropout, surplus = _load(AutoModelForCausalLM, source, dtype, weights)
+    _choose_experts(lm, config.policy)
     if weights is not None and surplus:
         raise SettingsError(
             f"{source.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
@@ -288,6 +290,7 @@ def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
         source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
     _import_modules("critic", critic, source.name)
     lm, _, _ = _load(AutoModel, source, DTYPES[critic.master_dtype])
+    _choose_experts(lm, config.policy)
     freeze(lm, None, routers=critic.freeze_moe_router, section="critic")
     model = ValueModel(lm)
     if model.vocabulary != policy.vocabulary:
@@ -359,6 +362,11 @@ def _load(
     if missing:  # transformers would fill them with random numbers
         raise SettingsError(f"{what} lacks weights: {', '.join(missing[:5])}, …")
     return lm, dropout, sorted(loaded["unexpected_keys"])
+
+
+def _choose_experts(lm: PreTrainedModel, keys: PolicyConfig) -> None:
+    if lm._can_set_experts_implementation():
+        lm.set_experts_implementation("grouped_mm" if keys.moe_grouped_gemm else "eager")
 
 
 def _import_modules(section: str, keys: ModelKeys, name: str) -> None:

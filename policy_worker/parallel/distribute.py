@@ -6,9 +6,10 @@ import torch
 
 from policy_worker.model.model import AnyModel
 from policy_worker.parallel.context import apply_context
+from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding
 from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import TP
+from policy_worker.parallel.mesh import EP, TP
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.optimizer import PrecisionKeys
 
@@ -21,10 +22,12 @@ def distribute(
     *,
     frozen: bool = False,
     offload: bool = False,
+    dispatcher: str = "alltoall",
 ) -> AnyModel:
     """Keep of `model` what this rank has, on its device. A collective.
 
     device: where the ranks have a second mesh, for a role with devices of its own. frozen, offload: see `apply_fsdp`.
+    dispatcher: see `experts`.
 
     Raises:
         SettingsError: the model cannot be cut so.
@@ -36,6 +39,8 @@ def distribute(
         apply_context(model, mesh)
         if group.sizes.tp > 1:
             apply_tp(model, mesh[TP])
+        elif group.sizes.ep > 1:
+            apply_ep(model, mesh[EP], dispatcher)
         if shards:
             return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload)
     return model.to(device or group.device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from policy_worker.model.model import DTYPES, AnyModel
-from policy_worker.parallel.mesh import sharding_mesh
+from policy_worker.parallel.mesh import EP, sharding_mesh
 from schema.config.sections.optimizer import PrecisionKeys
 
 
@@ -51,18 +51,21 @@ def apply_fsdp(
     layers_reshard = frozen or keys.fsdp_reshard_after_forward != "never"
     root_reshard = frozen or keys.fsdp_reshard_after_forward == "always"
     shards = sharding_mesh(mesh)
+    how = {"mp_policy": precision, "offload_policy": place}
     for layer in model.decoder_layers():
-        fully_shard(
-            layer,
-            mesh=shards,
-            mp_policy=precision,
-            offload_policy=place,
-            reshard_after_forward=layers_reshard,
-        )
-    fully_shard(
-        model, mesh=shards, mp_policy=precision, offload_policy=place, reshard_after_forward=root_reshard
-    )
+        for part in layer.modules():
+            if _has_experts(part):
+                of_experts = sharding_mesh(mesh, experts=True)
+                fully_shard(part, mesh=of_experts, reshard_after_forward=layers_reshard, **how)
+        fully_shard(layer, mesh=shards, reshard_after_forward=layers_reshard, **how)
+    fully_shard(model, mesh=shards, reshard_after_forward=root_reshard, **how)
     return model
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    """Whether it is a layer of experts that are spread over ranks with other tokens."""
+    own = layer.parameters(recurse=False)
+    return any(isinstance(p, DTensor) and EP in (p.device_mesh.mesh_dim_names or ()) for p in own)
 
 
 def local_of(parameter: Tensor) -> Tensor:

@@ -6,6 +6,8 @@
     cp               pieces of a sequence
     tp               pieces of a matrix
 
+Where the shares of a batch have some experts each, `ep` ranks of dp_shard are a dimension of their own inside of it.
+
 Ranks that differ only in pp, cp and tp are a *unit*: together they train one share of the batch. Its first rank leads
 it: that one fetches the payloads, and its numbers count where data ranks add theirs up.
 """
@@ -13,7 +15,6 @@ it: that one fetches the payloads, and its numbers count where data ranks add th
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import asdict, dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,18 +26,19 @@ from schema.config.sections.policy import ParallelismConfig
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # It warns that a tensor of two mesh dimensions travels along one after the other, as it must.
 
-DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
+PP, DP_REPLICATE, DP_SHARD, EP, CP, TP = "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each dimension, in the order of the mesh."""
+    """Ranks along each dimension, in the order of the mesh. ep: of those of dp_shard, how many share the experts."""
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @staticmethod
     def of_config(mesh: ParallelismConfig, world: int) -> MeshSizes:
@@ -45,7 +47,9 @@ class MeshSizes:
         Raises:
             SettingsError: they are of another number of ranks.
         """
-        one = MeshSizes(mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size)
+        # Where layers are cut, each of these ranks has some experts anyway.
+        ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size
+        one = MeshSizes(mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size, ep)
         shards = max(world // one.ranks, 1) if mesh.dp_shard_size == -1 else mesh.dp_shard_size
         sizes = replace(one, dp_shard=shards)
         if sizes.ranks != world:
@@ -54,12 +58,17 @@ class MeshSizes:
                 f"({mesh_text(mesh)}), but this replica has {world}: start as many ranks, or write sizes whose "
                 f"product is {world} (dp_shard_size = -1 takes those that the others leave)"
             )
+        if sizes.dp_shard % ep:
+            raise SettingsError(
+                f"policy.parallelism.ep_size = {ep} does not divide the {sizes.dp_shard} shards of a parameter on "
+                f"{world} ranks ({mesh_text(mesh)}): write one that does"
+            )
         return sizes
 
     @property
     def ranks(self) -> int:
         """Of the whole mesh."""
-        return math.prod(asdict(self).values())
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -89,12 +98,18 @@ def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
 
     The others are left out, since each would cost as many process groups as there are ranks.
     """
-    shape = {name: size for name, size in asdict(sizes).items() if size > 1 or name == DP_SHARD}
-    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    shape = {**asdict(sizes), DP_SHARD: sizes.dp_shard // sizes.ep}
+    order = (PP, DP_REPLICATE, DP_SHARD, EP, CP, TP)
+    found = {name: shape[name] for name in order if shape[name] > 1 or name == DP_SHARD}
+    return init_device_mesh(device_type, tuple(found.values()), mesh_dim_names=tuple(found))
 
 
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of FSDP: over the copies, if there are any, and over shards and pieces of a sequence as one."""
+def sharding_mesh(mesh: DeviceMesh, *, experts: bool = False) -> DeviceMesh:
+    """The dimensions of FSDP: over the copies, if there are any, and over shards and pieces of a sequence as one.
+
+    experts: of what is cut over the `ep` dimension, which otherwise holds shards too.
+    """
     names = mesh.mesh_dim_names or ()
-    shards = mesh[DP_SHARD, CP]._flatten(f"{DP_SHARD}_{CP}") if CP in names else mesh[DP_SHARD]
+    cut = [name for name in (DP_SHARD, EP, CP) if name in names and not (experts and name == EP)]
+    shards = mesh[*cut]._flatten("_".join(cut)) if len(cut) > 1 else mesh[DP_SHARD]
     return DeviceMesh._concatenate([mesh[DP_REPLICATE], shards]) if DP_REPLICATE in names else shards

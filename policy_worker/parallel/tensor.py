@@ -15,48 +15,46 @@ exchanged by four functions, in pairs that are each other's transposes:
     add       the sum over the ranks     backward: copy        part      own part of x, alike on every rank
 
 Gradients of copies are alike on all ranks, but where a copy serves own heads alone (norms of queries and keys): these
-are partial sums until `sum_gradients`, once per optimizer step.
+are partial sums until `finish_gradients`, once per optimizer step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Shard
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import VocabularyShard
 from policy_worker.model.model import AnyModel
+from policy_worker.parallel.experts import EXPERTS, spread_experts
+from policy_worker.parallel.parts import COLUMNS, COPY, ROWS, Add, Copy, Join, Part, cut, wrap
 from weight_sync.publishing.gather import box_at
-
-ROWS, COLUMNS, COPY = Shard(0), Shard(1), Replicate()
 
 
 class Style(NamedTuple):
     """How a linear layer is cut; what becomes of its input before and of its output after it."""
 
     cut: Shard
-    before: str = ""
-    after: str = ""
+    before: type[torch.autograd.Function] | None = None
+    after: type[torch.autograd.Function] | None = None
 
 
 STYLES = {
-    "colwise": Style(ROWS, before="copy"),
-    "colwise_gather_output": Style(ROWS, before="copy", after="join"),
-    "rowwise": Style(COLUMNS, after="add"),
-    "rowwise_split_input": Style(COLUMNS, before="part", after="add"),
+    "colwise": Style(ROWS, before=Copy),
+    "colwise_gather_output": Style(ROWS, before=Copy, after=Join),
+    "rowwise": Style(COLUMNS, after=Add),
+    "rowwise_split_input": Style(COLUMNS, before=Part, after=Add),
 }
 """By their names in a plan of transformers, which speaks of Wᵀ."""
-OWN_HEADS, EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts"
-"""Of copies that serve the heads of a rank alone; of a layer of experts."""
+OWN_HEADS = "replicated_with_grad_allreduce"
+"""That of copies that serve the heads of a rank alone."""
 
 
 def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
@@ -74,7 +72,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
     is_tied = head is not None and head.weight is embeddings.weight
     ranks.cut_embeddings(embeddings)
     if head is not None:
-        ranks.cut(head, ROWS)
+        cut(head, mesh, ROWS)
         head.weight = embeddings.weight if is_tied else head.weight
         model.vocabulary_shard = ranks.shard_of(head.weight)
     copies: dict[str, _Copies] = {}
@@ -86,10 +84,10 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
             block = name.rpartition(".")[0]
             ranks.cut_linear(layer, STYLES[style], copies.setdefault(block, _Copies(lm.get_submodule(block))))
         elif style == EXPERTS:
-            ranks.cut_experts(name, layer)
+            spread_experts(layer, mesh, "shared")
         elif style == OWN_HEADS:
-            ranks.cut(layer, COPY)
-            _wrap(layer, lambda forward, *inputs: forward(*inputs), partial=True)
+            cut(layer, mesh, COPY)
+            wrap(layer, lambda forward, *inputs: forward(*inputs), partial=True)
         else:
             raise SettingsError(
                 f"{type(lm).__name__} is cut in a way that tensor parallelism does not know here: {name} is "
@@ -97,18 +95,9 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
             )
     for layer in model.modules():
         if any(not isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
-            ranks.cut(layer, COPY)
-            _wrap(layer, lambda forward, *inputs, **named: forward(*inputs, **named))
+            cut(layer, mesh, COPY)
+            wrap(layer, lambda forward, *inputs, **named: forward(*inputs, **named))
     return model
-
-
-@torch.no_grad()
-def sum_gradients(model: nn.Module) -> None:
-    """Make whole gradients of partial sums, before an optimizer step. A collective of the tp dimension."""
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class _Ranks:
@@ -118,17 +107,6 @@ class _Ranks:
         self._mesh, self._group = mesh, mesh.get_group()
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
 
-    def cut(self, layer: nn.Module, placement: Placement) -> None:
-        """Keep of the layer's own parameters what this rank has."""
-        for name, whole in layer.named_parameters(recurse=False):
-            where = placement if not isinstance(placement, Shard) or placement.dim < whole.ndim else COPY
-            box = box_at(whole.shape, [self._size], [self._rank], [where])
-            own = whole.detach() if where is COPY else whole.detach()[box.slices()].clone()
-            tensor = DTensor.from_local(
-                own, self._mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            setattr(layer, name, nn.Parameter(tensor, requires_grad=whole.requires_grad))
-
     def shard_of(self, weight: Tensor) -> VocabularyShard:
         """Which tokens the rows of this rank are of."""
         return VocabularyShard(
@@ -137,7 +115,7 @@ class _Ranks:
 
     def cut_embeddings(self, layer: nn.Embedding) -> None:
         """Tokens of other ranks get zeros from this one."""
-        self.cut(layer, ROWS)
+        cut(layer, self._mesh, ROWS)
         first, n = self.shard_of(layer.weight).first, len(layer.weight.to_local())
         padding = -1 if layer.padding_idx is None else layer.padding_idx - first
         layer.padding_idx = padding if 0 <= padding < n else None
@@ -145,9 +123,9 @@ class _Ranks:
         def embed(forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
             others = (ids < first) | (ids >= first + n)
             found = forward((ids - first).masked_fill(others, 0)).masked_fill(others[..., None], 0)
-            return self._exchange("add", found)
+            return Add.apply(found, self._group)
 
-        _wrap(layer, embed)
+        wrap(layer, embed)
 
     def cut_linear(self, layer: nn.Linear, style: Style, copies: _Copies) -> None:
         """One matrix; its bias is added once."""
@@ -156,40 +134,17 @@ class _Ranks:
                 f"tp_size = {self._size} does not divide the {layer.weight.shape[style.cut.dim]} "
                 f"{'outputs' if style.cut is ROWS else 'inputs'} of {layer}: write a size that does"
             )
-        self.cut(layer, style.cut)
+        cut(layer, self._mesh, style.cut)
 
         def compute(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             if style.before:
-                x = copies.of(x, self._group) if style.before == "copy" else self._exchange(style.before, x)
+                x = copies.of(x, self._group) if style.before is Copy else style.before.apply(x, self._group)
             bias = layer.bias if style.cut is COLUMNS else None
             y = forward(x) if bias is None else nn.functional.linear(x, layer.weight)
-            y = self._exchange(style.after, y) if style.after else y
+            y = style.after.apply(y, self._group) if style.after else y
             return y if bias is None else y + bias
 
-        _wrap(layer, compute)
-
-    def cut_experts(self, name: str, layer: nn.Module) -> None:
-        """Each rank computes what its experts say to all tokens. Others' are sent to one that is not there."""
-        n = layer.num_experts // self._size
-        if layer.num_experts % self._size:
-            raise SettingsError(
-                f"tp_size = {self._size} does not divide the {layer.num_experts} experts of {name}: write one that "
-                f"does"
-            )
-        self.cut(layer, ROWS)
-        layer.num_experts, layer._is_expert_parallel = n, True
-        first = self._rank * n
-
-        def compute(forward: Callable[..., Tensor], x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            others = (experts < first) | (experts >= first + n)
-            x, weights = self._exchange("copy", x), self._exchange("copy", weights)
-            found = forward(x, (experts - first).masked_fill(others, n), weights.masked_fill(others, 0))
-            return self._exchange("add", found)
-
-        _wrap(layer, compute)
-
-    def _exchange(self, how: str, x: Tensor) -> Tensor:
-        return _EXCHANGES[how].apply(x, self._group)
+        wrap(layer, compute)
 
 
 class _Copies:
@@ -206,97 +161,5 @@ class _Copies:
 
     def of(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         if x is not self._source or self._copy is None:
-            self._source, self._copy = x, _Copy.apply(x, group)
+            self._source, self._copy = x, Copy.apply(x, group)
         return self._copy
-
-
-def _wrap(layer: nn.Module, compute: Callable[..., Any], *, partial: bool = False) -> None:
-    """Let `compute` call the layer's forward, for which its parameters are this rank's parts.
-
-    partial: what flows back to them is this rank's share of their gradients.
-    """
-    forward = layer.forward
-
-    def computed(*inputs: Any, **named: Any) -> Any:
-        with _own_parameters(layer, partial):
-            return compute(forward, *inputs, **named)
-
-    layer.forward = computed
-
-
-@contextmanager
-def _own_parameters(layer: nn.Module, partial: bool) -> Iterator[None]:
-    kept = dict(layer._parameters)
-    placements = [Partial()] if partial else None
-    layer._parameters.update(
-        {n: p.to_local(grad_placements=placements) for n, p in kept.items() if p is not None}
-    )
-    try:
-        yield
-    finally:
-        layer._parameters.update(kept)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class _Add(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _joined(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _part(grad, ctx.group), None
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _part(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(grad, ctx.group), None
-
-
-_EXCHANGES: dict[str, type[torch.autograd.Function]] = {
-    "copy": _Copy, "add": _Add, "join": _Join, "part": _Part,
-}  # fmt: skip
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=group)
-    return found
-
-
-def _joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Parts of the last dimension, of the same size."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, -1)
-
-
-def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size(), -1)[group.rank()]

@@ -19,7 +19,10 @@ FILES = sorted(MESHES.glob("*.toml"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_mesh_is_sound_and_takes_two_ranks(path: Path, project: Path) -> None:
-    found = load([BASE, path])
+    mixture = (
+        ['policy.model_name_or_path="owner/mixture"'] if path.stem == "ep" else []
+    )  # the other has no experts
+    found = load([BASE, path], mixture)
     assert found.warnings + check_warnings(found.config) == []
     assert policy_layout(found.config).size == 2
     assert tomllib.loads(path.read_text()).keys() == {"policy"}

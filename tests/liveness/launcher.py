@@ -89,6 +89,7 @@ watch(
         "policy.parallelism.dp_shard_size": (1, 2),
         "policy.parallelism.dp_replicate_size": (1, 2),
         "policy.parallelism.cp_size": (1, 2),
+        "policy.parallelism.tp_size": (1, 2),
         "launcher.cpu_threads": (1, 2),
         "train.train_policy.type": (Whole(grpo), Whole(sft)),
         "placement.policy": ([0], [1]),

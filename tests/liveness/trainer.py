@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import dynamic_module_utils
 
 from controller.client import Refused
@@ -31,6 +32,7 @@ from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import Backbone, load_critic, load_model, load_reference, load_teacher
+from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, ShutdownRequest
@@ -679,6 +681,38 @@ watch(weights_that_move, grpo, {"policy.trainable_map": (UNSET, {"model.layers.0
 of_experts = {"policy.model_name_or_path": Made(_experts)}
 watch(weights_that_move, changed(grpo, of_experts), {"policy.freeze_moe_router": (False, True)})
 watch(weights_that_move, changed(with_critic, of_experts), {"critic.freeze_moe_router": (False, True)})
+
+
+def implementation_of_experts(config: Config, place: Place) -> str:
+    """How transformers computes the experts of the policy."""
+    return str(load_model(config).lm.config._experts_implementation)
+
+
+def held_experts(config: Config, place: Place) -> int:
+    """By how many ranks the experts of a layer are shared where a replica has two."""
+    return MeshSizes.of_config(config.policy.parallelism, 2).ep
+
+
+def exchanges_of_experts(config: Config, place: Place) -> int:
+    """How often tokens travel in a forward of a model whose experts are spread."""
+    model = load_model(config)
+    mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("ep",))
+    apply_ep(model, mesh, config.policy.moe_token_dispatcher)
+    exchange = torch.distributed.all_to_all_single
+    with patch.object(torch.distributed, "all_to_all_single", wraps=exchange) as seen:
+        model.lm(input_ids=torch.arange(3, 8)[None])
+    return seen.call_count
+
+
+watch(implementation_of_experts, changed(grpo, of_experts), {"policy.moe_grouped_gemm": (False, True)})
+two_shards = {"policy.parallelism.dp_shard_size": 2}
+watch(held_experts, changed(grpo, of_experts | two_shards), {"policy.parallelism.ep_size": (1, 2)})
+two_of_experts = of_experts | two_shards | {"policy.parallelism.ep_size": 2}
+watch(
+    exchanges_of_experts,
+    changed(grpo, two_of_experts),
+    {"policy.moe_token_dispatcher": ("alltoall", "allgather")},
+)
 
 USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
 watch(modules_of_the_trainer, grpo, {"policy.external_modules": ([], [USER_MODULE])})

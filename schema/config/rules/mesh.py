@@ -68,29 +68,32 @@ def sequences_are_split_by_tensors(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, True, hint, related=(size_key,))
 
 
-def experts_fill_a_stage(config: Config) -> Iterator[Problem]:
-    """Experts are spread over ranks of a stage: their number divides the ranks."""
+def experts_have_ranks(config: Config) -> Iterator[Problem]:
+    """Experts are shared by ranks with other tokens, of dp_shard_size; or by those of tp_size, with the same."""
     for section, mesh, _, _ in trainer_meshes(config):
-        if mesh.ep_size == 1 or mesh.dp_shard_size == -1:
+        key, size, tp = f"{section}.ep_size", mesh.ep_size, f"{section}.tp_size"
+        shards, pieces = f"{section}.dp_shard_size", f"{section}.cp_size"
+        if size in (1, mesh.tp_size):
             continue
-        ranks = mesh.tp_size * mesh.cp_size * mesh.dp_replicate_size * mesh.dp_shard_size
-        if ranks % mesh.ep_size:
-            key = f"{section}.ep_size"
+        if mesh.tp_size > 1:
             message = (
-                f"{mesh.ep_size} does not divide the {ranks} ranks of a stage ({section}: tp_size {mesh.tp_size} * "
-                f"cp_size {mesh.cp_size} * dp_replicate_size {mesh.dp_replicate_size} * dp_shard_size "
-                f"{mesh.dp_shard_size})"
+                f"{size} is not possible with {tp} = {mesh.tp_size}, whose ranks share the experts of a layer"
             )
-            hint = f"write {key} = {ranks}, or {section}.dp_shard_size = {mesh.ep_size}"
-            related = tuple(f"{section}.{name}" for name in ("tp_size", "dp_shard_size"))
-            yield Problem(key, message, mesh.ep_size, hint, related=related)
+            yield Problem(key, message, size, f"write {key} = {mesh.tp_size}", related=(tp,))
+        elif mesh.cp_size > 1:
+            message = f"{size} spreads experts over ranks with sequences of their own, and {pieces} = {mesh.cp_size}"
+            yield Problem(key, message, size, f"write {pieces} = 1, or {key} = 1", related=(pieces,))
+        elif mesh.dp_shard_size != -1 and mesh.dp_shard_size % size:
+            message = f"{size} does not divide the {mesh.dp_shard_size} ranks of {shards}"
+            hint = f"write {key} = {mesh.dp_shard_size}, or {shards} = {size}"
+            yield Problem(key, message, size, hint, related=(shards,))
 
 
 def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when experts are on several ranks."""
     policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
-    if policy.parallelism.ep_size > 1:
+    if policy.parallelism.ep_size not in (1, policy.parallelism.tp_size):
         if policy.moe_shared_expert_overlap and dispatcher == "allgather":
             key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
             message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
@@ -98,8 +101,8 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, True, hint, related=(other,))
         return
     for name, value in written(policy, "moe_token_dispatcher", "moe_shared_expert_overlap"):
-        message = f"{toml_value(value)} has no effect: {size_key} = 1 keeps all experts on each rank"
-        hint = f"leave it out, or choose a larger {size_key}"
+        message = f"{toml_value(value)} has no effect: no rank asks experts of another for its own tokens"
+        hint = "leave it out"
         yield Problem(f"policy.{name}", message, value, hint, related=(size_key,))
 
 
@@ -150,7 +153,7 @@ MESH_RULES = (
     ranks_are_countable,
     stages_have_a_pipeline,
     sequences_are_split_by_tensors,
-    experts_fill_a_stage,
+    experts_have_ranks,
     dispatch_has_ranks,
     engines_have_such_a_mesh,
 )

@@ -37,7 +37,12 @@ class ParallelismConfig(Section):
         "Context-parallel size: ranks that share sequences, a piece of the positions each.",
         acts="process: `WORLD_SIZE` of a policy replica.",
     )
-    ep_size: Ranks = cosmos_key(1, "Expert-parallel size.", unbuilt="expert parallelism of a {role} replica")
+    ep_size: Ranks = cosmos_key(
+        1,
+        "Expert-parallel size: ranks that share the experts of each layer. They are of those of dp_shard_size, or "
+        "those of tp_size, which share them anyway.",
+        acts="number: Which experts of a layer a rank holds.",
+    )
     dp_shard_size: RanksOrAll = cosmos_key(
         1,
         "Ranks over which parameters are sharded (FSDP); -1: all that are left.",
@@ -137,17 +142,19 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
         False, "Whether Liger kernels replace the model's own.", unbuilt="Liger kernels"
     )
     moe_token_dispatcher: Literal["allgather", "alltoall"] = key(
-        "alltoall", "How tokens reach the experts of other ranks.", unbuilt="options of mixtures of experts"
+        "alltoall",
+        "How tokens reach the experts of other ranks: each travels to those of its experts, or all to every rank.",
+        acts="number: Which exchanges a layer of experts makes.",
     )
     moe_grouped_gemm: bool = key(
         False,
-        "Whether the experts of a rank run as one grouped matrix product.",
-        unbuilt="options of mixtures of experts",
+        "Whether the experts of a rank run as one grouped matrix product; else one after the other.",
+        acts="number: Which implementation of experts transformers computes with.",
     )
     moe_shared_expert_overlap: bool = key(
         False,
         "Whether the shared expert computes while tokens travel to the others.",
-        unbuilt="options of mixtures of experts",
+        unbuilt="an overlap of experts and exchange",
     )
 
     @property

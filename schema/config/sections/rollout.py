@@ -42,6 +42,12 @@ class RolloutParallelismConfig(ParallelismConfig):
         unbuilt="data parallelism of a rollout replica",
         neutral=(-1, 1),
     )
+    cp_size: Ranks = cosmos_key(
+        1, "Must be 1: context-parallel size.", unbuilt="context parallelism of a rollout replica"
+    )
+    ep_size: Ranks = cosmos_key(
+        1, "Expert-parallel size of one engine.", unbuilt="expert parallelism of a rollout replica"
+    )
     dp_replicate_size: Ranks = cosmos_key(
         1,
         "Must be 1: more replicas are n_init_replicas.",

@@ -73,6 +73,31 @@ def test_two_ranks_that_share_layers_equal_one(tmp_path: Path, group: Group):
     assert_one(tmp_path / "2", group, 2, {"tp": 2}, [*everything(), exact])
 
 
+def experts() -> list[dict[str, Any]]:
+    """Both ways to reach experts, a rank without a sample, and a dense critic next to the mixture."""
+    exact = model("qwen3_moe") | {"exact": True, "steps": 3, "grpo": GRPO}
+    gathered = {
+        "sections": {"policy": {"moe_token_dispatcher": "allgather"}},
+        "model": {"family": "qwen3_moe", "tie": False},
+    }
+    few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}}
+    critic = {"exact": False, "grpo": GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1}}
+    return [exact, exact | gathered, exact | few, exact | critic]
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group):
+    assert_one(tmp_path / "2", group, 2, {"dp_shard": 2, "ep": 2}, experts())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}], ids=str
+)
+def test_four_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    assert_one(tmp_path / "4", group, 4, mesh, experts())
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 4}], ids=str)
 def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):

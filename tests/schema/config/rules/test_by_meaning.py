@@ -427,8 +427,10 @@ FAULTS = {
         ),
     ],
     mesh.sequences_are_split_by_tensors: [({f"{M}.sequence_parallel": True}, f"{M}.tp_size = 1")],
-    mesh.experts_fill_a_stage: [
-        ({f"{M}.ep_size": 3, f"{M}.dp_shard_size": 4}, "3 does not divide the 4 ranks", "dp_shard_size 4")
+    mesh.experts_have_ranks: [
+        ({f"{M}.ep_size": 3, f"{M}.dp_shard_size": 4}, "3 does not divide the 4 ranks"),
+        ({f"{M}.ep_size": 4, f"{M}.tp_size": 2}, "tp_size = 2, whose ranks share the experts"),
+        ({f"{M}.ep_size": 2, f"{M}.cp_size": 2, f"{M}.dp_shard_size": 2}, "cp_size = 2"),
     ],
     mesh.ranks_are_countable: [
         (
@@ -438,7 +440,7 @@ FAULTS = {
         ({f"{R}.n_init_replicas": 65_536, f"{R}.tp_size": 2}, "131072 ranks"),
     ],
     mesh.dispatch_has_ranks: [
-        ({"policy.moe_token_dispatcher": "allgather"}, '"allgather"', f"{M}.ep_size = 1"),
+        ({"policy.moe_token_dispatcher": "allgather"}, '"allgather" has no effect'),
         (
             {
                 "policy.moe_shared_expert_overlap": True,
@@ -598,7 +600,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
             f"{P}.mini_batch": 4,
         },
     ),
-    (GRPO, {M: {"ep_size": 4, "dp_shard_size": 2, "tp_size": 2}, "policy.moe_token_dispatcher": "allgather"}),
+    (GRPO, {M: {"ep_size": 2, "dp_shard_size": 4, "tp_size": 1}, "policy.moe_token_dispatcher": "allgather"}),
     (GRPO, VLLM | {f"{R}.tp_size": 4, f"{R}.ep_size": 4, f"{R}.pp_size": 2}),
     (GRPO, VLLM | {"rollout.max_num_batched_tokens": 4096}),
     (SFT, {f"{R}.cp_size": 4}),

@@ -1,0 +1,202 @@
+"""A layer of which each rank has a part, and what travels around it.
+
+The parameters of such a layer are DTensors, so that what comes after (FSDP2, optimizer, publishing, checkpoints) need
+not know of it; it computes with this rank's part, as plain tensors. Activations are exchanged by functions in
+pairs that are each other's transposes:
+
+    copy      x, alike on every rank          backward: add         join      the ranks' parts side by side
+    add       the sum over the ranks          backward: copy        part      own part of x, alike on every rank
+    gather    rows of all ranks               backward: scatter     travel    rows to the ranks that they are for
+    scatter   own rows of the sum             backward: gather                backward: travel back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from policy_worker.parallel.mesh import EP
+from weight_sync.publishing.gather import box_at
+
+ROWS, COLUMNS, COPY = Shard(0), Shard(1), Replicate()
+
+
+def cut(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Keep of the layer's own parameters what this rank of a mesh of one dimension has."""
+    for name, whole in layer.named_parameters(recurse=False):
+        where = placement if not isinstance(placement, Shard) or placement.dim < whole.ndim else COPY
+        box = box_at(whole.shape, [mesh.size()], [mesh.get_local_rank()], [where])
+        own = whole.detach() if where is COPY else whole.detach()[box.slices()].clone()
+        tensor = DTensor.from_local(
+            own, mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=whole.requires_grad))
+
+
+def wrap(layer: nn.Module, compute: Callable[..., Any], *, partial: bool = False) -> None:
+    """Let `compute` call the layer's forward, for which its parameters are this rank's parts.
+
+    partial: what flows back to them is this rank's share of their gradients.
+    """
+    forward = layer.forward
+
+    def computed(*inputs: Any, **named: Any) -> Any:
+        with _own_parameters(layer, partial):
+            return compute(forward, *inputs, **named)
+
+    layer.forward = computed
+
+
+@contextmanager
+def _own_parameters(layer: nn.Module, partial: bool) -> Iterator[None]:
+    kept = dict(layer._parameters)
+    placements = [Partial()] if partial else None
+    layer._parameters.update(
+        {n: p.to_local(grad_placements=placements) for n, p in kept.items() if p is not None}
+    )
+    try:
+        yield
+    finally:
+        layer._parameters.update(kept)
+
+
+@torch.no_grad()
+def finish_gradients(model: nn.Module) -> None:
+    """Make whole gradients of partial ones, before an optimizer step. A collective.
+
+    What is used for a part of the work is a sum over ranks. FSDP averages over the ranks that hold a parameter, and
+    experts have seen the tokens of more: of all those that share them.
+    """
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor):
+            continue
+        if any(placement.is_partial() for placement in gradient.placements):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        mesh = gradient.device_mesh
+        if EP in (mesh.mesh_dim_names or ()):
+            gradient.to_local().div_(mesh[EP].size())
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _joined(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _part(grad, ctx.group), None
+
+
+class Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _part(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, group=group)
+    return found
+
+
+def _joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Parts of the last dimension, of the same size."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
+def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), -1)[group.rank()]
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.group), None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.group), None
+
+
+class Travel(torch.autograd.Function):
+    """sent, received: how many rows go to each rank, and come from it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.way = received, sent, group
+        return _travelled(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _travelled(grad, *ctx.way), None, None, None
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, as many of each."""
+    found = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    dist.all_gather_single(found, x.contiguous(), group=group)
+    return found
+
+
+def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter_single(found, x.contiguous(), group=group)
+    return found
+
+
+def _travelled(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=group)
+    return found
