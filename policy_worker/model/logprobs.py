@@ -35,9 +35,8 @@ from policy_worker.model.drawn import Drawn, places_of
 
 CHUNK_ELEMENTS = 2**25
 """Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
-BLOCK_ELEMENTS = 2**22
-"""Logits that what comes after the products is computed for at once: its intermediate results are small, and in
-caches."""
+BLOCK_ELEMENTS = 2**18
+"""Logits that a CPU turns into probabilities at once: with what is made of them they fit its second-level cache."""
 LEAST = -1e30
 
 
@@ -77,6 +76,11 @@ class Head(NamedTuple):
     def first(self) -> int:
         """The id of its first row."""
         return 0 if self.vocabulary is None else self.vocabulary.first
+
+    @property
+    def ranks(self) -> int:
+        """Over how many its rows are spread."""
+        return 1 if self.vocabulary is None else dist.get_world_size(self.vocabulary.group)
 
     def on_rows_of(self, other: Head) -> Head:
         """This head, over the rows of the other one.
@@ -222,15 +226,13 @@ def _outputs(
     beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Log-probs of ids [K, k] and whether each is the likeliest; entropy and KL (None without `beside`), [K]."""
-    matrices = (
-        1 + (beside is not None) + (head.softcap is not None) + (0 if drawn is None else drawn.matrices)
-    )
-    parts = _chunks(len(hidden), chunk_elements // matrices, head)
-    if drawn is not None and head.vocabulary is not None:
-        drawn = drawn.among(head.first, len(head.weight))
+    matrices = 1 + (beside is not None) + (head.softcap is not None) + (drawn.matrices if drawn else 0)
     if beside is not None:
         other = beside.head.on_rows_of(head)
         beside = Beside(beside.hidden.to(other.weight.dtype), other)
+    parts = _chunks(len(hidden), chunk_elements // matrices, head)
+    if drawn is not None and head.vocabulary is not None:
+        drawn = drawn.among(head.first, len(head.weight))
     how = _How(temperature, parts, drawn, beside)
     found: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
     return found
@@ -336,11 +338,11 @@ class _Slopes(NamedTuple):
         largest, largest_other, level, tilt, lean = (
             None if column is None else column[part, None] for column in self
         )
-        for rows in _blocks(z):
+        for rows, room in _blocks(z, int(tilt is not None)):
             d = z[rows].sub_(largest[rows])
             by = level[rows]
             if tilt is not None:
-                by = (d * tilt[rows]).add_(by)
+                by = torch.mul(d, tilt[rows], out=room[0]).add_(by)
             if lean is not None:
                 difference = z_other[rows].sub_(largest_other[rows]).sub_(d).neg_()
                 by = difference.mul_(lean[rows]).add_(by)
@@ -387,16 +389,20 @@ def _new(like: Tensor, *shape: int) -> Tensor:
 
 
 def _chunks(tokens: int, elements: int, head: Head) -> Sequence[slice]:
-    """As few parts of equal size as have at most so many logits each."""
-    most = max(1, elements // len(head.weight))
+    """As few parts of equal size as have at most so many logits each, on all ranks together."""
+    most = max(1, elements // (len(head.weight) * head.ranks))
     size = -(-tokens // max(1, -(-tokens // most)))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
 
 
-def _blocks(z: Tensor) -> Iterator[slice]:
-    """Rows of [chunk, V] that have `BLOCK_ELEMENTS` together."""
-    size = max(1, BLOCK_ELEMENTS // z.shape[1])
-    return (slice(start, min(start + size, len(z))) for start in range(0, len(z), size))
+def _blocks(z: Tensor, rooms: int) -> Iterator[tuple[slice, Sequence[Tensor]]]:
+    """Rows of [chunk, V], on a CPU so many as have `BLOCK_ELEMENTS` together, else all of them; and so many matrices
+    of their shape, the same ones each time, since new ones of this size would scatter over malloc's heap."""
+    size = max(1, BLOCK_ELEMENTS // z.shape[1]) if z.device.type == "cpu" else len(z)
+    room = z.new_empty(rooms, size, z.shape[1])
+    for start in range(0, len(z), size):
+        rows = slice(start, min(start + size, len(z)))
+        yield rows, room[:, : rows.stop - start].unbind()
 
 
 def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -407,30 +413,29 @@ def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(z: Tensor, other: Tensor | None = None) -> Tensor:
-    """Of z [chunk, V]: max z, log Σ exp (z − max z), E (z − max z); with z' of another model also max z',
-    log Σ exp (z' − max z'), E (z − max z − z' + max z'); [3 or 6, chunk]."""
-    found = []
-    for rows in _blocks(z):
-        largest = z[rows].amax(1)
-        d = z[rows] - largest[:, None]
-        p = d.exp()
+    """Of z [chunk, V]: max z, log Σ exp (z − max z), E (z − max z); with z' of another model, which is lost, also
+    max z', log Σ exp (z' − max z'), E (z − max z − z' + max z'); [3 or 6, chunk]."""
+    found = z.new_empty(3 if other is None else 6, len(z))
+    for rows, (d, p, *difference) in _blocks(z, len(found) // 3 + 1):
+        largest = found[0, rows] = z[rows].amax(1)
+        torch.exp(torch.sub(z[rows], largest[:, None], out=d), out=p)
         total = p.sum(1)
-        found.append([largest, total.log(), torch.linalg.vecdot(p, d) / total])
+        found[1, rows] = total.log()
         if other is not None:
-            largest = other[rows].amax(1)
-            d_other = other[rows] - largest[:, None]
-            mean = torch.linalg.vecdot(p, d.sub_(d_other)) / total
-            found[-1] += [largest, d_other.exp_().sum(1).log(), mean]
-    return torch.cat([torch.stack(block) for block in found], dim=1)
+            largest = found[3, rows] = other[rows].amax(1)
+            d_other = other[rows].sub_(largest[:, None])
+            found[5, rows] = torch.sub(d, d_other, out=difference[0]).mul_(p).sum(1) / total
+            found[4, rows] = d_other.exp_().sum(1).log()
+        found[2, rows] = d.mul_(p).sum(1) / total
+    return found
 
 
 def _gathered(values: Tensor, head: Head) -> Tensor:
     """Those of all ranks that have a part of the vocabulary, [ranks, …]. A collective of them."""
     if head.vocabulary is None:
         return values[None]
-    group = head.vocabulary.group
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, values.contiguous(), group=group)
+    parts = [torch.empty_like(values) for _ in range(head.ranks)]
+    dist.all_gather(parts, values.contiguous(), group=head.vocabulary.group)
     return torch.stack(parts)
 
 
