@@ -68,8 +68,9 @@ class Head(NamedTuple):
         bias = None if self.bias is None else self.bias.to(device)
         return self._replace(weight=self.weight.to(device), bias=bias)
 
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [K, D]: [K, V] for the rows that it has, as the model itself computes them."""
+        """Of hidden states [K, D]: [K, V] for the rows that it has, as the model computes them, without gradient."""
         return _logits(hidden, self, 1.0, _new(hidden, len(hidden), len(self.weight)))
 
     @property
