@@ -87,9 +87,12 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     )
     model = None
     if "model" in options:
-        lm = tiny_family(**options["model"])
-        packed, pieces = config.train.sequence_packing, group.sizes.cp
-        model = prepare_model(PolicyModel(lm), packed=packed, recompute=False, pieces=pieces)
+        model = prepare_model(
+            PolicyModel(tiny_family(**options["model"])),
+            packed=config.train.sequence_packing,
+            recompute=config.policy.model_gradient_checkpointing,
+            pieces=group.sizes.cp,
+        )
     trainer = make_trainer(config, group, model)
     assert trainer.sharded == (
         group.sizes.fsdp_ranks > 1 or config.train.param_dtype != config.train.master_dtype

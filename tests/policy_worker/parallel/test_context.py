@@ -37,19 +37,13 @@ FAMILIES = [
 
 
 def of_algorithms() -> list[dict[str, Any]]:
-    """What passes before training find, all losses of teachers, a critic, penalties, and ranks without a token."""
+    """Passes before training, all losses of teachers, a critic, penalties, ranks without a token, checkpointing."""
     everything = {"grpo": GRPO | EVERYTHING, "samples": SAMPLES}
     taught = everything | {"sections": {"teacher": TEACHERS}} | PACKED
     short = {"grpo": GRPO | KL | {"mini_batch": 1}, "samples": {"n": 4, "longest": 2}}
-    return [
-        everything,
-        everything | PACKED,
-        taught,
-        with_critic()[0],
-        with_critic()[1],
-        with_penalties()[1],
-        short,
-    ]
+    again = {"policy": {"model_gradient_checkpointing": True}}
+    recomputed = {"family": FAMILIES[0], "grpo": GRPO, "samples": SAMPLES, "sections": again}
+    return [everything, everything | PACKED, taught, *with_critic(), with_penalties()[1], short, recomputed]
 
 
 def of_families(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
