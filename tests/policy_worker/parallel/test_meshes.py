@@ -98,12 +98,30 @@ def test_four_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group, m
     assert_one(tmp_path / "4", group, 4, mesh, experts())
 
 
+PAIRS = [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 2, "cp": 2}, {"tp": 4}]
+TRIPLES = [
+    {"tp": 2, "cp": 2, "dp_shard": 2},
+    {"tp": 2, "cp": 2, "dp_replicate": 2},
+    {"tp": 2, "dp_replicate": 2, "dp_shard": 2},
+    {"cp": 2, "dp_replicate": 2, "dp_shard": 2},
+]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 4}], ids=str)
+@pytest.mark.parametrize("mesh", PAIRS, ids=str)
 def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
     exact = {"exact": True, "steps": 3, "grpo": GRPO}
     cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
+    # the reference of the others has two heads of keys and values
     assert_one(tmp_path / "4", group, 4, mesh, cases + (everything() if mesh != {"tp": 4} else []))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", TRIPLES, ids=str)
+def test_eight_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
+    cases = [model(family, tie=family == "qwen3") | exact for family in ("qwen3", "gemma3_text", "qwen3_moe")]
+    assert_one(tmp_path / "8", group, 8, mesh, cases)
 
 
 @pytest.mark.slow
