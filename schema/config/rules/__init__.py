@@ -6,6 +6,7 @@ changes anything. They are grouped by what they speak of:
     batch timing                    sizes and lengths; staleness and waits
     algorithm teacher               loss, advantages, KL terms; distillation
     training mesh placement         how a model is trained, and where
+    trainable                       which parameters of it train
     model                           the model that is named
     checkpoint weights              what is saved, and how versions travel
     engine role                     generation; parts that need each other
@@ -42,6 +43,7 @@ from schema.config.rules.teacher import TEACHER_RULES, TEACHER_WARNINGS
 from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
 from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
+from schema.config.rules.trainable import TRAINABLE_RULES, TRAINABLE_WARNINGS
 from schema.config.rules.training import TRAINING_RULES, TRAINING_WARNINGS
 from schema.config.rules.weights import WEIGHT_RULES
 
@@ -63,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     *ALGORITHM_RULES,
     *TEACHER_RULES,
     *TRAINING_RULES,
+    *TRAINABLE_RULES,
     *CHECKPOINT_RULES,
     *ENGINE_RULES,
     *DATA_RULES,
@@ -105,6 +108,7 @@ WARNINGS: tuple[Rule, ...] = (
     *TEACHER_WARNINGS,
     *TIMING_WARNINGS,
     *TRAINING_WARNINGS,
+    *TRAINABLE_WARNINGS,
     *ROLE_WARNINGS,
     *ENGINE_WARNINGS,
     *MODEL_WARNINGS,

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from schema.config.rules import RULES, WARNINGS, algorithm, batch, mesh, profiler, role, timing, training
+from schema.config.rules import (
+    RULES,
+    WARNINGS,
+    algorithm,
+    batch,
+    mesh,
+    profiler,
+    role,
+    timing,
+    trainable,
+    training,
+)
 from schema.config.rules import checkpoint as ckpt
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, Row, cases, check_case, config_of
@@ -353,36 +364,36 @@ FAULTS = {
     training.casts_are_fused: [
         ({f"train.{name}.enable_{name}": True}, "train.compile = false") for name in ("fp8", "fp4")
     ],
-    training.adapters_train_alone: [
+    trainable.adapters_train_alone: [
         ({"policy.trainable_map": {"lm_head": True}} | ADAPTER, L),
         ({"policy.freeze_moe_router": True} | ADAPTER, L),
         ({"critic.freeze_moe_router": True, "critic.lora.r": 4} | CRITIC, "critic.lora"),
     ],
-    training.map_freezes_something: [
+    trainable.map_freezes_something: [
         ({"policy.trainable_map": {"lm_head": True}}, "no name is false"),
         ({"policy.trainable_map": {}}, "empty"),
     ],
-    training.base_is_not_narrow: [
+    trainable.base_is_not_narrow: [
         ({f"train.{name}.enable_{name}": True} | ADAPTER, f"{L} (r = 4)") for name in ("fp8", "fp4")
     ],
-    training.initialisers_have_what_they_need: [
+    trainable.initialisers_have_what_they_need: [
         ({f"{L}.init_lora_weights": "loftq"}, '"loftq"', "policy.model_name_or_path")
     ],
-    training.modules_are_named_once: [
+    trainable.modules_are_named_once: [
         ({f"{L}.target_modules": []}, "no adapter"),
         (
             {f"{L}.modules_to_save": ["lm_head", "q_proj"], f"{L}.target_modules": ["q_proj"]},
             *("q_proj", f"{L}.target_modules = ['q_proj']"),
         ),
     ],
-    training.patterns_are_sound: [
+    trainable.patterns_are_sound: [
         ({f"{L}.r_pattern": {"layers.(0": 4}}, "layers.(0"),
         ({f"{L}.r_pattern": {"q_proj": 0}}, "`q_proj` = 0"),
         ({f"{L}.alpha_pattern": {"[": 1.0}}, "regular expression"),
         ({f"{L}.alpha_pattern": {"v": -1.0}}, "`v` = -1.0"),
         ({f"{L}.target_modules": "*_proj"}, "regular expression"),
     ],
-    training.dropout_is_meant: [({f"{L}.lora_dropout": 0.1}, "0.1")],
+    trainable.dropout_is_meant: [({f"{L}.lora_dropout": 0.1}, "0.1")],
     role.autoscaling_has_room: [
         ({"autoscale.min_replicas": 9, "autoscale.enable": True}, "9", "autoscale.max_replicas = 8"),
         ({"autoscale.min_replicas": 2, "autoscale.enable": True}, "2", f"{R}.n_init_replicas = 1"),
@@ -522,7 +533,9 @@ NOT_WRITTEN = [
 """Faults of which a key is blamed that has its default."""
 
 CASES = [*cases(FAULTS), *cases(SUPERVISED, SFT), *NOT_WRITTEN]
-MODULES = {module.__name__ for module in (batch, timing, algorithm, training, ckpt, role, mesh, profiler)}
+MODULES = {
+    module.__name__ for module in (batch, timing, algorithm, trainable, training, ckpt, role, mesh, profiler)
+}
 
 SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, CRITIC),

@@ -1,0 +1,145 @@
+"""Rules of which parameters train: chosen by name, or adapters next to a frozen model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+
+from schema.config.problem import Problem
+from schema.config.root import Config
+from schema.config.sections.policy import LoraConfig
+
+_MAP = "policy.trainable_map"
+
+
+def _adapters(config: Config) -> Iterator[tuple[str, LoraConfig]]:
+    if config.policy.lora is not None:
+        yield "policy.lora", config.policy.lora
+    if config.is_grpo and config.critic.enable and config.critic.lora is not None:
+        yield "critic.lora", config.critic.lora
+
+
+def adapters_train_alone(config: Config) -> Iterator[Problem]:
+    """LoRA freezes the model, so nothing else can choose what trains."""
+    chosen = config.policy.trainable_map
+    if config.policy.lora is not None and chosen is not None:
+        message = "policy.lora freezes all parameters of the model, and this map chooses among them"
+        hint = "leave it out, or name the modules in policy.lora.modules_to_save"
+        yield Problem(_MAP, message, chosen, hint, related=("policy.lora",))
+    for section, _ in _adapters(config):
+        owner = section.partition(".")[0]
+        frozen = config.policy.freeze_moe_router if owner == "policy" else config.critic.freeze_moe_router
+        if frozen:
+            key = f"{owner}.freeze_moe_router"
+            message = f"true has no effect: {section} freezes the routers with the rest of the model"
+            yield Problem(key, message, True, f"write {key} = false", related=(section,))
+
+
+def map_freezes_something(config: Config) -> Iterator[Problem]:
+    """What no name matches trains, so a map without a false one changes nothing."""
+    chosen = config.policy.trainable_map
+    if chosen is None or config.policy.lora is not None or not all(chosen.values()):
+        return
+    message = (
+        "no name is false in it, and what no name matches trains as well: it has no effect"
+        if chosen
+        else "is empty: what does it freeze?"
+    )
+    hint = 'leave it out to train all, or name what stays: policy.trainable_map."model.embed_tokens" = false'
+    yield Problem(_MAP, message, chosen, hint)
+
+
+def base_is_not_narrow(config: Config) -> Iterator[Problem]:
+    """Adapters wrap linear layers of the parameters' type; fp8 and fp4 would replace these layers."""
+    formats = {"fp8": config.train.fp8.enable_fp8, "fp4": config.train.fp4.enable_fp4}
+    for name, enabled in formats.items():
+        if enabled and config.policy.lora is not None:
+            key = f"train.{name}.enable_{name}"
+            message = f"true replaces the linear layers that policy.lora (r = {config.policy.lora.r}) wraps"
+            hint = f"write {key} = false, or train without LoRA"
+            yield Problem(key, message, True, hint, related=("policy.lora",))
+
+
+def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
+    """LoftQ makes up for the error of a quantised base, and the base that is trained here is not quantised."""
+    for section, lora in _adapters(config):
+        if lora.init_lora_weights == "loftq":
+            key = f"{section}.init_lora_weights"
+            message = (
+                '"loftq" starts the adapter at the error of a quantised base model, and '
+                f"{section.partition('.')[0]}.model_name_or_path is held in full precision"
+            )
+            hint = f'write {key} = true, or "pissa", which also starts at the singular vectors'
+            yield Problem(key, message, "loftq", hint)
+
+
+def modules_are_named_once(config: Config) -> Iterator[Problem]:
+    """A module is trained whole or gets an adapter, and an adapter has somewhere to be."""
+    for section, lora in _adapters(config):
+        key, targets = f"{section}.target_modules", lora.target_modules
+        if targets in ([], ""):
+            hint = "leave it out for the model's own choice"
+            yield Problem(key, "names no module: there would be no adapter", targets, hint)
+        both = sorted(set(lora.modules_to_save or ()) & set(targets)) if isinstance(targets, list) else []
+        if both:
+            saved = f"{section}.modules_to_save"
+            message = f"{', '.join(both)} stands in {key} = {targets} too: trained whole and by an adapter"
+            hint, related = "name each module in one of the two lists", (key,)
+            yield Problem(saved, message, lora.modules_to_save, hint, related=related)
+
+
+def patterns_are_sound(config: Config) -> Iterator[Problem]:
+    """Keys of r_pattern and alpha_pattern are regular expressions, their values positive."""
+    for section, lora in _adapters(config):
+        named: list[tuple[str, str, float | None]] = [
+            (f"{section}.{name}", text, value)
+            for name, table in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern))
+            for text, value in (table or {}).items()
+        ]
+        if isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
+            named.append((f"{section}.target_modules", lora.target_modules, None))
+        for key, text, value in named:
+            fault = _fault(text)
+            if fault:
+                message = f"`{text}` is not a regular expression: {fault}"
+                hint = (
+                    "write the end of a module's name, with a backslash before what should be taken literally"
+                )
+                yield Problem(key, message, text, hint)
+            elif value is not None and value <= 0:
+                hint = f"give `{text}` a value of at least 1, or leave it out of the table"
+                yield Problem(key, f"`{text}` = {value} is not an adapter", value, hint)
+
+
+def _fault(pattern: str) -> str:
+    try:
+        with warnings.catch_warnings():  # a pattern may be sound and still odd to Python
+            warnings.simplefilter("ignore")
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def dropout_is_meant(config: Config) -> Iterator[Problem]:
+    """Warning: with dropout the trainer computes log-probs of another model than the one that sampled."""
+    lora = config.policy.lora
+    if lora is None or not config.is_grpo or lora.lora_dropout == 0.0:
+        return
+    key = "policy.lora.lora_dropout"
+    message = (
+        f"{lora.lora_dropout} drops parts of the adapter in training that generation has: ratios begin off 1"
+    )
+    yield Problem(key, message, lora.lora_dropout, f"write {key} = 0.0")
+
+
+TRAINABLE_RULES = (
+    adapters_train_alone,
+    map_freezes_something,
+    base_is_not_narrow,
+    initialisers_have_what_they_need,
+    modules_are_named_once,
+    patterns_are_sound,
+)
+TRAINABLE_WARNINGS = (dropout_is_meant,)
