@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.drawn import Reshaping
@@ -40,7 +41,7 @@ from policy_worker.parallel.group import Group
 from policy_worker.parallel.parts import finish_gradients
 from policy_worker.ranges import span
 from schema.config import Config, CriticConfig, TrainingConfig
-from schema.config.layout import critic_layout, reference_layout
+from schema.config.layout import critic_layout, reference_is_within, reference_layout
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class TrainedModel:
         with torch.accelerator.device_index(device.index):
             self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)
             self.optimizer = Optimizer.of_model(self.model, keys, section)
+        self._dropouts = [m for m in self.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
 
     @property
     def data_rank(self) -> int:
@@ -139,6 +141,17 @@ class TrainedModel:
         """What the model computes of a micro-batch, with gradient."""
         raise NotImplementedError
 
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """What is computed before training is of the weights themselves, not of a part of an adapter."""
+        for module in self._dropouts:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in self._dropouts:
+                module.train()
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         with span("backward"):
@@ -186,7 +199,9 @@ class Critic(TrainedModel):
         for rows in batches:
             batch = collate([samples[row] for row in rows], rows, self._layout)
             sizes = [samples[row].learned_tokens for row in rows]
-            found.update(zip(rows, self.forward(batch).cpu().split(sizes), strict=True))
+            with self.without_dropout():
+                values = self.forward(batch)
+            found.update(zip(rows, values.cpu().split(sizes), strict=True))
         return found
 
     def forward(self, batch: MicroBatch, **asked: Any) -> Tensor:
@@ -235,8 +250,59 @@ class Ema:
                 local_of(self.average[name]).lerp_(local_of(parameter).float(), 1 - self._decay)
 
 
+class EarlierPolicy:
+    """The policy as it was, as a reference model where only a part of it trains: that part is kept, and takes the
+    place of the present weights while it is called.
+
+    It takes the memory of the weights that train, and is exact whatever these are: adapters, modules that are trained
+    whole, adapters that began with a part of the base. kept: by the parameter's name in the model.
+    """
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._model, self.takes_blocks = model, model.takes_blocks
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._present = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.kept: dict[str, Tensor] = {}
+        self.keep()
+
+    def keep(self) -> None:
+        """From now on it is the policy as it is."""
+        self.kept = {name: parameter.detach().clone() for name, parameter in self._present.items()}
+
+    def __call__(self, *arguments: Any) -> TokenOutputs:
+        """As `PolicyModel.forward`, without gradient."""
+        with self._in_place():
+            outputs: TokenOutputs = self._model(*arguments)
+        return outputs
+
+    def whole_head(self) -> Head:
+        """As `PolicyModel.whole_head`."""
+        with self._in_place():
+            head = self._model.whole_head()
+            return head._replace(weight=head.weight.clone()) if self._model.trains_head else head
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self._present.items():
+            now, other = local_of(parameter), local_of(self.kept[name])
+            before = now.clone()
+            now.copy_(other)
+            other.copy_(before)
+        for module in self._sharded:
+            module.reshard()  # what was gathered is of other weights
+
+
 class Trainer(TrainedModel):
-    """See the module's docstring. reference: the frozen model of the KL terms, in the type it computes in."""
+    """See the module's docstring. reference: the frozen model of the KL terms, in the type it computes in; unused
+    where it is within the policy (`schema.config.layout.reference_is_within`)."""
 
     def __init__(
         self,
@@ -269,18 +335,24 @@ class Trainer(TrainedModel):
         self._reference_layout = replace(
             self._layout, device=group.other_device(1) if self._reference_is_apart else group.device
         )
-        self.reference = None if reference is None else self._frozen(reference, config)
+        self.reference: PolicyModel | EarlierPolicy | None
+        if reference_is_within(config):
+            self.reference = EarlierPolicy(model)
+        else:
+            self.reference = None if reference is None else self._frozen(reference, config)
         offloads = {one.name: one.offload for one in config.local_teachers}
         self.teachers = {name: self._spread(one, config, offloads[name]) for name, one in teachers.items()}
         """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
-        self.reset_interval = (grpo.reference_reset_interval or 0) if grpo and reference is not None else 0
+        self.reset_interval = (
+            (grpo.reference_reset_interval or 0) if grpo and self.reference is not None else 0
+        )
         """Steps between two resets of the reference model; 0: it stays."""
         self.adapts_kl = grpo is not None and grpo.kl_in_reward.controller == "adaptive"
         self.kl_coefficient = grpo.kl_in_reward.beta if grpo else 0.0
         """β of the KL in the reward, as it is now."""
-        if self.reset_interval:
-            self._check_alike()
+        if self.reset_interval and isinstance(self.reference, PolicyModel):
+            self._check_alike(self.reference)
         decay = config.train.ema_decay
         self.ema = None if decay is None else Ema(self.model, decay)
 
@@ -298,10 +370,8 @@ class Trainer(TrainedModel):
             model, self.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
         )
 
-    def _check_alike(self) -> None:
-        mine, theirs = (
-            {name: p.shape for name, p in m.named_parameters()} for m in (self.model, self.reference) if m
-        )
+    def _check_alike(self, reference: PolicyModel) -> None:
+        mine, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (self.model, reference))
         if mine != theirs:
             raise SettingsError(
                 f"train.train_policy.reference_reset_interval = {self.reset_interval} makes the reference model a "
@@ -321,16 +391,19 @@ class Trainer(TrainedModel):
         A collective if it has devices of its own.
         """
         assert self.reference is not None
-        part = whole if self._reference_is_apart else local_of
-        for new, old in zip(self.model.parameters(), self.reference.parameters(), strict=True):
-            part(old).copy_(part(new))
+        if isinstance(self.reference, EarlierPolicy):
+            self.reference.keep()
+        else:
+            part = whole if self._reference_is_apart else local_of
+            for new, old in zip(self.model.parameters(), self.reference.parameters(), strict=True):
+                part(old).copy_(part(new))
         if optimizer:
             self.optimizer.forget()
 
     @torch.no_grad()
     def score(
         self,
-        model: PolicyModel,
+        model: PolicyModel | EarlierPolicy,
         samples: Mapping[int, TrainSample],
         batches: Sequence[Sequence[int]],
         temperature: float = 1.0,
@@ -348,7 +421,7 @@ class Trainer(TrainedModel):
         layout = self._reference_layout if model is self.reference else self._layout
         for rows in batches:
             batch = collate([samples[row] for row in rows], rows, layout, columns)
-            with torch.accelerator.device_index(layout.device.index):
+            with torch.accelerator.device_index(layout.device.index), self.without_dropout():
                 outputs = model(batch, temperature, beside(batch, head), "hidden" in fields, more)
             sizes = [samples[row].learned_tokens for row in rows]
             for field, of_rows in zip(fields, found, strict=True):

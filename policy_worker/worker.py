@@ -29,6 +29,7 @@ from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.training.teachers import Teachers, tokenizer_of
 from schema.config import Config
+from schema.config.layout import reference_is_within
 from schema.config.rules.profiler import absent_ranks
 from schema.config.trained import settings_digest
 from schema.wire import messages as m
@@ -91,7 +92,8 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     _arrange(config, group)
     _seed(config)
     model = load_model(config, weights_directory(resumption, config))
-    reference = load_reference(config, model) if config.has_reference else None
+    apart = config.has_reference and not reference_is_within(config)
+    reference = load_reference(config, model) if apart else None
     teachers = {one.name: load_teacher(config, one, model) for one in config.local_teachers}
     critic = None
     if config.has_critic:

@@ -50,13 +50,13 @@ class Source:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether this is a model of peft's."""
-    return bool(getattr(model, "peft_config", None)) and hasattr(model, "get_base_model")
+    """Whether this is a model of peft's, or one into which peft has injected adapters."""
+    return bool(getattr(model, "peft_config", None))
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
     """The transformers model inside."""
-    base: torch.nn.Module = model.get_base_model()
+    base: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base
 
 
@@ -66,7 +66,7 @@ def sources(
     """What to publish of a model with adapters, in the order of its modules.
 
     Args:
-        model: of peft's. stored: its state dict's tensors, aliases left out.
+        model: of peft's, or with adapters injected. stored: its state dict's tensors, aliases left out.
 
     Raises:
         WeightError: adapters that cannot be published so; the message names the module.
@@ -78,15 +78,16 @@ def sources(
 
 
 def _adapter(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
-    active = list(model.active_adapters)
+    active = sorted({name for m in model.modules() if hasattr(m, "lora_A") for name in m.active_adapters})
     if len(active) != 1:
         raise WeightError(f"the adapters {active} are active at once: only one can be published alone")
+    front = "" if hasattr(model, "get_base_model") else _PREFIX
     for name in stored:
         saved, factor = _SAVED.fullmatch(name), _FACTOR.fullmatch(name)
         if saved is not None and saved["adapter"] == active[0]:
-            yield Source(f"{saved['module']}.{saved['rest']}", name)
+            yield Source(f"{front}{saved['module']}.{saved['rest']}", name)
         elif factor is not None and factor["adapter"] == active[0]:
-            yield Source(re.sub(rf"\.{re.escape(active[0])}(?=$|\.weight$)", "", name), name)
+            yield Source(front + re.sub(rf"\.{re.escape(active[0])}(?=$|\.weight$)", "", name), name)
 
 
 def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:

@@ -109,6 +109,9 @@ class Manifest(_Facts):
     schedule: ScheduleFacts | None
     critic_schedule: ScheduleFacts | None = None
     data: DataFacts | None
+    bases: dict[str, str] = Field(
+        default={}, description="Digests of the models whose adapters are here: `policy`, `critic`."
+    )
     kl_coefficient: float | None = Field(
         default=None, description="Of the KL in the reward, as it had adapted."
     )

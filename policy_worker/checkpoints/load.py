@@ -23,15 +23,17 @@ from policy_worker.checkpoints.state import (
     MODEL,
     OPTIMIZER,
     REFERENCE,
+    base_digest,
     load_average_state,
     load_model_state,
     load_optimizer_state,
+    load_reference_state,
     restore_rng,
 )
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.trainer import TrainedModel, Trainer
+from policy_worker.trainer import EarlierPolicy, TrainedModel, Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.prompts import PromptFile, PromptFileError
@@ -168,13 +170,14 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
         if parts.weights == "state":
             with StateFiles(state_files(resumption.path, MODEL)) as files:
                 load_model_state(trainer.model, files)
+        _check_base("policy", manifest, trainer, config)
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
                 load_optimizer_state(trainer, files)
         if parts.extra and resumption.step:
             _restore_reference(resumption, trainer)
         if parts.weights == "state" or resumption.own:
-            _restore_critic(resumption, trainer, parts.optimizer)
+            _restore_critic(resumption, trainer, config, parts.optimizer)
         _restore_average(resumption, trainer, saved=parts.extra)
     except CheckpointError as error:
         raise type(error)(f"checkpoint {resumption.path} cannot be resumed: {error}") from error
@@ -197,7 +200,10 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
 def _restore_reference(resumption: Resumption, trainer: Trainer) -> None:
     """The reference model as it was reset last. Before the first reset it is the one that was loaded."""
     files = [path for path in state_files(resumption.path, REFERENCE) if path.exists()]
-    if not trainer.reset_interval or (not files and resumption.step <= trainer.reset_interval):
+    within = isinstance(trainer.reference, EarlierPolicy)
+    if not trainer.reset_interval and not (within and files):
+        return
+    if not files and resumption.step <= trainer.reset_interval:
         return
     if not files:
         raise CheckpointError(
@@ -205,12 +211,11 @@ def _restore_reference(resumption: Resumption, trainer: Trainer) -> None:
             f"{trainer.reset_interval} has reset it before step {resumption.step}: leave the key out, or begin the "
             f"run anew from its export"
         )
-    assert trainer.reference is not None
     with StateFiles(files) as opened:
-        load_model_state(trainer.reference, opened, REFERENCE)
+        load_reference_state(trainer, opened)
 
 
-def _restore_critic(resumption: Resumption, trainer: Trainer, optimizer: bool) -> None:
+def _restore_critic(resumption: Resumption, trainer: Trainer, config: Config, optimizer: bool) -> None:
     """The critic, where this job and the checkpoint have one; else it begins anew, and that is said."""
     critic = trainer.critic
     if critic is None:
@@ -222,6 +227,7 @@ def _restore_critic(resumption: Resumption, trainer: Trainer, optimizer: bool) -
         return
     with StateFiles(weights) as files:
         load_model_state(critic.model, files, CRITIC)
+    _check_base("critic", resumption.found.manifest, critic, config)
     if optimizer and moments:
         with StateFiles(moments) as files:
             load_optimizer_state(critic, files, CRITIC_OPTIMIZER)
@@ -253,6 +259,21 @@ def _check_model(manifest: Manifest, trainer: Trainer) -> None:
             f"it is of a {manifest.architecture}, policy.model_name_or_path is a {here}: name the model that it was "
             f"trained from"
         )
+
+
+def _check_base(role: str, manifest: Manifest, trained: TrainedModel, config: Config) -> None:
+    """Adapters go on next to the weights that they were trained with. A collective."""
+    here, saved = base_digest(trained.model, trained.group), manifest.bases.get(role)
+    if here == saved:
+        return
+    name = config.policy.model_name_or_path
+    if role == "critic":
+        name = config.critic.model_name_or_path or name
+    keys = "train" if role == "policy" else role
+    raise CheckpointError(
+        f"its adapters are of another base than {role}.model_name_or_path = {name!r}: name the model that they were "
+        f'trained next to, in the type that it had ({keys}.param_dtype = "{trained.model.lm.dtype}" here)'
+    )
 
 
 def _restore_schedule(section: str, saved: ScheduleFacts | None, trained: TrainedModel, takes: bool) -> None:

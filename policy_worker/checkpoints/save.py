@@ -23,7 +23,7 @@ from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
-from policy_worker.checkpoints.state import MODEL, capture_rng, state_to_save
+from policy_worker.checkpoints.state import BASE, MODEL, base_digests, capture_rng, state_to_save
 from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
 from policy_worker.checkpoints.uploads import Uploader, make_uploader
 from policy_worker.checkpoints.write import Draft, Exporter, write
@@ -91,6 +91,7 @@ class Checkpointer:
         self._lineage: list[tuple[int, int]] = [(reply.timeline, 0)]
         self._timeline = reply.timeline
         self._saved: int | None = None
+        self._bases: dict[str, str] | None = None
         self._epochs = 0
         self._background = Background()
         asynchronous = self._settings.save_mode == "async"
@@ -183,9 +184,11 @@ class Checkpointer:
 
     def _draft(self, step: int) -> Draft:
         trainer, group = self._trainer, self._trainer.group
+        if self._bases is None:
+            self._bases = base_digests(trainer)
         unfinished, ledger = group.lead(lambda: self._begin(step))
         contents = list(self._settings.save_contents)
-        kinds = {*contents, MODEL} if self._settings.export_safetensors else {*contents}
+        kinds = {*contents, MODEL, BASE} if self._settings.export_safetensors else {*contents}
         pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, kinds).items()}
         manifest = Manifest(
             step=step,
@@ -201,6 +204,7 @@ class Checkpointer:
             critic_schedule=_schedule_of(trainer.critic) if trainer.critic and "extra" in contents else None,
             kl_coefficient=trainer.kl_coefficient if "extra" in contents else None,
             data=None if self._data is None else self._data.at(step),
+            bases=self._bases,
             files={},
         )
         return Draft(

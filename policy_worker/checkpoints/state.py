@@ -5,7 +5,10 @@
     reference.<name>             the reference model, where it is reset now and then
     critic.<name>, critic_optimizer.<name>.<slot>       the same of a critic
     ema.<name>                   the moving average of the weights, where there is one
+    base.<name>                  frozen weights next to adapters, only as long as an export is made of them
 
+Of a model with adapters `model.<name>` is what trains, with what its initialiser has taken from the base; the rest is
+the model's that it began with, of which the manifest has a digest.
 Numbers of the optimizer that are not tensors (betas, weight decay, …) are the configuration's, and are not kept.
 A reference model that is never reset is loaded from where it came from.
 
@@ -20,6 +23,7 @@ So a run that is resumed twice in the same way goes on in the same way twice.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -27,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
@@ -36,23 +41,65 @@ from torch.distributed.tensor import DTensor, Replicate
 from policy_worker.checkpoints.layout import rng_file
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
+from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import Backbone
-from policy_worker.trainer import TrainedModel, Trainer
+from policy_worker.parallel.fsdp import local_of
+from policy_worker.parallel.group import Group
+from policy_worker.trainer import EarlierPolicy, TrainedModel, Trainer
+from schema.config.sections.policy import ALTERING
 from schema.util.atomic_file import usual_mode
 
 MODEL, OPTIMIZER, REFERENCE, EMA = "model", "optimizer", "reference", "ema"
-CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
+CRITIC, CRITIC_OPTIMIZER, BASE = "critic", "critic_optimizer", "base"
+_WORD = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def model_state(model: Backbone, prefix: str = MODEL) -> State:
     """Parameters and buffers: those of the model itself, not copies. A tied tensor has one name."""
     named = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    aliases = set(named) - {name for name, _ in model.named_parameters()}
+    left_out = set(named) - {name for name, _ in model.named_parameters()} | base_names(model)
     return {
         f"{prefix}.{name}": tensor
         for name, tensor in get_model_state_dict(model).items()
-        if isinstance(tensor, Tensor) and name not in aliases
+        if isinstance(tensor, Tensor) and name not in left_out
     }
+
+
+def base_names(model: Backbone) -> set[str]:
+    """The parameters that are as the model began with them, where it trains adapters; else none."""
+    adapters = adapters_of(model.lm)
+    if adapters is None:
+        return set()
+    altered = str(adapters.init_lora_weights).startswith(ALTERING)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and not (altered and ".base_layer." in name)
+    }
+
+
+def base_state(model: Backbone) -> State:
+    """The tensors of `base_names`."""
+    names = base_names(model)
+    return {f"{BASE}.{name}": p.detach() for name, p in model.named_parameters() if name in names}
+
+
+def base_digest(model: Backbone, group: Group) -> str | None:
+    """A digest of `base_state`, the same on any mesh; None: there is none. A collective.
+
+    It is made of the sum of each tensor's bits, read as whole numbers: whichever ranks add up the parts, it is exact.
+    """
+    parts = {
+        key: int(local_of(tensor).contiguous().view(_WORD[tensor.dtype.itemsize]).sum(dtype=torch.int64))
+        for key, tensor in base_state(model).items()
+        if _is_first(tensor, group.leads)
+    }
+    sums: dict[str, int] = {}
+    for part in group.gather(parts):
+        for key, bits in part.items():
+            sums[key] = (sums.get(key, 0) + bits) % 2**64
+    text = json.dumps(sums, sort_keys=True).encode()
+    return str(xxhash.xxh3_128_hexdigest(text)) if sums else None
 
 
 def optimizer_state(trained: TrainedModel, prefix: str = OPTIMIZER) -> State:
@@ -71,19 +118,37 @@ def average_state(trainer: Trainer) -> State:
     return {f"{EMA}.{name}": tensor for name, tensor in average.items()}
 
 
+def base_digests(trainer: Trainer) -> dict[str, str]:
+    """Of the models that train adapters, by role. A collective."""
+    models: dict[str, TrainedModel | None] = {"policy": trainer, "critic": trainer.critic}
+    found = {role: base_digest(one.model, one.group) for role, one in models.items() if one is not None}
+    return {role: digest for role, digest in found.items() if digest is not None}
+
+
+def reference_state(trainer: Trainer) -> State:
+    """Of a reference model that cannot be loaded from where it came from."""
+    if isinstance(trainer.reference, EarlierPolicy):
+        return {f"{REFERENCE}.{name}": tensor for name, tensor in trainer.reference.kept.items()}
+    if trainer.reference is None or not trainer.reset_interval:
+        return {}
+    return model_state(trainer.reference, REFERENCE)
+
+
 def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, State]:
     """By kind, what this rank has to write: of what several ranks hold alike the first one writes it.
 
-    A reference model that is reset and a moving average come with `extra`; a critic always, since no export holds
-    it, and its optimizer with that of the policy.
+    A reference model that is reset, or within the policy, and a moving average come with `extra`; a critic always,
+    since no export holds it, and its optimizer with that of the policy.
     """
     found: dict[str, State] = {}
     if MODEL in contents:
         found[MODEL] = model_state(trainer.model)
+    if BASE in contents and (base := base_state(trainer.model)):
+        found[BASE] = base
     if OPTIMIZER in contents:
         found[OPTIMIZER] = optimizer_state(trainer)
-    if "extra" in contents and trainer.reset_interval and trainer.reference:
-        found[REFERENCE] = model_state(trainer.reference, REFERENCE)
+    if "extra" in contents and (reference := reference_state(trainer)):
+        found[REFERENCE] = reference
     if "extra" in contents and trainer.ema is not None:
         found[EMA] = average_state(trainer)
     if trainer.critic is not None:
@@ -112,6 +177,14 @@ def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) ->
     set_model_state_dict(model, get_model_state_dict(model) | loaded)
 
 
+def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
+    """Raises `CheckpointError`: it is of another model."""
+    if isinstance(trainer.reference, EarlierPolicy):
+        _load(files, reference_state(trainer), REFERENCE)
+    elif trainer.reference is not None:
+        load_model_state(trainer.reference, files, REFERENCE)
+
+
 def load_average_state(trainer: Trainer, files: StateFiles) -> None:
     """Raises `CheckpointError`: it is of another model."""
     _load(files, average_state(trainer), EMA)
@@ -130,11 +203,14 @@ def _load(files: StateFiles, state: State, prefix: str) -> None:
         words = prefix.replace("_", "'s ")
         model, keys = ("critic", "critic") if prefix.startswith(CRITIC) else ("policy", "train")
         optimizer = f", and its optimizer with {keys}.optm_name" if prefix.endswith(OPTIMIZER) else ""
+        adapters = ""
+        if any(".lora_" in name or ".modules_to_save." in name for name in wrong):
+            adapters = f", and its adapters as they were with [{model}.lora]"
         chosen = f"{model}.freeze_moe_router" + (" and policy.trainable_map" if model == "policy" else "")
         frozen = f"; keep {chosen} as they were" if prefix.endswith((OPTIMIZER, EMA)) else ""
         raise CheckpointError(
             f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
-            f"from with {model}.model_name_or_path{optimizer}{frozen}"
+            f"from with {model}.model_name_or_path{optimizer}{adapters}{frozen}"
         )
     files.load(state)
 
@@ -143,7 +219,8 @@ def weights_from(files: StateFiles, prefix: str = "lm.") -> Callable[[str, Tenso
     """A `weight_sync.Gather` that takes a transformers model's tensors, by name, from a checkpoint."""
 
     def gather(name: str, _: Tensor) -> Tensor:
-        return files.whole(f"{MODEL}.{prefix}{name}")
+        key = f"{prefix}{name}"
+        return files.whole(f"{MODEL if f'{MODEL}.{key}' in files.tensors else BASE}.{key}")
 
     return gather
 

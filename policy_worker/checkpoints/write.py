@@ -35,7 +35,7 @@ from policy_worker.checkpoints.layout import (
     state_files,
     write_manifest,
 )
-from policy_worker.checkpoints.state import MODEL, RngStates, weights_from, write_rng
+from policy_worker.checkpoints.state import BASE, MODEL, RngStates, weights_from, write_rng
 from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.parallel.group import Group
@@ -51,8 +51,8 @@ Exporter = Callable[[Callable[[str, Tensor], Tensor], Path], None]
 class Draft:
     """A checkpoint that is to be written.
 
-    pieces: by kind; the model's also where only its export is kept. manifest: without its files. ledger, exporter:
-    rank 0's alone.
+    pieces: by kind; the model's also where only its export is kept, those of a frozen base only for an export.
+    manifest: without its files. ledger, exporter: rank 0's alone.
     """
 
     unfinished: Path
@@ -134,13 +134,12 @@ def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> Found:
     unfinished = draft.unfinished
     files = {name: FileFacts(**facts) for written in of_ranks for name, facts in written.items()}
     if draft.exporter is not None:
-        models = state_files(unfinished, MODEL)
-        with StateFiles(models) as saved:
+        models, bases = state_files(unfinished, MODEL), state_files(unfinished, BASE)
+        with StateFiles([*models, *bases]) as saved:
             draft.exporter(weights_from(saved), unfinished / EXPORT)
-        if MODEL not in draft.manifest.contents:
-            for path in models:
-                path.unlink()
-                del files[path.name]
+        for path in bases if MODEL in draft.manifest.contents else [*models, *bases]:
+            path.unlink()
+            del files[path.name]
         exported = (path for path in (unfinished / EXPORT).rglob("*") if path.is_file())
         files |= {str(path.relative_to(unfinished)): hash_of_file(path) for path in exported}
     if draft.ledger is not None:

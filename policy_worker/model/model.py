@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention
+from policy_worker.model import attention, lora
 from policy_worker.model.attention import Block, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
@@ -110,11 +110,13 @@ class Backbone(nn.Module):
 class ValueModel(Backbone):
     """A critic: what it expects the tokens after a position to earn, one number for each. At first it expects 0."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        """dtype: of the value head; None: that of the model."""
         super().__init__(lm)
-        embeddings = lm.get_input_embeddings().weight
         width = lm.config.get_text_config().hidden_size
-        self.value_head = nn.Parameter(torch.zeros(width, dtype=embeddings.dtype))
+        self.value_head = nn.Parameter(
+            torch.zeros(width, dtype=dtype or lm.get_input_embeddings().weight.dtype)
+        )
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64)."""
@@ -165,6 +167,11 @@ class PolicyModel(Backbone):
             return part.redistribute(placements=copies + cut).to_local()
 
         return self._head(gathered)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the output head's weight is trained."""
+        return bool(self.lm.get_output_embeddings().weight.requires_grad)
 
     def _head(self, rows_of: Callable[[DTensor], Tensor] = DTensor.to_local) -> Head:
         layer = self.lm.get_output_embeddings()
@@ -232,7 +239,8 @@ def load_model(
     reference: bool = False,
     teacher: TeacherConfig | None = None,
 ) -> PolicyModel:
-    """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train.
+    """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train; with adapters the rest of it in
+    `train.param_dtype`.
 
     weights: an export of it, whose weights are taken instead. reference: see `load_reference`. teacher: see
     `load_teacher`.
@@ -250,7 +258,9 @@ def load_model(
     frozen = reference or teacher is not None
     if weights is not None:
         source = replace(source, what=f"the export {weights} as a model of {source.what}")
-    dtype = DTYPES[config.train.param_dtype if frozen else config.train.master_dtype]
+    adapters = None if frozen else config.policy.lora
+    master = DTYPES[config.train.master_dtype]
+    dtype = DTYPES[config.train.param_dtype] if frozen or adapters else master
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     lm, dropout, surplus = _load(AutoModelForCausalLM, source, dtype, weights)
     _choose_experts(lm, config.policy)
@@ -259,7 +269,9 @@ def load_model(
             f"{source.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
         )
     recompute = config.policy.model_gradient_checkpointing and not frozen
-    if not frozen:
+    if adapters is not None:
+        lora.inject(lm, adapters, "policy.lora", master)
+    elif not frozen:
         freeze(lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
     return prepare_model(
         PolicyModel(lm, dropout),
@@ -270,7 +282,8 @@ def load_model(
 
 
 def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
-    """The model of `[critic]` on the CPU, in `critic.master_dtype`, ready to train; its value head begins at 0.
+    """The model of `[critic]` on the CPU, in `critic.master_dtype`, ready to train; its value head begins at 0. With
+    adapters the rest of it is in `critic.param_dtype`.
 
     Raises:
         SettingsError: as `load_model`, or it reads other tokens than the policy writes.
@@ -289,10 +302,14 @@ def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
         what = f"critic.model_name_or_path = {name!r}"
         source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
     _import_modules("critic", critic, source.name)
-    lm, _, _ = _load(AutoModel, source, DTYPES[critic.master_dtype])
+    master = DTYPES[critic.master_dtype]
+    lm, _, _ = _load(AutoModel, source, DTYPES[critic.param_dtype] if critic.lora else master)
     _choose_experts(lm, config.policy)
-    freeze(lm, None, routers=critic.freeze_moe_router, section="critic")
-    model = ValueModel(lm)
+    if critic.lora is not None:
+        lora.inject(lm, critic.lora, "critic.lora", master)
+    else:
+        freeze(lm, None, routers=critic.freeze_moe_router, section="critic")
+    model = ValueModel(lm, master)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(
             f"{source.what} has {model.vocabulary} tokens, and policy.model_name_or_path = "

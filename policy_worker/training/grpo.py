@@ -43,7 +43,7 @@ from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.ranges import span
-from policy_worker.trainer import HIDDEN, Trainer
+from policy_worker.trainer import HIDDEN, EarlierPolicy, Trainer
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,
@@ -377,7 +377,9 @@ class Grpo:
         in_reward = bool(self._kl_in_reward.beta) and self._kl_in_reward.type == "full"
         full = in_reward or (bool(self._loss.kl_beta) and self._loss.kl_type == "full")
 
-        def score(model: PolicyModel, batching: Batching, names: Mapping[str, str], **more: Any) -> None:
+        def score(
+            model: PolicyModel | EarlierPolicy, batching: Batching, names: Mapping[str, str], **more: Any
+        ) -> None:
             """names: columns and what of `TokenOutputs` they are."""
             with span(next(iter(names))):
                 batches = plan_pass(plan, table.total_tokens, batching, alike)

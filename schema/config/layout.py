@@ -79,6 +79,14 @@ def reference_layout(config: Config) -> RoleLayout | None:
     return _next_to_policy(config, "reference", config.placement.reference) if config.has_reference else None
 
 
+def reference_is_within(config: Config) -> bool:
+    """Whether the reference model needs no weights of its own: it is the policy with the adapters it began with."""
+    same = config.reference.model_name_or_path in (None, config.policy.model_name_or_path)
+    return (
+        config.has_reference and config.policy.lora is not None and same and reference_layout(config) is None
+    )
+
+
 def critic_layout(config: Config) -> RoleLayout | None:
     """The critic, likewise."""
     return _next_to_policy(config, "critic", config.placement.critic) if config.has_critic else None

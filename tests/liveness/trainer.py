@@ -714,6 +714,59 @@ watch(
     {"policy.moe_token_dispatcher": ("alltoall", "allgather")},
 )
 
+ADAPTERS = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
+
+
+def adapters(config: Config, place: Place) -> dict[str, tuple[float, ...]]:
+    """What trains in the policy, the critic and what their adapters add; by name, its size, sum and scale."""
+    random.seed(0)
+    torch.manual_seed(0)
+    model = load_model(config)
+    models = [model, load_critic(config, model)] if config.has_critic else [model]
+    found = {}
+    for one in models:
+        for name, parameter in one.named_parameters():
+            if parameter.requires_grad:
+                total = float(parameter.detach().double().abs().sum())
+                found[f"{type(one).__name__}.{name}"] = (*parameter.shape, total)
+        for name, module in one.named_modules():
+            if hasattr(module, "lora_A"):
+                found[f"{type(one).__name__}.{name}"] = (module.scaling["default"],)
+    return found
+
+
+def loss_with_adapters(config: Config, place: Place) -> list[float]:
+    """The loss of a step of the policy, or of its critic, whose adapters begin at random."""
+    random.seed(0)
+    torch.manual_seed(0)
+    model, critic = load_model(config), None
+    if config.has_critic:
+        values = load_critic(config, model)
+        torch.nn.init.normal_(values.value_head)
+        critic = Critic(values, config, place.group, Schedule.of_config(config.critic, 40))
+    trainer = Trainer(model, config, place.group, Schedule(10), critic=critic)
+    metrics = train_step(_grpo(config, place, trainer=trainer)[0], 0)
+    return [metrics["loss"], metrics.get("critic/loss", 0.0)]
+
+
+for section, job in (("policy", grpo), ("critic", with_critic)):
+    with_adapters = changed(job, {f"{section}.lora": ADAPTERS})
+    watch(
+        adapters,
+        with_adapters,
+        {
+            f"{section}.lora.r": (4, 2),
+            f"{section}.lora.lora_alpha": (8.0, 4.0),
+            f"{section}.lora.target_modules": (["q_proj"], "all-linear"),
+            f"{section}.lora.use_rslora": (False, True),
+            f"{section}.lora.modules_to_save": (UNSET, ["norm"]),
+            f"{section}.lora.alpha_pattern": (UNSET, {".*q_proj": 2.0}),
+            f"{section}.lora.r_pattern": (UNSET, {r"layers\.0.*": 2}),
+            f"{section}.lora.init_lora_weights": (False, "pissa"),
+        },
+    )
+    watch(loss_with_adapters, with_adapters, {f"{section}.lora.lora_dropout": (0.0, 0.5)})
+
 USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
 watch(modules_of_the_trainer, grpo, {"policy.external_modules": ([], [USER_MODULE])})
 

@@ -17,7 +17,7 @@ from policy_worker.checkpoints.layout import (
     write_manifest,
 )
 from policy_worker.checkpoints.load import load, schedule_facts
-from policy_worker.checkpoints.state import capture_rng, state_to_save
+from policy_worker.checkpoints.state import base_digests, capture_rng, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.trainer import Trainer
@@ -71,6 +71,7 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
             schedule=schedule,
             critic_schedule=of_critic,
             kl_coefficient=trainer.kl_coefficient,
+            bases=base_digests(trainer),
         ),
         ledger="{}",
         exporter=None,

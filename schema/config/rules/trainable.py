@@ -6,6 +6,8 @@ import re
 import warnings
 from collections.abc import Iterator
 
+from schema.config.layout import reference_is_within, reference_layout
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.sections.policy import LoraConfig
@@ -62,8 +64,16 @@ def base_is_not_narrow(config: Config) -> Iterator[Problem]:
 
 
 def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
-    """LoftQ makes up for the error of a quantised base, and the base that is trained here is not quantised."""
+    """EVA needs activations; LoftQ makes up for the error of a quantised base, and this one is not quantised."""
     for section, lora in _adapters(config):
+        if lora.init_lora_weights == "eva":
+            key = f"{section}.init_lora_weights"
+            message = (
+                f'"eva" starts the adapter at the principal components of activations, and before its first step '
+                f"[{section}] has seen no data"
+            )
+            hint = f'write {key} = true, or "pissa", which starts at those of the weights'
+            yield Problem(key, message, "eva", hint)
         if lora.init_lora_weights == "loftq":
             key = f"{section}.init_lora_weights"
             message = (
@@ -134,6 +144,59 @@ def dropout_is_meant(config: Config) -> Iterator[Problem]:
     yield Problem(key, message, lora.lora_dropout, f"write {key} = 0.0")
 
 
+def adapters_are_saved_as_such(config: Config) -> Iterator[Problem]:
+    """An export has the adapters merged in, and no way back to adapters and base."""
+    ckpt, lora = config.train.ckpt, "policy.lora"
+    if config.policy.lora is None:
+        return
+    saved, loaded = "train.ckpt.save_contents", "train.ckpt.load_contents"
+    why = f"an export has the adapters of {lora} merged in: training could not go on with the same base"
+    if ckpt.enable_checkpoint and "model" not in ckpt.save_contents:
+        hint = f"write {saved} = {toml_value(['model', *ckpt.save_contents])}"
+        message = f"{toml_value(ckpt.save_contents)} keeps no weights but those of an export, and {why}"
+        yield Problem(saved, message, ckpt.save_contents, hint, related=(lora,))
+    if "hf_model" in (ckpt.load_contents or ()):
+        rest = ["model", *(name for name in ckpt.load_contents or () if name not in ("hf_model", "model"))]
+        hint = f"write {loaded} = {toml_value(rest)}, or name the export with policy.model_name_or_path"
+        message = f"{toml_value(ckpt.load_contents)} begins with an export, and {why}"
+        yield Problem(loaded, message, ckpt.load_contents, hint, related=(lora,))
+
+
+def reference_of_adapters_is_the_base(config: Config) -> Iterator[Problem]:
+    """A whole reference model next to adapters has no adapters: it cannot become a copy of the policy."""
+    lora, interval = config.policy.lora, config.grpo.reference_reset_interval if config.is_grpo else None
+    if lora is None or not config.has_reference or reference_is_within(config):
+        return
+    name, place = "reference.model_name_or_path", "placement.reference"
+    apart = reference_layout(config) is not None
+    other = (
+        f"{place} = {config.placement.reference}"
+        if apart
+        else f"{name} = {config.reference.model_name_or_path!r}"
+    )
+    related, key = (place if apart else name, "policy.lora"), "train.train_policy.reference_reset_interval"
+    if interval:
+        message = (
+            f"{interval} would copy the adapters of policy.lora into the reference, and {other} has none"
+        )
+        hint = f"leave it out, or leave {place if apart else name} out"
+        yield Problem(key, message, interval, hint, related=related)
+    if apart and lora.init_lora_weights is False:
+        key = "policy.lora.init_lora_weights"
+        message = f"false begins away from the base, and {other} keeps the base alone as the policy's initial weights"
+        yield Problem(key, message, False, f"write {key} = true, or {place} = []", related=(place,))
+
+
+def offload_has_a_model(config: Config) -> Iterator[Problem]:
+    """Warning: a reference within the policy has no weights of its own to keep elsewhere."""
+    key = "reference.offload"
+    if config.reference.offload and reference_is_within(config):
+        message = (
+            "true has no effect: with policy.lora the reference is the policy without what it has learned"
+        )
+        yield Problem(key, message, True, f"write {key} = false", related=("policy.lora",))
+
+
 TRAINABLE_RULES = (
     adapters_train_alone,
     map_freezes_something,
@@ -141,5 +204,7 @@ TRAINABLE_RULES = (
     initialisers_have_what_they_need,
     modules_are_named_once,
     patterns_are_sound,
+    adapters_are_saved_as_such,
+    reference_of_adapters_is_the_base,
 )
-TRAINABLE_WARNINGS = (dropout_is_meant,)
+TRAINABLE_WARNINGS = (dropout_is_meant, offload_has_a_model)

@@ -38,7 +38,9 @@ class CriticConfig(CheckpointingKeys, ModelKeys, PrecisionKeys, OptimizerKeys):
         None, "Its mesh. Unset: it is sharded like the policy.", unbuilt="a mesh of the critic's own"
     )
     lora: LoraConfig | None = cosmos_key(
-        None, "Low-rank adapters. Unset: all weights are trained.", unbuilt="LoRA"
+        None,
+        "Low-rank adapters next to the model, whose own weights are frozen and kept in critic.param_dtype. Unset: "
+        "all weights are trained.",
     )
     compile: bool = key(False, "Whether the model is compiled with torch.compile.", unbuilt="torch.compile")
     warmup_steps: Natural = key(

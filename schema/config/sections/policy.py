@@ -78,36 +78,68 @@ class ParallelismConfig(Section):
     )
 
 
+ALTERING = ("pissa", "olora")
+"""How initialisers begin that move a part of the base's weights into the adapter."""
+_ADAPTERS = "number: Which weights train, and what they begin with."
+Initialiser = Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_\d+|loftq)$")]
+
+
 class LoraConfig(Section):
     """`[policy.lora]`: low-rank adapters instead of full training."""
 
-    r: Count = cosmos_key(8, "Rank.")
-    lora_alpha: Positive = cosmos_key(8.0, "Scale of the adapter: alpha / r.")
-    lora_dropout: UnitFloat = cosmos_key(0.0, "Dropout before the adapter.")
+    r: Count = cosmos_key(8, "Rank.", acts=_ADAPTERS)
+    lora_alpha: Positive = cosmos_key(
+        8.0, "Scale of the adapter: alpha / r.", acts="number: Scale of what the adapter adds."
+    )
+    lora_dropout: UnitFloat = cosmos_key(
+        0.0,
+        "Dropout before the adapter, in training steps alone.",
+        acts="number: Loss and gradient of a training step.",
+    )
     target_modules: list[str] | str | None = cosmos_key(
-        None, "Modules that get adapters: a list of names, or `all-linear`.", example="all-linear"
+        None,
+        "Modules that get adapters: a list of names or ends of names, a regular expression of whole names, or "
+        "`all-linear`: all linear layers but the output layer. Unset: peft's choice for this kind of model.",
+        acts=_ADAPTERS,
+        example="all-linear",
     )
     use_rslora: bool = cosmos_key(
-        False, "Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."
+        False,
+        "Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732).",
+        acts="number: Scale of what the adapter adds.",
     )
     modules_to_save: list[str] | None = cosmos_key(
-        None, "Further modules that are trained whole and saved with the adapter.", example=["lm_head"]
+        None,
+        "Further modules that are trained whole and saved with the adapter.",
+        acts=_ADAPTERS,
+        example=["lm_head"],
     )
     alpha_pattern: dict[str, float] | None = cosmos_key(
         None,
         "lora_alpha per module: regular expression = alpha; the first match wins.",
+        acts="number: Scale of what the adapter adds.",
         example={".*mlp.*": 16.0},
     )
     r_pattern: dict[str, int] | None = cosmos_key(
-        None, "Rank per module: regular expression = r; the first match wins.", example={".*mlp.*": 16}
+        None,
+        "Rank per module: regular expression = r; the first match wins.",
+        acts=_ADAPTERS,
+        example={".*mlp.*": 16},
     )
-    init_lora_weights: (
-        bool | Annotated[str, Field(pattern=r"^(gaussian|eva|olora|pissa|pissa_niter_\d+|loftq)$")]
-    ) = cosmos_key(
+    init_lora_weights: bool | Initialiser = cosmos_key(
         True,
-        "true: B starts at zero, so the adapter changes nothing at first; false: both random "
-        "(for debugging); or gaussian, eva, olora, pissa, pissa_niter_<n>, loftq.",
+        "true: B starts at zero, so the adapter changes nothing at first; false: both random (for debugging); "
+        "gaussian: as true, with a normal A; olora, pissa, pissa_niter_<n>: the adapter starts as the largest part "
+        "of the weight, which is taken out of the base; eva, loftq: refused.",
+        acts=_ADAPTERS,
     )
+
+    @property
+    def alters_base(self) -> bool:
+        """Whether the initialiser moves a part of the base's weights into the adapter."""
+        return isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith(
+            ("pissa", "olora")
+        )
 
 
 class PolicyConfig(CheckpointingKeys, ModelKeys):
@@ -129,7 +161,9 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
         acts="engine argument: `max_model_len` of the engine; rows left out of the data.",
     )
     lora: LoraConfig | None = cosmos_key(
-        None, "Low-rank adapters. Unset: all weights are trained.", unbuilt="LoRA"
+        None,
+        "Low-rank adapters next to the model, whose own weights are frozen and kept in train.param_dtype. Unset: all "
+        "weights are trained.",
     )
     trainable_map: dict[str, bool] | None = cosmos_key(
         None,

@@ -85,5 +85,5 @@ class WeightSyncConfig(Section):
         "merged",
         "Of a model trained by low-rank adapters: publish weights with the adapters `merged` in, or the "
         "`adapter` alone.",
-        unbuilt="LoRA",
+        unbuilt="publishing adapters alone",
     )

@@ -95,7 +95,7 @@ def test_explain():
         ("train.optm_betas", "Betas of Adam", "exactly 2 items", "[0.9, 0.999]", "Betas of the optimizer. (number)",
          "COSMOS_TRAIN__OPTM_BETAS"),
         ("train.train_batch_per_replica", "cosmos-rl's default is 8"),
-        ("policy.lora.r", "cannot do LoRA yet"),
+        ("policy.lora.r", "Rank.", "[policy.lora]"),
         ("train.ckpt", "save_freq"),
         ("", "[rollout]"),
     ):  # fmt: skip

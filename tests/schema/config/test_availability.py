@@ -14,7 +14,6 @@ from tests.support.each import check_each
 DEFAULTS_REFUSED = {"train.compile", "validation.enable"}
 
 EXAMPLES: dict[str, Any] = {
-    "policy.lora": {"r": 4},
     "rollout.parallelism.dp_shard_size": 2,
     "rollout.quantization": "fp8",
     "train.fa_version": 3,

@@ -377,8 +377,32 @@ FAULTS = {
         ({f"train.{name}.enable_{name}": True} | ADAPTER, f"{L} (r = 4)") for name in ("fp8", "fp4")
     ],
     trainable.initialisers_have_what_they_need: [
-        ({f"{L}.init_lora_weights": "loftq"}, '"loftq"', "policy.model_name_or_path")
+        ({f"{L}.init_lora_weights": "loftq"}, '"loftq"', "policy.model_name_or_path"),
+        ({"critic.lora.init_lora_weights": "eva"} | CRITIC, '"eva"', "[critic.lora] has seen no data"),
     ],
+    trainable.adapters_are_saved_as_such: [
+        (
+            {f"{K}.save_contents": ["optimizer"], f"{K}.enable_checkpoint": True}
+            | {f"{K}.export_safetensors": True}
+            | ADAPTER,
+            *('["optimizer"]', f"{L} merged in"),
+        ),
+        ({f"{K}.load_contents": ["hf_model", "extra"]} | ADAPTER, '["hf_model", "extra"]', f"{L} merged in"),
+    ],
+    trainable.reference_of_adapters_is_the_base: [
+        (
+            {f"{P}.reference_reset_interval": 5, "reference.model_name_or_path": "other/model"}
+            | {f"{P}.kl_beta": 0.1}
+            | ADAPTER,
+            *("5", "reference.model_name_or_path = 'other/model'"),
+        ),
+        (
+            {f"{L}.init_lora_weights": False, f"{P}.kl_beta": 0.1}
+            | {"placement.policy": [0], "placement.reference": [1]},
+            *("false", "placement.reference = [1]"),
+        ),
+    ],
+    trainable.offload_has_a_model: [({"reference.offload": True, f"{P}.kl_beta": 0.1} | ADAPTER, "true")],
     trainable.modules_are_named_once: [
         ({f"{L}.target_modules": []}, "no adapter"),
         (
@@ -601,6 +625,8 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (GRPO, ADAPTER | {f"{L}.r_pattern": {r"layers\.\d+\.q_proj": 8}, f"{L}.target_modules": ".*_proj"}),
     (GRPO, {f"{L}.target_modules": ["q"], f"{L}.modules_to_save": ["lm_head"]}),
+    (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.reference_reset_interval": 5} | ADAPTER),
+    (GRPO, {f"{P}.kl_beta": 0.1, "placement.policy": [0], "placement.reference": [1]} | ADAPTER),
     (GRPO, {"policy.trainable_map": {"lm_head": True, "model": False}}),
     (GRPO, {"policy.trainable_map": {"model.embed_tokens.weight": False}}),
     (GRPO, {"autoscale.enable": True, "autoscale.min_replicas": 0}),

@@ -1,0 +1,167 @@
+"""Low-rank adapters, by peft: injected into a model whose own weights then stay as they are.
+
+    y = W x + s B A x    W [out, in] of the base: frozen, in `param_dtype`
+                         A [r, in], B [out, r]: trained, in `master_dtype`
+                         s = lora_alpha / r (arXiv 2106.09685), or / √r (arXiv 2312.03732)
+
+The model keeps its class and its modules their names: what was `q_proj.weight` is `q_proj.base_layer.weight`, next to
+`q_proj.lora_A.default.weight`, and `weight_sync.HubNames` turns these names back. Of a module that is trained whole
+the base's weights stay as `lm_head.original_module.weight`, next to `lm_head.modules_to_save.default.weight`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from policy_worker.errors import SettingsError
+from schema.config.sections.policy import LoraConfig
+
+log = logging.getLogger(__name__)
+
+LINEAR = (nn.Linear, Conv1D)
+ADAPTABLE = (*LINEAR, nn.Embedding)
+"""What an adapter can be merged into: its weight is one matrix."""
+
+
+def inject(lm: PreTrainedModel, keys: LoraConfig, section: str, dtype: torch.dtype) -> None:
+    """Freeze the model, and put trainable adapters into it, in place. To be called before anything is sharded.
+
+    section: `policy.lora` or `critic.lora`, for messages. dtype: of what trains.
+
+    Raises:
+        SettingsError: a name is of nothing in the model, or of what cannot have an adapter.
+    """
+    import peft  # takes seconds, and only these jobs need it
+
+    _check_names(lm, keys, section)
+    kind = lm.config.model_type
+    if (
+        keys.target_modules is None
+        and kind not in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    ):
+        raise SettingsError(
+            f"{section}.target_modules is unset, and peft knows no choice of modules for models of type {kind}: "
+            f'write {section}.target_modules = "all-linear", or their names'
+        )
+    made = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=lm.config.name_or_path,
+        r=keys.r,
+        lora_alpha=keys.lora_alpha,
+        lora_dropout=keys.lora_dropout,
+        target_modules=_linear_layers(lm) if keys.target_modules == "all-linear" else keys.target_modules,
+        use_rslora=keys.use_rslora,
+        modules_to_save=keys.modules_to_save,
+        rank_pattern=keys.r_pattern or {},
+        alpha_pattern=keys.alpha_pattern or {},
+        init_lora_weights=keys.init_lora_weights,
+    )
+    try:
+        peft.inject_adapter_in_model(made, lm)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise SettingsError(f"{section}: {type(lm).__name__} cannot have these adapters: {error}") from error
+    adapted = {name: m for name, m in lm.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+    _check_adapted(lm, adapted, keys, section)
+    trained = [p for p in lm.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.to(dtype)
+    numbers = sum(p.numel() for p in trained)
+    total = sum(p.numel() for p in lm.parameters())
+    log.info("%s: adapters on %d modules; %d of %d numbers train", section, len(adapted), numbers, total)
+
+
+def _linear_layers(lm: PreTrainedModel) -> list[str]:
+    """All but the output layer. (By `all-linear` peft means the fused experts of a mixture as well.)"""
+    output = lm.get_output_embeddings()
+    layers = (name for name, m in lm.named_modules() if isinstance(m, LINEAR) and m is not output)
+    return list(layers)
+
+
+def adapters_of(lm: nn.Module) -> Any | None:
+    """The settings of peft's with which adapters were injected into a model, if there are any."""
+    settings: Mapping[str, Any] = getattr(lm, "peft_config", None) or {}
+    return next(iter(settings.values()), None)
+
+
+def _check_names(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
+    """Raises `SettingsError` unless each name is that of a module that can be adapted, or trained whole."""
+    modules = {name: module for name, module in lm.named_modules() if name}
+    adaptable = [name for name, module in modules.items() if isinstance(module, ADAPTABLE)]
+    targets, saved = keys.target_modules, keys.modules_to_save or ()
+    if isinstance(targets, list):
+        _check_known(lm, targets, adaptable, f"{section}.target_modules", "linear layer or embedding")
+        chosen = _named(modules, targets)
+    elif targets not in (None, "all-linear"):
+        chosen = [name for name in modules if re.fullmatch(targets, name)]
+        if not set(chosen) & set(adaptable):
+            raise SettingsError(
+                f"{section}.target_modules = {targets!r} matches the whole name of no linear layer of "
+                f"{type(lm).__name__}; the first of them is {adaptable[0]!r}"
+            )
+    else:
+        chosen = []
+    _check_known(lm, saved, list(modules), f"{section}.modules_to_save", "module")
+    output = lm.get_output_embeddings()
+    if any(modules[name] is output for name in chosen):
+        raise SettingsError(
+            f"{section}.target_modules names the output layer of {type(lm).__name__}, whose log-probs are computed "
+            f"from its weight alone: leave it out, or train it whole with {section}.modules_to_save"
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for key, some in (("target_modules", chosen), ("modules_to_save", _named(modules, saved))):
+        for name in some:
+            own = (parameter for parameter in modules[name].parameters())
+            tied = next((names[id(parameter)] for parameter in own if len(names[id(parameter)]) > 1), None)
+            if tied:
+                raise SettingsError(
+                    f"{section}.{key}: {name} of {type(lm).__name__} has a weight that is tied ({' and '.join(tied)} "
+                    f"are one): trained under one name it would no longer be; leave it out"
+                )
+
+
+def _check_known(
+    lm: PreTrainedModel, wanted: Iterable[str], known: Sequence[str], key: str, kind: str
+) -> None:
+    for entry in wanted:
+        if not _named(known, [entry]):
+            last = dict.fromkeys(name.rpartition(".")[2] for name in known)
+            near = get_close_matches(entry, [*last, *known], n=3, cutoff=0.4)
+            raise SettingsError(
+                f"{key}: {type(lm).__name__} has no {kind} named {entry!r}; nearest: "
+                f"{', '.join(near) or ', '.join(list(last)[:5])}"
+            )
+
+
+def _named(modules: Iterable[str], entries: Iterable[str]) -> list[str]:
+    """The modules of which an entry is the name, or the end of it."""
+    wanted = tuple(entries)
+    ends = tuple(f".{entry}" for entry in wanted)
+    return [name for name in modules if name in wanted or name.endswith(ends)]
+
+
+def _check_adapted(lm: PreTrainedModel, adapted: Mapping[str, Any], keys: LoraConfig, section: str) -> None:
+    """Raises `SettingsError`: an adapter could not be merged, or a pattern is of none of them."""
+    for name, layer in adapted.items():
+        if not isinstance(layer.get_base_layer(), ADAPTABLE):
+            raise SettingsError(
+                f"{section}.target_modules names {name} of {type(lm).__name__}, a "
+                f"{type(layer.get_base_layer()).__name__}: adapters are for linear layers and embeddings"
+            )
+    for key, table in (("r_pattern", keys.r_pattern), ("alpha_pattern", keys.alpha_pattern)):
+        for pattern in table or {}:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
+                raise SettingsError(
+                    f"{section}.{key}: `{pattern}` matches the end of no adapted module's name; the first of them "
+                    f"is {next(iter(adapted))!r}"
+                )

@@ -1,0 +1,43 @@
+"""Adapters on sharded models: the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy_worker.parallel.group import Group
+from tests.policy_worker.parallel.test_ranks import EVERYTHING, GRPO, assert_equal, gradients, run, run_here
+from tests.support.devices import rounding
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+@pytest.mark.slow
+def test_two_ranks_with_adapters_equal_one_and_one_goes_on(tmp_path: Path, group: Group):
+    # of policy and critic, with norms that are trained whole; the reference is within the policy, and reset once
+    options: dict[str, Any] = {
+        "grpo": GRPO | EVERYTHING | {"advantage_estimator": "gae", "reference_reset_interval": 2},
+        "train": {"optm_lr": 1e-2},
+        "sections": {
+            "policy": {"lora": LORA | {"modules_to_save": ["model.norm"]}},
+            "critic": {"lora": LORA | {"r_pattern": {"down_proj": 2}}},
+        },
+    }
+    expected, metrics = run_here(group, steps=3, **options)
+    found, theirs = run(tmp_path / "2", 2, steps=3, save=str(tmp_path / "s"), save_step=3, **options)
+    named = gradients(found)
+    assert len(named) == 2 * 28 + 1 + 1
+    assert all(".lora_" in n or ".modules_to_save." in n or n.endswith("value_head") for n in named)
+    assert_equal(found, expected, 1e-4)
+    for name in ("loss", "grad_norm", "reference_kl"):
+        for step in range(3):
+            assert theirs[step][name] == pytest.approx(metrics[step][name], rel=rounding(5e-5), abs=1e-7)
+    first, _ = run_here(group, steps=1, **options)
+    again, _ = run(tmp_path / "first", 2, steps=1, **options)
+    assert_equal(gradients(again), gradients(first), 5e-6)
+    state = str(tmp_path / "s" / "step-00000003")
+    expected, _ = run_here(group, steps=4, **options)
+    found, _ = run_here(group, first_step=3, steps=4, restore=state, **options)
+    assert_equal(found, expected, 2e-4)
