@@ -4,7 +4,8 @@
     else: state files of all ranks, checked ─▶ hub names and shapes ─▶ safetensors, config, tokenizer
 
 One process, no accelerator, at most one shard in memory. Names and shapes come from the model that the run began
-with (`policy.model_name_or_path` of its config.json), of which no weight is read. Started by `cosmos-launch export`.
+with (`policy.model_name_or_path` of its config.json), of which no weight is read; but a run that trains adapters has
+kept these alone, and the model is loaded, whole, to merge them into it. Started by `cosmos-launch export`.
 Exit codes: 0 done, 1 the disk, 2 no checkpoint that this can be made from.
 """
 
@@ -22,17 +23,19 @@ from typing import Any
 
 import torch
 
-from policy_worker.checkpoints.export import write_export
+from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.checkpoints.find import found_at
 from policy_worker.checkpoints.layout import EXPORT, Found, faults, state_files
-from policy_worker.checkpoints.state import weights_from
-from policy_worker.checkpoints.storage import StateFiles
+from policy_worker.checkpoints.load import check_base
+from policy_worker.checkpoints.state import model_state, weights_from
+from policy_worker.checkpoints.storage import StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
-from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.model.lora import adapters_of
+from policy_worker.model.model import DTYPES, PolicyModel, load_model
 from schema.config import Config, ConfigError, check_config, overrides
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.util.atomic_file import replacing_directory
-from weight_sync import HubNames
+from weight_sync.hf_names import Gather
 
 log = logging.getLogger("export")
 
@@ -78,7 +81,11 @@ def _written(found: Found, target: Path) -> dict[str, Any]:
         "checkpoint": str(found.path),
         "architecture": found.manifest.architecture,
         "step": found.step,
-        "files": {path.name: path.stat().st_size for path in sorted(target.iterdir())},
+        "files": {
+            str(path.relative_to(target)): path.stat().st_size
+            for path in sorted(target.rglob("*"))
+            if path.is_file()
+        },
     }
 
 
@@ -110,13 +117,40 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
     files = [path.name for path in state_files(found.path, MODEL)]
     _check_whole(found, files)
     config = _config_of(found, dtype, model, config_file)
-    skeleton = PolicyModel(_skeleton(config), {})
-    names = HubNames(skeleton.lm)
-    _check_names(found, skeleton)
     with StateFiles(state_files(found.path, MODEL)) as saved:
-        kind = DTYPES[config.train.effective_transfer_dtype]
-        tensors = names.tensors(weights_from(saved), dtype=kind)
-        write_export(skeleton, _progress(tensors, len(list(skeleton.lm.parameters()))), config, target)
+        if config.policy.lora is None:
+            model, gather = PolicyModel(_skeleton(config), {}), weights_from(saved)
+            _check_names(found, model)
+        else:
+            model, gather = _with_adapters(found, saved, config)
+        total = len(list(model.lm.parameters()))
+        write_export(ExportNames(model), gather, config, target, lambda tensors: _progress(tensors, total))
+
+
+def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:
+    """The model with its weights, and where those come from that it has trained."""
+    assert config.policy.lora is not None
+    plain = config.policy.lora.model_copy(
+        update={"init_lora_weights": True}
+    )  # others may take minutes, for nothing
+    policy = config.policy.model_copy(update={"lora": plain})
+    model = load_model(config.model_copy(update={"policy": policy}))
+    settings = adapters_of(model.lm)
+    assert settings is not None
+    settings.init_lora_weights = config.policy.lora.init_lora_weights
+    wrong = differences(saved.tensors, model_state(model))
+    if wrong:
+        raise CheckpointError(f"{found.path} has adapters of another model or of another kind: {wrong[0]}")
+    try:
+        check_base("policy", found.manifest, model, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{found.path}: {error}; --model names it where it has moved") from error
+
+    def gather(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        key = f"{MODEL}.lm.{name}"
+        return saved.whole(key) if key in saved.tensors else tensor
+
+    return model, gather
 
 
 def _copy_export(found: Found, target: Path) -> None:

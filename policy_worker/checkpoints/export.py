@@ -2,16 +2,20 @@
 
 Exported weights are bit for bit those of the last published version: same names, same type
 (`train.transfer_dtype`). Written under a hidden name and renamed, so a directory of this name is always whole.
+
+Of a model with adapters the export has them merged in, and next to it, in `adapter/`, they are as peft saves them, in
+the type that they train in; not where they began with a part of the base, which is no longer whole without them.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,15 +26,20 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from policy_worker.errors import ExportError
+from policy_worker.model import lora
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
+from schema.config.sections.policy import ALTERING
 from schema.util.atomic_file import remove_unfinished, replacing_directory, usual_mode
-from weight_sync import gather_full, hub_tensors
+from weight_sync import HubNames, gather_full
+from weight_sync.hf_names import Gather
 
 log = logging.getLogger(__name__)
 
+ADAPTER = "adapter"
+Progress = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
 SHARD_BYTES = 4 * 1024**3
 """A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
 
@@ -44,14 +53,14 @@ def export_model(trainer: Trainer, config: Config, target: Path, *, average: boo
         ExportError: `target` cannot be written; nothing there was changed.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
-    tensors = hub_tensors(trainer.model.lm, _average_of(trainer) if average else gather_full, dtype=dtype)
+    names, gather = ExportNames(trainer.model), _average_of(trainer) if average else gather_full
     if not trainer.group.leads:
-        for _ in tensors:
+        for _ in itertools.chain(names.tensors(gather, dtype), names.adapter(gather)):
             pass
         return
     try:
         remove_unfinished(target)
-        write_export(trainer.model, tensors, config, target)
+        write_export(names, gather, config, target)
     except (OSError, SafetensorError) as error:
         raise ExportError(
             f"the model could not be exported to {target}: {error}. Nothing there was changed, and checkpoints are "
@@ -60,25 +69,65 @@ def export_model(trainer: Trainer, config: Config, target: Path, *, average: boo
     log.info("exported the model to %s", target)
 
 
-def _average_of(trainer: Trainer) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def _average_of(trainer: Trainer) -> Gather:
     assert trainer.ema is not None
     averages = trainer.ema.average
     return lambda name, tensor: gather_full(name, averages.get(f"lm.{name}", tensor))
 
 
+class ExportNames:
+    """What an export of a model consists of: as `HubNames`, found out at once, so that the model may train on."""
+
+    def __init__(self, model: PolicyModel) -> None:
+        self.model, self._merged = model, HubNames(model.lm)
+        self.settings = lora.adapters_of(model.lm)
+        """peft's, of adapters that can be saved next to the base."""
+        if self.settings is not None and str(self.settings.init_lora_weights).startswith(ALTERING):
+            self.settings = None
+        self._adapter = None if self.settings is None else HubNames(model.lm, lora="adapter")
+
+    def tensors(self, gather: Gather, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's, adapters merged in. As `HubNames.tensors`."""
+        return self._merged.tensors(gather, dtype=dtype)
+
+    def adapter(self, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter's own, under peft's saved names; nothing where there is none."""
+        return iter(()) if self._adapter is None else self._adapter.tensors(gather)
+
+
 def write_export(
-    model: PolicyModel, tensors: Iterable[tuple[str, torch.Tensor]], config: Config, target: Path
+    names: ExportNames, gather: Gather, config: Config, target: Path, progress: Progress = iter
 ) -> None:
-    """Write tensors by hub name, in `train.transfer_dtype`, with all that makes them a model; in one process.
+    """Write a model in `train.transfer_dtype`, with all that makes it one; in one process.
+
+    progress: passes the model's tensors on.
 
     Raises:
         OSError: `target` cannot be written; nothing there was changed.
     """
+    dtype = DTYPES[config.train.effective_transfer_dtype]
     with replacing_directory(target) as unfinished:
-        write_shards(tensors, unfinished)
-        _write_settings(model, DTYPES[config.train.effective_transfer_dtype], unfinished)
-        _write_code(model, unfinished)
+        write_shards(progress(names.tensors(gather, dtype)), unfinished)
+        _write_settings(names.model, dtype, unfinished)
+        _write_code(names.model, unfinished)
         _write_tokenizer(config, unfinished)
+        if names.settings is not None:
+            _write_adapter(names, gather, config, unfinished / ADAPTER)
+
+
+def _write_adapter(names: ExportNames, gather: Gather, config: Config, directory: Path) -> None:
+    """As `PeftModel.save_pretrained` lays it out."""
+    directory.mkdir()
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in names.adapter(gather)}
+    with usual_mode(directory / "adapter_model.safetensors"):
+        save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+    settings = copy.copy(names.settings)
+    assert settings is not None
+    if not isinstance(settings.target_modules, str):
+        settings.target_modules = sorted(settings.target_modules)  # a set has another order in each process
+    settings.base_model_name_or_path = config.policy.model_name_or_path
+    settings.revision, settings.inference_mode = config.policy.model_revision, True
+    settings.save_pretrained(directory)
 
 
 def write_shards(

@@ -33,6 +33,8 @@ from policy_worker.checkpoints.state import (
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
 from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import Backbone
+from policy_worker.parallel.group import Group
 from policy_worker.trainer import EarlierPolicy, TrainedModel, Trainer
 from schema.config import Config
 from schema.wire import messages as m
@@ -170,7 +172,7 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
         if parts.weights == "state":
             with StateFiles(state_files(resumption.path, MODEL)) as files:
                 load_model_state(trainer.model, files)
-        _check_base("policy", manifest, trainer, config)
+        check_base("policy", manifest, trainer.model, config, trainer.group)
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
                 load_optimizer_state(trainer, files)
@@ -227,7 +229,7 @@ def _restore_critic(resumption: Resumption, trainer: Trainer, config: Config, op
         return
     with StateFiles(weights) as files:
         load_model_state(critic.model, files, CRITIC)
-    _check_base("critic", resumption.found.manifest, critic, config)
+    check_base("critic", resumption.found.manifest, critic.model, config, critic.group)
     if optimizer and moments:
         with StateFiles(moments) as files:
             load_optimizer_state(critic, files, CRITIC_OPTIMIZER)
@@ -261,18 +263,22 @@ def _check_model(manifest: Manifest, trainer: Trainer) -> None:
         )
 
 
-def _check_base(role: str, manifest: Manifest, trained: TrainedModel, config: Config) -> None:
-    """Adapters go on next to the weights that they were trained with. A collective."""
-    here, saved = base_digest(trained.model, trained.group), manifest.bases.get(role)
-    if here == saved:
+def check_base(
+    role: str, manifest: Manifest, model: Backbone, config: Config, group: Group | None = None
+) -> None:
+    """Adapters go on next to the weights that they were trained with. A collective of the group.
+
+    Raises:
+        CheckpointError: `model` has others.
+    """
+    if base_digest(model, group) == manifest.bases.get(role):
         return
-    name = config.policy.model_name_or_path
+    name, keys = config.policy.model_name_or_path, "train"
     if role == "critic":
-        name = config.critic.model_name_or_path or name
-    keys = "train" if role == "policy" else role
+        name, keys = config.critic.model_name_or_path or name, role
     raise CheckpointError(
         f"its adapters are of another base than {role}.model_name_or_path = {name!r}: name the model that they were "
-        f'trained next to, in the type that it had ({keys}.param_dtype = "{trained.model.lm.dtype}" here)'
+        f'trained next to, in the type that it had ({keys}.param_dtype = "{model.lm.dtype}" here)'
     )
 
 

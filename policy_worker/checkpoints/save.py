@@ -18,7 +18,7 @@ from typing import IO
 from controller.client import calls as api
 from policy_worker.background import Background
 from policy_worker.checkpoints import directory
-from policy_worker.checkpoints.export import write_export
+from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
@@ -28,13 +28,11 @@ from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
 from policy_worker.checkpoints.uploads import Uploader, make_uploader
 from policy_worker.checkpoints.write import Draft, Exporter, write
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.model.model import DTYPES
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
 from policy_worker.trainer import TrainedModel, Trainer
 from schema.config import Config
 from schema.wire import messages as m
-from weight_sync import HubNames
 
 log = logging.getLogger(__name__)
 
@@ -246,9 +244,8 @@ class Checkpointer:
 
     def _exporter(self) -> Exporter:
         """Names are collected now, while no step runs; the weights come from the files."""
-        model, config = self._trainer.model, self._config
-        names, dtype = HubNames(model.lm), DTYPES[config.train.effective_transfer_dtype]
-        return lambda gather, target: write_export(model, names.tensors(gather, dtype=dtype), config, target)
+        names, config = ExportNames(self._trainer.model), self._config
+        return lambda gather, target: write_export(names, gather, config, target)
 
     def _write(self, draft: Draft) -> None:
         """In the main thread or in the background: the checkpoint, then everybody who has to know."""

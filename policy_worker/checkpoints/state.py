@@ -84,18 +84,18 @@ def base_state(model: Backbone) -> State:
     return {f"{BASE}.{name}": p.detach() for name, p in model.named_parameters() if name in names}
 
 
-def base_digest(model: Backbone, group: Group) -> str | None:
-    """A digest of `base_state`, the same on any mesh; None: there is none. A collective.
+def base_digest(model: Backbone, group: Group | None = None) -> str | None:
+    """A digest of `base_state`, the same on any mesh; None: there is none. A collective of the group.
 
     It is made of the sum of each tensor's bits, read as whole numbers: whichever ranks add up the parts, it is exact.
     """
     parts = {
         key: int(local_of(tensor).contiguous().view(_WORD[tensor.dtype.itemsize]).sum(dtype=torch.int64))
         for key, tensor in base_state(model).items()
-        if _is_first(tensor, group.leads)
+        if _is_first(tensor, group is None or group.leads)
     }
     sums: dict[str, int] = {}
-    for part in group.gather(parts):
+    for part in [parts] if group is None else group.gather(parts):
         for key, bits in part.items():
             sums[key] = (sums.get(key, 0) + bits) % 2**64
     text = json.dumps(sums, sort_keys=True).encode()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from policy_worker.checkpoints import directory
+from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import (
     FileFacts,
@@ -17,7 +19,7 @@ from policy_worker.checkpoints.layout import (
     write_manifest,
 )
 from policy_worker.checkpoints.load import load, schedule_facts
-from policy_worker.checkpoints.state import base_digests, capture_rng, state_to_save
+from policy_worker.checkpoints.state import BASE, base_digests, capture_rng, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.trainer import Trainer
@@ -48,11 +50,14 @@ def make_checkpoint(root: Path, step: int, *, latest: bool = False, **facts: Any
     return path
 
 
-def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = False) -> Found | None:
-    """What the saver does, without a controller. A collective."""
+def save_state(
+    trainer: Trainer, root: Path, step: int = 0, *, staged: bool = False, exports: Config | None = None
+) -> Found | None:
+    """What the saver does, without a controller. A collective. exports: of this job, with the checkpoint."""
     group = trainer.group
     unfinished = Path(group.lead(lambda: str(directory.begin(root, step))))
-    pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, ALL).items()}
+    kinds = ALL if exports is None else [*ALL, BASE]
+    pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, kinds).items()}
     if staged:
         staging = Staging(group.device)
         copies = iter(staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
@@ -76,6 +81,9 @@ def save_state(trainer: Trainer, root: Path, step: int = 0, *, staged: bool = Fa
         ledger="{}",
         exporter=None,
     )
+    if exports is not None and group.leads:
+        names = ExportNames(trainer.model)
+        draft = replace(draft, exporter=lambda gather, path: write_export(names, gather, exports, path))
     return write(draft, group)
 
 

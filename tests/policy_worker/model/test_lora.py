@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from policy_worker import export_command
+from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.layout import look, state_files
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError, SettingsError
@@ -284,3 +288,57 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, path: Path, group:
         trained(group, config_of(path, ALL | {"r": 2}), restored=found.path)
     with pytest.raises(CheckpointError, match=r"adapters as they were with \[policy\.lora\]"):
         trained(group, make_config(policy={"model_name_or_path": str(path)}), restored=found.path)
+
+
+# ---- exports --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["everything", "whole norm", "embeddings", "pissa"])
+def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: Group, case: str):
+    embeddings = {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}
+    lm = tiny_lm(tie=False)
+    lm.save_pretrained(tmp_path / "model")
+    config = config_of(tmp_path / "model", CASES.get(case, embeddings))
+    trainer, _ = trained(group, config)
+    export_model(trainer, config, tmp_path / "final")
+    found = save_state(trainer, tmp_path / "saved", 2, exports=config)
+    assert found is not None
+    assert not list(found.path.glob("base-*"))
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    command = [str(found.path), str(tmp_path / "offline"), "--config", str(tmp_path / "config.json")]
+    assert export_command.main(command) == 0
+    expected = {
+        path.relative_to(tmp_path / "final"): path.read_bytes() for path in (tmp_path / "final").rglob("*.*")
+    }
+    for directory in (found.path / "export", tmp_path / "offline"):
+        files = {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*.*")}
+        assert files == expected
+    ids = torch.arange(1, 20)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)(ids).logits
+    assert torch.allclose(merged, trainer.model.lm(ids.to(group.device)).logits.cpu(), atol=1e-5)
+    assert not torch.allclose(merged, lm(ids).logits, atol=1e-3)
+    assert (tmp_path / "final" / "adapter").exists() == (case != "pissa")
+    if case != "pissa":
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        loaded = PeftModel.from_pretrained(base, tmp_path / "final" / "adapter")
+        assert torch.allclose(merged, loaded(input_ids=ids).logits, atol=1e-5)
+        facts = json.loads((tmp_path / "final" / "adapter" / "adapter_config.json").read_text())
+        assert facts["base_model_name_or_path"] == str(tmp_path / "model")
+
+
+def test_adapters_are_not_merged_into_another_base(
+    tmp_path: Path, path: Path, group: Group, capsys: pytest.CaptureFixture[str]
+):
+    config = config_of(path, ALL)
+    trainer, _ = trained(group, config, steps=1)
+    found = save_state(trainer, tmp_path / "saved", 1)
+    assert found is not None
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    command = [str(found.path), str(tmp_path / "out"), "--config", str(tmp_path / "config.json")]
+    other = write_model(tmp_path / "other", seed=7)
+    assert export_command.main([*command, "--model", str(other)]) == 2
+    assert f"of another base than policy.model_name_or_path = '{other}'" in capsys.readouterr().err
+    tiny_lm(layers=1).save_pretrained(tmp_path / "short")
+    assert export_command.main([*command, "--model", str(tmp_path / "short")]) == 2
+    assert "adapters of another model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from policy_worker.checkpoints.export import write_export
+from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.logprobs import Head
@@ -33,7 +33,7 @@ from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of
 from tests.support.devices import DEVICE, rounding
-from weight_sync import hub_tensors
+from weight_sync import gather_full
 
 SMALL = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -264,7 +264,7 @@ def test_entries_of_its_configuration_are_replaced(tmp_path: Path):
     config = overridden(rms_norm_eps=0.1, attention_dropout=0.0)
     model = load_model(config)
     assert model.lm.model.norm.variance_epsilon == 0.1
-    write_export(model, hub_tensors(model.lm), config, tmp_path / "export")
+    write_export(ExportNames(model), gather_full, config, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["rms_norm_eps"] == 0.1
     with pytest.raises(
         SettingsError, match=r"policy\.override_config\.rms_norm_epz(?s:.*)did you mean 'rms_norm_eps'"
