@@ -103,6 +103,11 @@ class HubNames:
         """All units, in the order of the module tree."""
         return list(self._made)
 
+    @property
+    def plain(self) -> dict[str, str]:
+        """Stored names by hub name, of what is published as it is stored; of all that where nothing is converted."""
+        return {one.name: one.stored for made in self._made.values() for one in made if not one.factors}
+
     def hub(
         self, unit: Unit, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,8 +3,8 @@
     merged    W + Σ over active adapters of scaling · B A, in float32, rounded once     under the model's own names
     adapter   A and B as they are, and whole modules that are trained with them       under peft's saved names
 
-The model is only read. What it consists of follows from its modules' attributes, so peft itself is not needed here.
-Variants whose product is not B A (DoRA, biases of adapters, convolutions) are refused instead of merged wrongly.
+To publish them the model is only read: what it consists of follows from its modules' attributes. Variants whose
+product is not B A (DoRA, biases of adapters, convolutions) are refused instead of merged wrongly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from schema.config.sections.policy import LoraConfig
 from weight_sync.errors import WeightError
 
 Publishes = Literal["merged", "adapter"]
@@ -47,6 +48,42 @@ class Source:
             product = tensors[b].float() @ tensors[a].float()
             total = total + (product.T if transposed else product) * scaling
         return total.to(dtype or weight.dtype)
+
+
+def inject(model: Any, keys: LoraConfig) -> None:
+    """Put adapters into a transformers model in place, as `peft` does; all else of it is frozen.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: peft cannot do this.
+    """
+    import peft  # takes seconds, and only jobs with adapters need it
+
+    arguments: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "r": keys.r,
+        "lora_alpha": keys.lora_alpha,
+        "lora_dropout": keys.lora_dropout,
+        "target_modules": _linear_layers(model)
+        if keys.target_modules == "all-linear"
+        else keys.target_modules,
+        "use_rslora": keys.use_rslora,
+        "modules_to_save": keys.modules_to_save,
+        "rank_pattern": keys.r_pattern or {},
+        "alpha_pattern": keys.alpha_pattern or {},
+        "init_lora_weights": keys.init_lora_weights,
+    }
+    peft.inject_adapter_in_model(peft.LoraConfig(**arguments), model)
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """All but the output layer. (By `all-linear` peft means the fused experts of a mixture as well.)"""
+    from transformers.pytorch_utils import Conv1D
+
+    output = model.get_output_embeddings()
+    layers = (
+        n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not output
+    )
+    return list(layers)
 
 
 def has_adapters(model: torch.nn.Module) -> bool:

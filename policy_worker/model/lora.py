@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from policy_worker.errors import SettingsError
 from schema.config.sections.policy import LoraConfig
+from weight_sync import lora as injecting
 
 log = logging.getLogger(__name__)
 
-LINEAR = (nn.Linear, Conv1D)
-ADAPTABLE = (*LINEAR, nn.Embedding)
+ADAPTABLE = (nn.Linear, Conv1D, nn.Embedding)
 """What an adapter can be merged into: its weight is one matrix."""
 
 
@@ -52,21 +52,8 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str, dtype: torch.dty
             f"{section}.target_modules is unset, and peft knows no choice of modules for models of type {kind}: "
             f'write {section}.target_modules = "all-linear", or their names'
         )
-    made = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=lm.config.name_or_path,
-        r=keys.r,
-        lora_alpha=keys.lora_alpha,
-        lora_dropout=keys.lora_dropout,
-        target_modules=_linear_layers(lm) if keys.target_modules == "all-linear" else keys.target_modules,
-        use_rslora=keys.use_rslora,
-        modules_to_save=keys.modules_to_save,
-        rank_pattern=keys.r_pattern or {},
-        alpha_pattern=keys.alpha_pattern or {},
-        init_lora_weights=keys.init_lora_weights,
-    )
     try:
-        peft.inject_adapter_in_model(made, lm)
+        injecting.inject(lm, keys)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise SettingsError(f"{section}: {type(lm).__name__} cannot have these adapters: {error}") from error
     adapted = {name: m for name, m in lm.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
@@ -77,13 +64,6 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str, dtype: torch.dty
     numbers = sum(p.numel() for p in trained)
     total = sum(p.numel() for p in lm.parameters())
     log.info("%s: adapters on %d modules; %d of %d numbers train", section, len(adapted), numbers, total)
-
-
-def _linear_layers(lm: PreTrainedModel) -> list[str]:
-    """All but the output layer. (By `all-linear` peft means the fused experts of a mixture as well.)"""
-    output = lm.get_output_embeddings()
-    layers = (name for name, m in lm.named_modules() if isinstance(m, LINEAR) and m is not output)
-    return list(layers)
 
 
 def adapters_of(lm: nn.Module) -> Any | None:

@@ -30,6 +30,7 @@ from tests.liveness.generation import embedded_settings
 from tests.liveness.probe import Made, Place, changed, grpo, watch
 from tests.policy_worker.material import tiny_model
 from tests.support.controller import TOKENS
+from weight_sync import lora
 from weight_sync.stores import DirectoryStore
 
 
@@ -41,7 +42,10 @@ def _publisher(config: Config, place: Place) -> Iterator[tuple[Publisher, Traine
         session = Session(
             Environment(stage.served.url, TOKENS["policy"], "policy-0", None, None), shutdown, 1
         )
-        trainer = Trainer(tiny_model(), config, place.group, Schedule(10))
+        model = tiny_model()
+        if config.policy.lora is not None:
+            lora.inject(model.lm, config.policy.lora)
+        trainer = Trainer(model, config, place.group, Schedule(10))
         reply = session.register(0)
         publisher = Publisher(config, trainer, session, reply, shutdown)
         try:
@@ -68,6 +72,15 @@ def forms_of_four_versions(config: Config, place: Place) -> list[tuple[str, int]
         _publish(publisher, trainer, 4)
         found = [shown.publication for shown in user.send(api.publications())]
         return [(publication.kind, publication.begins) for publication in found]
+
+
+def bytes_of_a_version(config: Config, place: Place) -> int:
+    """How much there is to fetch."""
+    with _publisher(config, place) as (publisher, trainer, _, user):
+        _publish(publisher, trainer, 1)
+        newest = user.send(api.latest_publication())
+        assert newest is not None
+        return newest.n_bytes
 
 
 def offered(config: Config, place: Place) -> bool:
@@ -142,6 +155,7 @@ def compared_versions(config: Config, place: Place) -> list[int]:
 
 watch(forms_of_four_versions, grpo, {"weight_sync.encoding": ("delta", "full")})
 watch(forms_of_four_versions, grpo, {"weight_sync.anchor_interval": (20, 2)})
+watch(bytes_of_a_version, changed(grpo, {"policy.lora.r": 2}), {"weight_sync.lora": ("merged", "adapter")})
 watch(offered, grpo, {"weight_sync.transport": ("store", "collective")})
 watch(
     patience_with_a_transfer,

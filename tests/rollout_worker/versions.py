@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from schema.wire.weights import Link, Publication
-from weight_sync import DirectoryStore, hub_tensors
+from weight_sync import DirectoryStore, HubNames
 from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.lora import Publishes
 from weight_sync.publishing.writer import after, assemble, finish, write_delta, write_full
 from weight_sync.stores import version_name
 
 
 def nudged(model: Any, seed: int, share: float = 0.02, size: float = 0.3) -> None:
-    """Change some elements of each weight in place, as a step at a small learning rate does."""
+    """Change some elements of each weight that trains in place, as a step at a small learning rate does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
             hit = torch.rand(parameter.shape, generator=generator) < share
             noise = torch.randn(parameter.shape, generator=generator) * size * parameter.std().nan_to_num(1.0)
             parameter.add_(torch.where(hit, noise, 0.0).to(parameter.dtype))
@@ -27,7 +28,8 @@ def nudged(model: Any, seed: int, share: float = 0.02, size: float = 0.3) -> Non
 class Versions:
     """Publishes a model's weights again and again, and hands them out as a host's copy does."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, lora: Publishes = "merged") -> None:
+        self._lora = lora
         self.store = DirectoryStore(root / "versions")
         (root / "copy").mkdir(parents=True)
         self.copy = HostCopy(root / "copy" / "shared", self.store)
@@ -39,7 +41,9 @@ class Versions:
 
     def publish(self, model: Any, version: int, *, full: bool = False) -> Publication:
         """One more publication: the first is full, later ones are deltas unless asked otherwise."""
-        tensors = {name: tensor.detach().clone() for name, tensor in hub_tensors(model)}
+        tensors = {
+            name: tensor.detach().clone() for name, tensor in HubNames(model, lora=self._lora).tensors()
+        }
         full = full or not self._chain
         target = version_name(0, version, "")
         self._id += 1

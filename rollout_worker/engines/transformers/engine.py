@@ -357,6 +357,7 @@ class TransformersEngine:
             device,
             trust_remote_code=settings.trust_remote_code,
             override=settings.override,
+            adapters=settings.adapters,
         )
         self._decoder = Decoder(
             model,

@@ -26,8 +26,9 @@ from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from schema.config import overrides
 from schema.config.modules import CANNOT_LOAD, remedy
+from schema.config.sections.policy import LoraConfig
 from schema.util.imports import without_collections
-from weight_sync import hub_tensors
+from weight_sync import HubNames, lora
 
 _REMEDY = 'set rollout.backend = "vllm", or use another model'
 TOLERANCE = 1e-3
@@ -46,10 +47,11 @@ def load_model(
     *,
     trust_remote_code: bool = False,
     override: Mapping[str, Any] = MappingProxyType({}),
+    adapters: LoraConfig | None = None,
 ) -> Any:
     """The model on its device, in evaluation mode. Raises `EngineConfigError` when it cannot be loaded here.
 
-    override: entries of its configuration that are replaced.
+    override: entries of its configuration that are replaced. adapters: put next to it; they are what is published.
     """
     with without_collections():
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,10 +76,21 @@ def load_model(
         raise EngineConfigError(
             f"policy.model_name_or_path = {path!r} cannot be loaded: {error}{remedy(error)}"
         ) from error
+    if adapters is not None:
+        _inject(model, adapters)
     _check_structure(model)
     model = model.to(device).eval()
     model.requires_grad_(False)
     return model
+
+
+def _inject(model: Any, adapters: LoraConfig) -> None:
+    try:
+        lora.inject(model, adapters.model_copy(update={"init_lora_weights": True}))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise EngineConfigError(
+            f"policy.lora: {type(model).__name__} cannot have these adapters: {error}"
+        ) from error
 
 
 def _check_structure(model: Any) -> None:
@@ -151,12 +164,25 @@ def _differences(model: Any, decoder: Decoder) -> torch.Tensor:
     return torch.cat(differences)
 
 
+def _parameters(model: Any) -> dict[str, tuple[str, torch.Tensor]]:
+    """By published name: a parameter's name in the model, and the parameter."""
+    stored = dict(model.state_dict(keep_vars=True))
+    if lora.has_adapters(model):
+        return {name: (own, stored[own]) for name, own in HubNames(model, lora="adapter").plain.items()}
+    return {name: (name, tensor) for name, tensor in stored.items()}
+
+
+def _held(model: Any) -> dict[str, torch.Tensor]:
+    """Everything that is to be published, as the model has it."""
+    return dict(HubNames(model, lora="adapter").tensors())
+
+
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Copy a version into the model in place, cast to its dtype. Raises `WeightMismatch`."""
-    targets = dict(model.state_dict(keep_vars=True))
+    targets = {name: tensor for name, (_, tensor) in _parameters(model).items()}
     tensors = dict(given)
-    if not tensors.keys() <= targets.keys():
+    if not tensors.keys() <= targets.keys() and not lora.has_adapters(model):
         # The model is fused or renamed in memory: transformers converts checkpoint names as it does on loading.
         converted = type(model).from_pretrained(
             None, config=model.config, state_dict=tensors, dtype=model.dtype
@@ -175,10 +201,10 @@ def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def verify_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Prove that every weight in use equals the version's, cast to the model's dtype. Raises `WeightMismatch`."""
-    held = dict(hub_tensors(model))
+    held = _held(model)
     missing = sorted(held.keys() - given.keys())
     # A trainer may name the other alias of a tied tensor; it is then in the model under both names.
-    aliases = dict(model.state_dict(keep_vars=True))
+    aliases = {name: tensor for name, (_, tensor) in _parameters(model).items()}
     extra = sorted(name for name in given.keys() - held.keys() if name not in aliases)
     missing = [name for name in missing if not any(_same(aliases, name, other) for other in given)]
     if missing or extra:
@@ -197,14 +223,14 @@ def verify_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
 def weight_map(model: Any, given: Mapping[str, torch.Tensor]) -> WeightMap | None:
     """Where the elements of published tensors lie, after they have been applied; None where the model is fused or
     renamed in memory."""
-    targets = dict(model.state_dict(keep_vars=True))
+    targets = _parameters(model)
     if not given.keys() <= targets.keys():
         return None
-    places = {
-        name: [Place(name, storage_of(targets[name]), whole(tensor.shape), region_of(targets[name]))]
-        for name, tensor in given.items()
-        if tensor.numel()
-    }
+    places = {}
+    for name, tensor in given.items():
+        if tensor.numel():
+            own, target = targets[name]
+            places[name] = [Place(own, storage_of(target), whole(tensor.shape), region_of(target))]
     return WeightMap(
         {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}, places
     )
@@ -213,7 +239,7 @@ def weight_map(model: Any, given: Mapping[str, torch.Tensor]) -> WeightMap | Non
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def served(model: Any, published: Mapping[str, Published], copy: Mapping[str, torch.Tensor] | None) -> Tally:
     """Hash the published tensors as the model holds them; `copy`: those of the host's copy, where needed."""
-    held = {**model.state_dict(keep_vars=True), **dict(hub_tensors(model))}
+    held = {name: tensor for name, (_, tensor) in _parameters(model).items()} | _held(model)
     tally = Tally(copy)
     for name, one in published.items():
         tally.add(name, one, held[name].detach().cpu())

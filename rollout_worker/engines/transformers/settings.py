@@ -12,6 +12,7 @@ from rollout_worker.engines.base import EngineConfigError
 from rollout_worker.engines.transformers import scheduler
 from schema.config import Config
 from schema.config.rules.engine import engine_can_do_it
+from schema.config.sections.policy import LoraConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILL_TOKENS = 8192
@@ -32,6 +33,8 @@ class Settings:
     trust_remote_code: bool = False
     override: Mapping[str, Any] = field(default_factory=dict)
     """Entries of the model's configuration that are replaced."""
+    adapters: LoraConfig | None = None
+    """Those whose weights alone are published, next to the model as it is loaded."""
     fill_tokens: int = FILL_TOKENS
     keep_cache: bool = False
     patience: float = scheduler.PATIENCE
@@ -45,6 +48,7 @@ def settings_of(config: Config) -> Settings:
     """What the configuration means to this engine. Raises `EngineConfigError`."""
     _refuse_foreign_keys(config)
     rollout = config.rollout
+    alone = config.weight_sync.lora == "adapter" and not config.is_evaluation
     slots = rollout.max_num_seqs or rollout.max_concurrent_samples
     dtype = config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype
     return Settings(
@@ -57,6 +61,7 @@ def settings_of(config: Config) -> Settings:
         capacity=rollout.max_concurrent_samples,
         trust_remote_code=config.policy.trust_remote_code,
         override=config.policy.override_config,
+        adapters=config.policy.lora if alone else None,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
         alone=config.train.deterministic,
         rows_alone=1 if rollout.n_generation_to_batch else min(slots, config.group_size),

@@ -187,6 +187,29 @@ def reference_of_adapters_is_the_base(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, False, f"write {key} = true, or {place} = []", related=(place,))
 
 
+def adapters_can_be_published_alone(config: Config) -> Iterator[Problem]:
+    """An adapter alone needs an engine that takes it, next to the base that it was trained with."""
+    key, lora = "weight_sync.lora", config.policy.lora
+    if config.weight_sync.lora != "adapter" or not config.is_grpo:
+        return
+    message, related, hint = "", "policy.lora", f'write {key} = "merged"'
+    if lora is None:
+        message = '"adapter" publishes adapters alone, and without [policy.lora] all weights are trained'
+    elif lora.alters_base:
+        related = "policy.lora.init_lora_weights"
+        message = f'"adapter" leaves the base as it is, and {related} = "{lora.init_lora_weights}" takes a part of it'
+        hint = f"{hint}, or {related} = true"
+    elif config.rollout.backend == "vllm":
+        related = "rollout.backend"
+        message = f'"adapter" is not for {related} = "vllm", whose weights are proven in the parameters of the model'
+    elif config.rollout.load_format == "dummy":
+        related = "rollout.load_format"
+        message = f'"adapter" never publishes the base, and {related} = "dummy" does not load it'
+        hint = f'{hint}, or {related} = "auto"'
+    if message:
+        yield Problem(key, message, "adapter", hint, related=(related,))
+
+
 def offload_has_a_model(config: Config) -> Iterator[Problem]:
     """Warning: a reference within the policy has no weights of its own to keep elsewhere."""
     key = "reference.offload"
@@ -206,5 +229,6 @@ TRAINABLE_RULES = (
     patterns_are_sound,
     adapters_are_saved_as_such,
     reference_of_adapters_is_the_base,
+    adapters_can_be_published_alone,
 )
 TRAINABLE_WARNINGS = (dropout_is_meant, offload_has_a_model)

@@ -84,6 +84,7 @@ class WeightSyncConfig(Section):
     lora: Literal["merged", "adapter"] = key(
         "merged",
         "Of a model trained by low-rank adapters: publish weights with the adapters `merged` in, or the "
-        "`adapter` alone.",
-        unbuilt="publishing adapters alone",
+        "`adapter` alone, next to the model as the engine has loaded it: a small part of the bytes, and slower "
+        "steps of generation.",
+        acts="file: Which tensors a weight version consists of.",
     )

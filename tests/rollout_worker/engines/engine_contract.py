@@ -282,8 +282,10 @@ SETTINGS = {
 
 
 @contextmanager
-def running(contract: type[EngineContract], root: Path, **sections: Any) -> Iterator[Subject]:
-    """The engine of a contract, booted and with its first weights."""
+def running(
+    contract: type[EngineContract], root: Path, *, loaded: bool = True, **sections: Any
+) -> Iterator[Subject]:
+    """The engine of a contract, booted and, if it is to be loaded, with its first weights."""
     torch.set_num_threads(1)
     models = [random_model(seed) for seed in (1, 2)]
     folder = save_model(root / "model", models[0])
@@ -295,7 +297,8 @@ def running(contract: type[EngineContract], root: Path, **sections: Any) -> Iter
     subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
     try:
         subject.run(engine.start(), BOOT_S)
-        subject.load(0, 0)
+        if loaded:
+            subject.load(0, 0)
         yield subject
     finally:
         subject.run(engine.close())
@@ -314,7 +317,11 @@ class EngineContract:
     @classmethod
     def config(cls, model: Path, **sections: Any) -> Config:
         changes = {
-            "policy": {"model_name_or_path": str(model), "model_max_length": MAX_LEN},
+            "policy": {
+                "model_name_or_path": str(model),
+                "model_max_length": MAX_LEN,
+                **sections.pop("policy", {}),
+            },
             "train": {"param_dtype": "float32", "train_policy": {"type": "grpo"}},
             "rollout": {
                 "backend": cls.backend,

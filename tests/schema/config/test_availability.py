@@ -24,7 +24,6 @@ EXAMPLES: dict[str, Any] = {
     "train.master_dtype": "float16",
     "train.param_dtype": "float16",
     "train.train_policy.dataloader_prefetch_factor": 2,
-    "weight_sync.lora": "adapter",
 }
 
 

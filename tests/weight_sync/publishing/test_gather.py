@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from schema.config.sections.policy import LoraConfig
 from schema.wire.weights import Publication
 from tests.support.devices import WITHOUT_GPU
 from tests.support.fetched import fetch
 from tests.support.ports import free_port
 from tests.weight_sync.helpers import all_bits, put
 from tests.weight_sync.test_hf_names import CASES, model_of
-from weight_sync import DirectoryStore, HubNames, WeightError, hub_tensors
+from weight_sync import DirectoryStore, HubNames, WeightError, hub_tensors, lora
 from weight_sync.publishing.gather import Gathering, box_at, owners, shard_rows
 
 
@@ -79,11 +80,14 @@ def build(case: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if case == "odd":
         return Odd()
-    kind, changes = CASES[case]
-    return model_of(kind, **changes)
+    kind, changes = CASES["untied" if case == "adapters" else case]
+    model = model_of(kind, **changes)
+    if case == "adapters":
+        lora.inject(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    return model
 
 
-SHARDED = ("odd", "tied", "untied", "fused projections", "experts")
+SHARDED = ("odd", "tied", "untied", "fused projections", "experts", "adapters")
 
 
 def _rank(rank: int, world: int, port: int, root: Path) -> None:
@@ -177,7 +181,7 @@ def test_owners_get_whole_tensors_and_others_nothing(
         assert sum(map(len, parts)) == len(found)
         expected = all_bits(hub_tensors(model, dtype=dtype))
         assert all_bits(found) == expected
-    if case != "odd":
+    if case not in ("odd", "adapters"):
         model.save_pretrained(tmp_path)
         saved = load_file(tmp_path / "model.safetensors")
         assert all_bits(saved) == expected

@@ -11,13 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_worker.engines.base import Engine, EngineFailed, WeightMismatch
+from rollout_worker.engines.base import Engine, EngineFailed, SamplingSettings, WeightMismatch
 from rollout_worker.engines.transformers import TransformersEngine
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
-from tests.rollout_worker.engines.engine_contract import EOS, EngineContract, KeepKvContract, Subject, running
+from schema.config.sections.policy import LoraConfig
+from tests.rollout_worker.engines.engine_contract import (
+    EOS,
+    EngineContract,
+    KeepKvContract,
+    Subject,
+    check_logprobs,
+    request,
+    running,
+)
 from tests.rollout_worker.tiny import random_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
+from weight_sync import lora
 
 
 class TestTransformers(EngineContract):
@@ -65,6 +75,47 @@ class TestHalfPrecision:
             checksum = subject.checksum()
             assert (checksum.content_hash, checksum.problems) == (None, [])
         versions.close()
+
+
+class TestAdapters:
+    """Adapters that are published alone, next to the model that the engine has loaded."""
+
+    def test_they_are_loaded_written_over_and_read_back(self, tmp_path: Path) -> None:
+        keys = {
+            "r": 16,
+            "target_modules": "all-linear",
+            "modules_to_save": ["model.norm"],
+            "use_rslora": True,
+        }
+        versions = Versions(tmp_path, "adapter")
+        rollout = {**TestTransformers.config(tmp_path).rollout.model_dump(), "load_format": "auto"}
+        sections = {"policy": {"lora": keys}, "weight_sync": {"lora": "adapter"}, "rollout": rollout}
+        with running(TestTransformers, tmp_path, loaded=False, **sections) as subject:
+            plain, model = subject.models[0], copy.deepcopy(subject.models[0])
+            lora.inject(model, LoraConfig(**keys | {"init_lora_weights": False}))
+            wanted = request([1, 2, 3], SamplingSettings(max_tokens=12, ignore_eos=True), (5, 6))
+            for version, mode in ((4, "full"), (5, "in_place"), (6, "in_place")):
+                nudged(model, version, share=0.005)
+                publication = versions.publish(model, version)
+                assert publication.n_bytes < sum(p.nbytes for p in plain.parameters())
+                report = subject.follow(versions, publication)
+                assert report.mode == mode, report.detail
+                checksum = subject.checksum()
+                assert (checksum.content_hash, checksum.exact) == (publication.content_hash, True)
+                again = replace(wanted, request_id=f"{version}")
+                for sample in subject.generate([again]).values():
+                    check_logprobs(model, again, sample)
+                    with pytest.raises(AssertionError):
+                        check_logprobs(plain, again, sample)
+            served = subject.engine._decoder.model  # type: ignore[attr-defined]
+            layer = served.model.layers[1].mlp.up_proj.lora_B["default"]
+            layer.weight.data.view(torch.int32)[3] ^= 1
+            assert subject.checksum().content_hash not in (None, publication.content_hash)
+            whole = Versions(tmp_path / "whole")
+            with pytest.raises(WeightMismatch, match="no such tensor"):
+                subject.follow(whole, whole.publish(plain, 7))
+        versions.close()
+        whole.close()
 
 
 class TestDamage:

@@ -402,6 +402,15 @@ FAULTS = {
             *("false", "placement.reference = [1]"),
         ),
     ],
+    trainable.adapters_can_be_published_alone: [
+        ({"weight_sync.lora": "adapter"} | more, '"adapter"', word)
+        for more, word in (
+            ({}, "without [policy.lora]"),
+            ({f"{L}.init_lora_weights": "olora"}, f'{L}.init_lora_weights = "olora"'),
+            (ADAPTER | VLLM, 'rollout.backend = "vllm"'),
+            (ADAPTER | {"rollout.load_format": "dummy"}, 'rollout.load_format = "dummy"'),
+        )
+    ],
     trainable.offload_has_a_model: [({"reference.offload": True, f"{P}.kl_beta": 0.1} | ADAPTER, "true")],
     trainable.modules_are_named_once: [
         ({f"{L}.target_modules": []}, "no adapter"),
@@ -626,6 +635,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, ADAPTER | {f"{L}.r_pattern": {r"layers\.\d+\.q_proj": 8}, f"{L}.target_modules": ".*_proj"}),
     (GRPO, {f"{L}.target_modules": ["q"], f"{L}.modules_to_save": ["lm_head"]}),
     (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.reference_reset_interval": 5} | ADAPTER),
+    (GRPO, {"weight_sync.lora": "adapter", f"{L}.modules_to_save": ["lm_head"]} | ADAPTER),
     (GRPO, {f"{P}.kl_beta": 0.1, "placement.policy": [0], "placement.reference": [1]} | ADAPTER),
     (GRPO, {"policy.trainable_map": {"lm_head": True, "model": False}}),
     (GRPO, {"policy.trainable_map": {"model.embed_tokens.weight": False}}),
