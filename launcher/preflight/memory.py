@@ -10,6 +10,10 @@ N parameters, W shards of one copy (tensor, pipeline and data-parallel), T token
                              A = 4·H + 2·heads·dim + 2·kv·dim + 3·I numbers of one layer are kept per token
     output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
                              + N'·param/W of each local teacher, which has N' parameters
+    with adapters            weights N·param/W, and weights, gradients and moments as above of the A that train;
+                             a reference within the policy A·master/W
+    A                        r·L·Σ(in + out) over the linear layers of a layer, and V·H for each of embeddings and
+                             output layer that are trained whole: at most, where only some layers have adapters
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
@@ -27,7 +31,9 @@ from types import MappingProxyType
 
 from launcher.preflight.models import LocalModel
 from schema.config import Config, CriticConfig, TrainingConfig
+from schema.config.layout import reference_is_within
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
+from schema.config.sections.policy import LoraConfig
 
 HOST = "host"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -84,13 +90,14 @@ def trainer(
     that are on this machine, by name; the others are taken to be as large as the policy.
     """
     n, param = model.parameters, BYTES[config.train.param_dtype]
-    parts = _trained(config.train, model, shards)
+    learns = _learning(model, config.policy.lora)
+    parts = _trained(config.train, model, shards, config.policy.lora)
     if _is_cast(config.train, shards) and _micro_batches(config, data_ranks) > 1:
         reduce = BYTES[config.train.fsdp_reduce_dtype]
-        parts.append(Part("gradients before reduction", n * reduce, f"{n:,} x {reduce} B"))
+        parts.append(Part("gradients before reduction", learns * reduce, f"{learns:,} x {reduce} B"))
     if config.train.ema_decay is not None:
-        words = f"{n:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
-        parts.append(Part("moving average of the weights", n * 4 // shards, words))
+        words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
+        parts.append(Part("moving average of the weights", learns * 4 // shards, words))
     if config.has_critic:
         own = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
         parts += [
@@ -100,9 +107,13 @@ def trainer(
                 formula=part.formula + (", if as large" if own else ""),
                 device=apart.get("critic", ""),
             )
-            for part in _trained(config.critic, model, shards)
+            for part in _trained(config.critic, model, shards, config.critic.lora)
         ]
-    if config.has_reference:
+    if reference_is_within(config):
+        master = BYTES[config.train.master_dtype]
+        words = f"{learns:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
+        parts.append(Part("adapters of the reference", learns * master // shards, words))
+    elif config.has_reference:
         alone = apart.get("reference", "")
         own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
         parted = 1 if alone else shards
@@ -124,15 +135,35 @@ def _is_cast(keys: PrecisionKeys, shards: int) -> bool:
     return shards > 1 or keys.param_dtype != keys.master_dtype
 
 
-def _trained(keys: TrainingConfig | CriticConfig, model: LocalModel, shards: int) -> list[Part]:
+def _learning(model: LocalModel, lora: LoraConfig | None) -> int:
+    """How many numbers train: the parameters, or those of adapters on every linear layer."""
+    shape = model.shape
+    if lora is None or shape is None:
+        return model.parameters
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = 4 * shape.hidden + 2 * query + 2 * key + 3 * (shape.hidden + shape.intermediate)
+    whole = len(
+        {"lm_head", "embed_tokens"} & {name.rpartition(".")[2] for name in lora.modules_to_save or ()}
+    )
+    rank = max([lora.r, *(lora.r_pattern or {}).values()])
+    return rank * shape.layers * ends + whole * shape.vocabulary * shape.hidden
+
+
+def _trained(
+    keys: TrainingConfig | CriticConfig, model: LocalModel, shards: int, lora: LoraConfig | None
+) -> list[Part]:
     """Weights, gradients and optimizer of a model that learns."""
-    n, master = model.parameters, BYTES[keys.master_dtype]
-    each = f"{n:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
+    n, master, param = _learning(model, lora), BYTES[keys.master_dtype], BYTES[keys.param_dtype]
+    by = f" / {shards}" if shards > 1 else ""
+    each = f"{n:,} x {master} B{by}"
     parts = [
         Part("weights that are updated", n * master // shards, each),
         Part("gradients", n * master // shards, each),
-        *_optimizer(keys, model, master, shards),
+        *_optimizer(keys, model if lora is None else replace(model, parameters=n, rest=0), master, shards),
     ]
+    if lora is not None:
+        words = f"{model.parameters:,} x {param} B{by}"
+        parts.append(Part("weights of the base", model.parameters * param // shards, words))
     return [*parts, _gathered(keys, model, BYTES[keys.param_dtype])] if _is_cast(keys, shards) else parts
 
 
@@ -254,7 +285,9 @@ def snapshots(config: Config, model: LocalModel) -> Part:
 
 def _published(config: Config, model: LocalModel) -> tuple[int, str]:
     size = BYTES[config.train.effective_transfer_dtype]
-    return model.parameters * size, f"{model.parameters:,} x {size} B"
+    alone = config.weight_sync.lora == "adapter"
+    n = _learning(model, config.policy.lora) if alone else model.parameters
+    return n * size, f"{n:,} x {size} B"
 
 
 def size_text(n_bytes: int) -> str:

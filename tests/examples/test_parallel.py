@@ -14,7 +14,8 @@ from tests.e2e.program import ROOT
 
 MESHES = ROOT / "examples" / "parallel"
 BASE = ROOT / "examples" / "recipes" / "base.toml"
-FILES = sorted(MESHES.glob("*.toml"))
+ADAPTERS = MESHES / "lora.toml"
+FILES = sorted(set(MESHES.glob("*.toml")) - {ADAPTERS})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -27,3 +28,11 @@ def test_every_mesh_is_sound_and_takes_two_ranks(path: Path, project: Path) -> N
     assert policy_layout(found.config).size == 2
     assert tomllib.loads(path.read_text()).keys() == {"policy"}
     assert f"[{path.name}]({path.name})" in (MESHES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", [ADAPTERS, *FILES], ids=lambda path: path.stem)
+def test_adapters_go_with_every_mesh(path: Path, project: Path) -> None:
+    found = load([BASE, path, ADAPTERS])
+    assert found.warnings + check_warnings(found.config) == []
+    assert found.config.policy.lora is not None
+    assert f"[{ADAPTERS.name}]({ADAPTERS.name})" in (MESHES / "README.md").read_text()

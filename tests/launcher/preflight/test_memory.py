@@ -11,6 +11,7 @@ import pytest
 from launcher.plan.machine import find_capacity, host_memory, parse_gpus
 from launcher.preflight.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
 from launcher.preflight.models import LocalModel, Shape
+from schema.config.sections.policy import LoraConfig
 from schema.config.sections.teacher import TeacherConfig
 from tests.launcher.samples import config
 
@@ -78,6 +79,25 @@ def test_a_reference_model_is_kept_as_well() -> None:
     own = {"reference": "GPU 3"}
     *_, apart = (part for part in trainer(job(**with_kl), MODEL, 2, 2, own) if part.device)
     assert (apart.name, apart.bytes, apart.device) == ("reference model", 2000, "GPU 3")
+
+
+def test_adapters_train_next_to_a_base_in_half_precision() -> None:
+    plain = job(param_dtype="bfloat16", train_policy={"mini_batch": 4, "kl_beta": 0.1}, ema_decay=0.9)
+    keys = LoraConfig(r=2, r_pattern={"q_proj": 4}, modules_to_save=["lm_head"])
+    wanted = plain.model_copy(update={"policy": plain.policy.model_copy(update={"lora": keys})})
+    adapters = 4 * 2 * (4 * 8 + 2 * 16 + 2 * 8 + 3 * (8 + 12)) + 20 * 8
+    found = parts(wanted, MODEL, 2, 2)
+    assert found["weights of the base"] == 1000
+    for name in ("weights that are updated", "gradients", "adapters of the reference"):
+        assert found[name] == adapters * 2
+    assert found["optimizer (AdamW)"] == adapters * 4
+    assert found["moving average of the weights"] == adapters * 2
+    assert "reference model" not in found
+    assert host_copy(wanted, MODEL).bytes == 2000
+    alone = wanted.model_copy(
+        update={"weight_sync": wanted.weight_sync.model_copy(update={"lora": "adapter"})}
+    )
+    assert host_copy(alone, MODEL).bytes == adapters * 2
 
 
 def test_a_critic_is_trained_as_well() -> None:
