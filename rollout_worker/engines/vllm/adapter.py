@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import processes
-from rollout_worker.engines.vllm.arguments import check_sampling, engine_arguments
+from rollout_worker.engines.vllm.arguments import SLOT_ID, check_sampling, engine_arguments, published_adapter
 from rollout_worker.engines.vllm.processes import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
@@ -111,7 +111,7 @@ class Boot:
                 if isinstance(error, EngineFailed):
                     raise
                 raise EngineFailed(f"vLLM did not start: {error} (its own messages are above)") from error
-        return VllmAdapter(llm)
+        return VllmAdapter(llm, published_adapter(self._config) is not None)
 
     def _vllm_config(self) -> Any:
         from vllm import SamplingParams
@@ -140,8 +140,14 @@ class Boot:
 class VllmAdapter:
     """A booted AsyncLLM and its processes. Made by `Boot`; all coroutines run on one event loop."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, low_rank: bool) -> None:
+        """low_rank: whether requests go through the adapter that is loaded."""
+        self._llm, self._lora_request = llm, None
+        if low_rank:
+            from vllm.lora.request import LoRARequest
+
+            # It is loaded before the first request, and never from a path.
+            self._lora_request = LoRARequest("policy", SLOT_ID, "loaded by the rollout worker")
         engines = llm.engine_core.resources.engine_manager.processes
         self._processes = processes.trees([engine.pid for engine in engines])
         self.max_model_len = int(llm.vllm_config.model_config.max_model_len)
@@ -194,7 +200,8 @@ class VllmAdapter:
         try:
             params = _sampling_params(arguments)
             prompt = tokens_input(list(prompt_token_ids), cache_salt=salt)
-            async for output in self._llm.generate(prompt, params, request_id):
+            requested = self._llm.generate(prompt, params, request_id, lora_request=self._lora_request)
+            async for output in requested:
                 return _completion(output.outputs[0], self.vocabulary)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM failed: {error or type(error).__name__}") from error
@@ -246,6 +253,10 @@ class VllmAdapter:
         Args:
             place: fields of `transfer.StoreUpdateInfo` that say where it lies.
         """
+        if self._lora_request is not None:
+            found = await self._llm.collective_rpc("cosmos_adapter", args=(dict(place),))
+            await self._llm.update_weight_version(str(version))
+            return _update(found)
         await self._llm.collective_rpc("cosmos_update", args=(dict(place),))
         return await self.apply(version)
 
@@ -265,6 +276,11 @@ class VllmAdapter:
         if failed is not None:
             raise EngineFailed(f"the weights inside of vLLM cannot be read: {failed}")
         return [problem for state in states for problem in state["problems"]]
+
+    async def compare(self, place: Mapping[str, str]) -> list[str]:
+        """Where the adapter in use is not the version at a place; see `load`."""
+        answers = await self._llm.collective_rpc("cosmos_compare", args=(dict(place),))
+        return sorted({problem for answer in answers for problem in answer})
 
     async def _until_done(self, question: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Why the work of some rank has failed, if it has, and what each rank answers when all are done."""

@@ -8,12 +8,14 @@ checked against the names that the installed vLLM knows; the caller hands those 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollout_worker.engines.base import EngineConfigError, SamplingSettings
 from schema.config import Config
 from schema.config.rules.engine import why_not_passed
+from schema.config.sections.policy import LoraConfig
 
 TRANSFER_BACKEND = "cosmos_store"
 """The name under which our weight-transfer engine is registered with vLLM."""
@@ -22,6 +24,10 @@ WHOLE = -1
 """As a number of log-probs: of the whole vocabulary."""
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
+SLOT_ID = 1
+"""vLLM's number of the adapter that is published alone."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM has kernels for."""
 COLDEST = 0.01
 """Below this temperature vLLM samples at this temperature instead."""
 
@@ -88,10 +94,42 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         "attention_config": {"backend": "FLASHINFER"} if rollout.vllm_use_flashinfer else None,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
+    if adapter := published_adapter(config):
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_rank(adapter)}
     if on_cpu:
         arguments |= _cpu_arguments(config)
     arguments |= _passed_through(rollout.engine_kwargs, known)
     return arguments | _logprobs_arguments(config) | _OWN
+
+
+def published_adapter(config: Config) -> LoraConfig | None:
+    """The adapter that is published alone, if one is."""
+    alone = config.weight_sync.lora == "adapter" and not config.is_evaluation
+    return config.policy.lora if alone else None
+
+
+def adapter_settings(adapter: LoraConfig) -> str:
+    """Fields of peft's configuration that vLLM reads, as JSON."""
+    return json.dumps(
+        {
+            "r": adapter.r,
+            "lora_alpha": adapter.lora_alpha,
+            "target_modules": adapter.target_modules or [],
+            "use_rslora": adapter.use_rslora,
+            "rank_pattern": adapter.r_pattern or {},
+            "alpha_pattern": adapter.alpha_pattern or {},
+        }
+    )
+
+
+def _max_rank(adapter: LoraConfig) -> int:
+    wanted = max([adapter.r, *(adapter.r_pattern or {}).values()])
+    fits = [rank for rank in RANKS if rank >= wanted]
+    if not fits:
+        raise EngineConfigError(
+            f'policy.lora.r = {wanted} is more than vLLM takes, {RANKS[-1]}: write weight_sync.lora = "merged"'
+        )
+    return fits[0]
 
 
 def _logprobs_arguments(config: Config) -> dict[str, Any]:

@@ -43,9 +43,9 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
-from rollout_worker.engines.vllm.arguments import sampling_arguments
+from rollout_worker.engines.vllm.arguments import adapter_settings, published_adapter, sampling_arguments
 from rollout_worker.engines.vllm.proof import unread
-from rollout_worker.engines.vllm.reading import served_weights
+from rollout_worker.engines.vllm.reading import served_adapter, served_weights
 from schema.config import Config
 from schema.wire.weights import Piece, Publication
 from weight_sync import DirectoryStore, publish
@@ -67,6 +67,9 @@ class VllmEngine:
         self.name = f"vllm {installed_version()}"
         self.capacity = config.rollout.max_concurrent_samples
         self.version = -1
+        adapter = published_adapter(config)
+        self._settings = {} if adapter is None else {"adapter": adapter_settings(adapter)}
+        """Of the adapter that versions consist of, for `transfer.StoreUpdateInfo`; empty: they are the model's."""
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
         self._boot = Boot(config)
@@ -95,7 +98,7 @@ class VllmEngine:
         self._booting = asyncio.get_running_loop().run_in_executor(None, self._boot.run)
         # Shielded: a thread cannot be cancelled, and `close` must know what it has started.
         adapter = await asyncio.shield(self._booting)
-        layers = await adapter.unsupported_layers()
+        layers = [] if self._settings else await adapter.unsupported_layers()
         if layers:
             more = f" and {len(layers) - NAMED_PROBLEMS} more" if len(layers) > NAMED_PROBLEMS else ""
             raise EngineConfigError(
@@ -266,7 +269,7 @@ class VllmEngine:
         stack: AsyncExitStack,
     ) -> None:
         """Everything that can be done while requests run."""
-        if isinstance(weights, SharedWeights) and update.base is not None:
+        if isinstance(weights, SharedWeights) and update.base is not None and not self._settings:
             deltas = await asyncio.to_thread(weights.changes_since, update.base)
             if deltas is not None:
                 update.publication, update.version = weights.publication, weights.publication.version
@@ -277,6 +280,7 @@ class VllmEngine:
                 update.detail = f"the changes could not be prepared: {problem}"
                 log.warning("version %d is loaded whole: %s", version, update.detail)
         await self._locate(weights, version, update, stack)
+        update.place |= self._settings
 
     async def _locate(
         self, weights: WeightSource, version: int, update: _Updating, stack: AsyncExitStack
@@ -331,7 +335,10 @@ class VllmEngine:
             if self._content is None:
                 return Checksum(None, False, ["no weights are served"], 0.0)
             try:
-                found = await served_weights(adapter, self._weights, self._content)
+                if self._settings:
+                    found = await served_adapter(adapter, self._weights, self._content, self._settings)
+                else:
+                    found = await served_weights(adapter, self._weights, self._content)
             except EngineError:
                 raise
             except Exception as error:

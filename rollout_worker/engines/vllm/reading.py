@@ -85,6 +85,25 @@ async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, co
     return Checksum(found, tally.exact, tally.problems, 0.0)
 
 
+async def served_adapter(
+    adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str, settings: Mapping[str, str]
+) -> Checksum:
+    """Compare the adapter that is served, which vLLM has scaled, with the host's copy of it.
+
+    Returns:
+        Everything but the seconds. No hash where the copy has moved on.
+    """
+    if weights is None:
+        return Checksum(None, False, [], 0.0)
+    async with AsyncExitStack() as stack:
+        publication = await asyncio.to_thread(stack.enter_context, weights.reading())
+        if publication.content_hash != content_hash:
+            return Checksum(None, False, [], 0.0)
+        place = {"copy": str(weights.copy_directory), "content_hash": content_hash, **settings}
+        problems = await adapter.compare(place)
+    return Checksum(None if problems else content_hash, False, problems, 0.0)
+
+
 def _joined(layouts: Sequence[Mapping[str, Any]]) -> list[_Tensor]:
     found = []
     for name, row in layouts[0].items():

@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merge, spare_bytes
+from rollout_worker.engines.vllm import adapters
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
 from schema.wire.weights import Piece
 from weight_sync import DirectoryStore, WeightError
@@ -66,6 +67,8 @@ class StoreUpdateInfo(WeightTransferUpdateInfo):
     base: str = ""
     deltas: Sequence[Sequence[str]] | None = None
     """(root, piece) of each delta that leads to it from the content hash `base`, oldest first."""
+    adapter: str = ""
+    """Settings of the adapter that the version consists of, see `adapters`; empty: it is the model's weights."""
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
@@ -165,6 +168,33 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             self._proof = ProofReport([f"{trace.current} cannot be loaded ({cause})"], {}, {})
         else:
             self._apply_s, self._verify_s = loaded - started, time.monotonic() - loaded
+
+    def load_adapter(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Load a version that is an adapter alone; see `last_update`.
+
+        Not as an update of weights: at the end of one vLLM forgets all adapters, as they may be of other weights.
+        """
+        info, started = self.parse_update_info(update_info), time.monotonic()
+        try:
+            with _opened(info) as tensors, torch.no_grad():
+                adapters.load(self.model, info.adapter, given := dict(tensors))
+                self._wait()
+                loaded = time.monotonic()
+                self._proof = ProofReport(adapters.problems(self.model, info.adapter, given), {}, {})
+        except (WeightError, ValidationError) as error:
+            self._proof = ProofReport([str(error)], {}, {})
+        except Exception as error:  # vLLM's loaders raise anything, for unknown names and wrong shapes
+            cause = f"{type(error).__name__}: {error}".rstrip(": ")[:300]
+            self._proof = ProofReport([f"the adapter cannot be loaded ({cause})"], {}, {})
+        else:
+            self._apply_s, self._verify_s = loaded - started, time.monotonic() - loaded
+        return self.last_update()
+
+    def compare(self, update_info: dict[str, Any]) -> list[str]:
+        """Where the adapter in use is not the one of a version. Raises `WeightError`."""
+        info = self.parse_update_info(update_info)
+        with _opened(info) as tensors, torch.no_grad():
+            return adapters.problems(self.model, info.adapter, dict(tensors))
 
     def _remember(self, trace: LoadTrace, content: str) -> None:
         with contextlib.suppress(UnmappedError):  # then every version is loaded whole
@@ -333,6 +363,12 @@ class WorkerExtension:
 
     def cosmos_reading(self) -> dict[str, Any]:
         return self.weight_transfer_engine.reading()
+
+    def cosmos_adapter(self, info: dict[str, Any]) -> dict[str, Any]:
+        return self.weight_transfer_engine.load_adapter(info)
+
+    def cosmos_compare(self, info: dict[str, Any]) -> list[str]:
+        return self.weight_transfer_engine.compare(info)
 
     def cosmos_unsupported_layers(self) -> list[str]:
         return self.weight_transfer_engine.unsupported()

@@ -65,7 +65,6 @@ _ENGINE_OWN = frozenset(
     }
 )
 _UNBUILT = (
-    ("LoRA", r".*lora.*"),
     ("a model's configuration from another place", r"hf_config_path"),
     ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
     ("kept sets by vLLM's sampling mask", r"return_sampling_mask"),
@@ -186,6 +185,8 @@ def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
         return "has a key of its own", "write rollout.vllm_use_flashinfer = true"
     if name == "hf_overrides":
         return "has a key of its own, which the trainer reads too", "write it as policy.override_config"
+    if "lora" in name:
+        return 'is set by policy.lora where weight_sync.lora = "adapter"', "leave it out"
     for missing, names in _UNBUILT:
         if re.fullmatch(names, name):
             return f"this build cannot do {missing} yet", "leave it out"

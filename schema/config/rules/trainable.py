@@ -199,9 +199,11 @@ def adapters_can_be_published_alone(config: Config) -> Iterator[Problem]:
         related = "policy.lora.init_lora_weights"
         message = f'"adapter" leaves the base as it is, and {related} = "{lora.init_lora_weights}" takes a part of it'
         hint = f"{hint}, or {related} = true"
-    elif config.rollout.backend == "vllm":
-        related = "rollout.backend"
-        message = f'"adapter" is not for {related} = "vllm", whose weights are proven in the parameters of the model'
+    elif config.rollout.backend == "vllm" and lora.modules_to_save:
+        related = "policy.lora.modules_to_save"
+        message = (
+            f'"adapter" is low-rank in vLLM, and {related} = {toml_value(lora.modules_to_save)} are whole'
+        )
     elif config.rollout.load_format == "dummy":
         related = "rollout.load_format"
         message = f'"adapter" never publishes the base, and {related} = "dummy" does not load it'

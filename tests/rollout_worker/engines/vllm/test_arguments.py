@@ -44,6 +44,12 @@ ENGINE_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "override": (
         {"policy": {"override_config": {"rms_norm_eps": 0.1}}}, "hf_overrides", ABSENT, {"rms_norm_eps": 0.1},
     ),
+    "adapters": ({"policy": {"lora": {}}, "weight_sync": {"lora": "adapter"}}, "enable_lora", ABSENT, True),
+    "rank": (
+        {"policy": {"lora": {"r_pattern": {"q_proj": 9}}}, "weight_sync": {"lora": "adapter"}},
+        *("max_lora_rank", ABSENT, 16),
+    ),
+    "merged adapters": ({"policy": {"lora": {"r": 9}}}, "max_lora_rank", ABSENT, ABSENT),
     "dtype": ({"rollout": {"dtype": "float16"}}, "dtype", "bfloat16", "float16"),
     "dtype auto": ({"train": {"param_dtype": "float32"}}, "dtype", "bfloat16", "float32"),
     "transfer_dtype": ({"train": {"transfer_dtype": "float32"}}, "dtype", "bfloat16", "float32"),

@@ -30,6 +30,7 @@ from rollout_worker.engines.base import (
 )
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from schema.config import Config
+from schema.config.sections.policy import LoraConfig
 from tests.rollout_worker.engines.engine_contract import (
     ATTEMPTS,
     BOOT_S,
@@ -49,7 +50,7 @@ from tests.rollout_worker.tiny import publish_model, random_model, save_model, t
 from tests.rollout_worker.versions import Versions, nudged
 from tests.support.fetched import fetch
 from tests.support.waiting import PATIENCE, until
-from weight_sync import DirectoryStore, collect, hub_tensors
+from weight_sync import DirectoryStore, collect, hub_tensors, lora
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,9 @@ def config_of(root: Path, **sections: Any) -> Config:
 
 
 @contextmanager
-def subject_of(root: Path, models: list[Any], rollout: dict[str, Any], **sections: Any) -> Iterator[Subject]:
+def subject_of(
+    root: Path, models: list[Any], rollout: dict[str, Any], *, loaded: bool = True, **sections: Any
+) -> Iterator[Subject]:
     torch.set_num_threads(1)
     rollout = {
         "backend": "vllm",
@@ -84,7 +87,8 @@ def subject_of(root: Path, models: list[Any], rollout: dict[str, Any], **section
     subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
     try:
         subject.run(engine.start(), BOOT_S)
-        subject.load(0, 0)
+        if loaded:
+            subject.load(0, 0)
         yield subject
     finally:
         subject.run(engine.close())
@@ -107,6 +111,48 @@ def unused_segments() -> set[Path]:
             text = "" if maps.parent.name == str(os.getpid()) else maps.read_text()
             used |= {path for path in found if str(path) in text}
     return found - used
+
+
+class TestAdapters:
+    """Adapters that are published alone, in vLLM's own low-rank layers."""
+
+    KEYS: ClassVar[dict[str, Any]] = {
+        "r": 4, "lora_alpha": 6.0, "target_modules": "all-linear", "use_rslora": True,
+        "r_pattern": {"down_proj": 8}, "alpha_pattern": {r"layers\.0.*": 3.0},
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+    def test_each_version_is_what_is_served(self, tmp_path: Path, ranks: int) -> None:
+        plain, model = random_model(1), random_model(1)
+        lora.inject(model, LoraConfig(**self.KEYS | {"init_lora_weights": False}))
+        versions, others = Versions(tmp_path, "adapter"), Versions(tmp_path / "others", "adapter")
+        rollout = {"load_format": "auto", "parallelism": {"tp_size": ranks}}
+        sections = {"policy": {"lora": self.KEYS}, "weight_sync": {"lora": "adapter"}}
+        with subject_of(tmp_path, [plain], rollout, loaded=False, **sections) as subject:
+            engine: Any = subject.engine
+            for version in (4, 5, 6):
+                nudged(model, version)
+                publication = versions.publish(model, version)
+                report = subject.follow(versions, publication)
+                assert (report.mode, report.detail) == ("full", "")
+                checksum = subject.checksum()
+                assert (checksum.content_hash, checksum.problems) == (publication.content_hash, [])
+                wanted = request([1, 2, 3], SamplingSettings(max_tokens=12, ignore_eos=True), (5, 6))
+                for sample in subject.generate([wanted]).values():
+                    check_logprobs(model, wanted, sample)
+                    with pytest.raises(AssertionError):
+                        check_logprobs(plain, wanted, sample)
+            nudged(model, 7)
+            other = others.fetched(others.publish(model, 7))
+            place = {"copy": str(other.copy_directory), "content_hash": other.publication.content_hash}
+            problems = subject.run(engine._adapter.compare(place | engine._settings))
+            assert len(problems) == 2 * 2 * (3 + 1 + 2 + 1), "A and B of each slice, in each layer"
+            assert all("is not what was published" in problem for problem in problems)
+            whole = Versions(tmp_path / "whole")
+            with pytest.raises(WeightMismatch, match="the adapter cannot be loaded"):
+                subject.follow(whole, whole.publish(plain, 7))
+        for line in (versions, others, whole):
+            line.close()
 
 
 class TestUntied:
@@ -452,6 +498,7 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from schema.config import Config
+from schema.config.sections.policy import LoraConfig
 from rollout_worker.engines import create_engine
 
 async def main():

@@ -407,7 +407,7 @@ FAULTS = {
         for more, word in (
             ({}, "without [policy.lora]"),
             ({f"{L}.init_lora_weights": "olora"}, f'{L}.init_lora_weights = "olora"'),
-            (ADAPTER | VLLM, 'rollout.backend = "vllm"'),
+            ({f"{L}.modules_to_save": ["norm"]} | VLLM, f'{L}.modules_to_save = ["norm"]'),
             (ADAPTER | {"rollout.load_format": "dummy"}, 'rollout.load_format = "dummy"'),
         )
     ],
