@@ -32,10 +32,10 @@ ADAPTABLE = (nn.Linear, Conv1D, nn.Embedding)
 """What an adapter can be merged into: its weight is one matrix."""
 
 
-def inject(lm: PreTrainedModel, keys: LoraConfig, section: str, dtype: torch.dtype) -> None:
-    """Freeze the model, and put trainable adapters into it, in place. To be called before anything is sharded.
+def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
+    """Freeze the model, and put trainable adapters of its type into it, in place; before anything is sharded.
 
-    section: `policy.lora` or `critic.lora`, for messages. dtype: of what trains.
+    section: `policy.lora` or `critic.lora`, for messages.
 
     Raises:
         SettingsError: a name is of nothing in the model, or of what cannot have an adapter.
@@ -58,12 +58,16 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str, dtype: torch.dty
         raise SettingsError(f"{section}: {type(lm).__name__} cannot have these adapters: {error}") from error
     adapted = {name: m for name, m in lm.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
     _check_adapted(lm, adapted, keys, section)
-    trained = [p for p in lm.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.data = parameter.data.to(dtype)
-    numbers = sum(p.numel() for p in trained)
+    numbers = sum(p.numel() for p in lm.parameters() if p.requires_grad)
     total = sum(p.numel() for p in lm.parameters())
     log.info("%s: adapters on %d modules; %d of %d numbers train", section, len(adapted), numbers, total)
+
+
+def widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give what trains its master type. From here on sharding alone makes the types of base and adapters one."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def adapters_of(lm: nn.Module) -> Any | None:

@@ -110,13 +110,11 @@ class Backbone(nn.Module):
 class ValueModel(Backbone):
     """A critic: what it expects the tokens after a position to earn, one number for each. At first it expects 0."""
 
-    def __init__(self, lm: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        """dtype: of the value head; None: that of the model."""
+    def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__(lm)
+        embeddings = lm.get_input_embeddings().weight
         width = lm.config.get_text_config().hidden_size
-        self.value_head = nn.Parameter(
-            torch.zeros(width, dtype=dtype or lm.get_input_embeddings().weight.dtype)
-        )
+        self.value_head = nn.Parameter(torch.zeros(width, dtype=embeddings.dtype))
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64)."""
@@ -270,15 +268,18 @@ def load_model(
         )
     recompute = config.policy.model_gradient_checkpointing and not frozen
     if adapters is not None:
-        lora.inject(lm, adapters, "policy.lora", master)
+        lora.inject(lm, adapters, "policy.lora")
     elif not frozen:
         freeze(lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
-    return prepare_model(
+    model = prepare_model(
         PolicyModel(lm, dropout),
         packed=config.train.sequence_packing,
         recompute=recompute,
         pieces=config.policy.parallelism.cp_size,
     )
+    if adapters is not None:
+        lora.widen(model, master)
+    return model
 
 
 def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
@@ -306,22 +307,25 @@ def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
     lm, _, _ = _load(AutoModel, source, DTYPES[critic.param_dtype] if critic.lora else master)
     _choose_experts(lm, config.policy)
     if critic.lora is not None:
-        lora.inject(lm, critic.lora, "critic.lora", master)
+        lora.inject(lm, critic.lora, "critic.lora")
     else:
         freeze(lm, None, routers=critic.freeze_moe_router, section="critic")
-    model = ValueModel(lm, master)
+    model = ValueModel(lm)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(
             f"{source.what} has {model.vocabulary} tokens, and policy.model_name_or_path = "
             f"{config.policy.model_name_or_path!r} has {policy.vocabulary}: a critic reads what the policy writes; "
             f"choose a model of the same tokenizer"
         )
-    return prepare_model(
+    prepare_model(
         model,
         packed=config.train.sequence_packing,
         recompute=critic.model_gradient_checkpointing,
         pieces=config.policy.parallelism.cp_size,
     )
+    if critic.lora is not None:
+        lora.widen(model, master)
+    return model
 
 
 @dataclass(frozen=True)

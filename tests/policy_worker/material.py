@@ -20,7 +20,7 @@ from transformers import (
 
 from policy_worker.model import lora
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import DTYPES, PolicyModel, ValueModel, prepare_model
+from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
 from policy_worker.model.trainable import freeze
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Critic, Trainer
@@ -102,12 +102,7 @@ def make_trainer(config: Config, group: Group, model: PolicyModel | None = None)
     if model is None:
         model = tiny_model(packed=packed)
         if config.policy.lora is not None:
-            lora.inject(
-                model.lm.to(DTYPES[config.train.param_dtype]),
-                config.policy.lora,
-                "policy.lora",
-                torch.float32,
-            )
+            lora.inject(model.lm, config.policy.lora, "policy.lora")
         else:
             freeze(model.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
     reference = tiny_model(seed=1) if config.has_reference else None
@@ -115,7 +110,7 @@ def make_trainer(config: Config, group: Group, model: PolicyModel | None = None)
     if config.has_critic:
         values = tiny_critic(packed=packed)
         if config.critic.lora is not None:
-            lora.inject(values.lm, config.critic.lora, "critic.lora", torch.float32)
+            lora.inject(values.lm, config.critic.lora, "critic.lora")
         critic = Critic(values, config, group, Schedule.of_config(config.critic, total_steps=10))
     teachers = {one.name: tiny_model(seed=2 + i) for i, one in enumerate(config.local_teachers)}
     return Trainer(model, config, group, Schedule(10), reference, critic, teachers)
