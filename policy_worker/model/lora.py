@@ -56,11 +56,11 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
         injecting.inject(lm, keys)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise SettingsError(f"{section}: {type(lm).__name__} cannot have these adapters: {error}") from error
-    adapted = {name: m for name, m in lm.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
-    _check_adapted(lm, adapted, keys, section)
+    layers = {name: module for name, module in lm.named_modules() if adapted(module)}
+    _check_adapted(lm, layers, keys, section)
     numbers = sum(p.numel() for p in lm.parameters() if p.requires_grad)
     total = sum(p.numel() for p in lm.parameters())
-    log.info("%s: adapters on %d modules; %d of %d numbers train", section, len(adapted), numbers, total)
+    log.info("%s: adapters on %d modules; %d of %d numbers train", section, len(layers), numbers, total)
 
 
 def widen(model: nn.Module, dtype: torch.dtype) -> None:
@@ -74,6 +74,11 @@ def adapters_of(lm: nn.Module) -> Any | None:
     """The settings of peft's with which adapters were injected into a model, if there are any."""
     settings: Mapping[str, Any] = getattr(lm, "peft_config", None) or {}
     return next(iter(settings.values()), None)
+
+
+def adapted(layer: nn.Module) -> bool:
+    """Whether a layer is one of peft's around a layer of the model."""
+    return hasattr(layer, "lora_A")
 
 
 def _check_names(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
@@ -134,9 +139,9 @@ def _named(modules: Iterable[str], entries: Iterable[str]) -> list[str]:
     return [name for name in modules if name in wanted or name.endswith(ends)]
 
 
-def _check_adapted(lm: PreTrainedModel, adapted: Mapping[str, Any], keys: LoraConfig, section: str) -> None:
+def _check_adapted(lm: PreTrainedModel, layers: Mapping[str, Any], keys: LoraConfig, section: str) -> None:
     """Raises `SettingsError`: an adapter could not be merged, or a pattern is of none of them."""
-    for name, layer in adapted.items():
+    for name, layer in layers.items():
         if not isinstance(layer.get_base_layer(), ADAPTABLE):
             raise SettingsError(
                 f"{section}.target_modules names {name} of {type(lm).__name__}, a "
@@ -144,8 +149,8 @@ def _check_adapted(lm: PreTrainedModel, adapted: Mapping[str, Any], keys: LoraCo
             )
     for key, table in (("r_pattern", keys.r_pattern), ("alpha_pattern", keys.alpha_pattern)):
         for pattern in table or {}:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
                 raise SettingsError(
                     f"{section}.{key}: `{pattern}` matches the end of no adapted module's name; the first of them "
-                    f"is {next(iter(adapted))!r}"
+                    f"is {next(iter(layers))!r}"
                 )

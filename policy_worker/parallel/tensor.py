@@ -14,6 +14,8 @@ exchanged by four functions, in pairs that are each other's transposes:
     copy      x, alike on every rank     backward: add         join      the ranks' parts side by side
     add       the sum over the ranks     backward: copy        part      own part of x, alike on every rank
 
+An adapter of a layer (`policy_worker.model.lora`) is cut as the layer is.
+
 Gradients of copies are alike on all ranks, but where a copy serves own heads alone (norms of queries and keys): these
 are partial sums until `finish_gradients`, once per optimizer step.
 """
@@ -21,7 +23,7 @@ are partial sums until `finish_gradients`, once per optimizer step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +31,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import VocabularyShard
+from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
 from policy_worker.parallel.experts import EXPERTS, spread_experts
 from policy_worker.parallel.parts import COLUMNS, COPY, ROWS, Add, Copy, Join, Part, cut, wrap
@@ -68,6 +72,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
         raise SettingsError(
             f"{type(lm).__name__} does not say how tensor parallelism cuts it: write tp_size = 1 for it"
         )
+    _check_adapters(lm, plan)
     embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     is_tied = head is not None and head.weight is embeddings.weight
     ranks.cut_embeddings(embeddings)
@@ -77,10 +82,10 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
         model.vocabulary_shard = ranks.shard_of(head.weight)
     copies: dict[str, _Copies] = {}
     for name, layer in lm.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = plan.get(_pattern(name))
         if style is None or layer is head or layer is embeddings:
             continue
-        if style in STYLES and isinstance(layer, nn.Linear):
+        if style in STYLES and (isinstance(layer, nn.Linear) or adapted(layer)):
             block = name.rpartition(".")[0]
             ranks.cut_linear(layer, STYLES[style], copies.setdefault(block, _Copies(lm.get_submodule(block))))
         elif style == EXPERTS:
@@ -98,6 +103,28 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
             cut(layer, mesh, COPY)
             wrap(layer, lambda forward, *inputs, **named: forward(*inputs, **named))
     return model
+
+
+def _pattern(name: str) -> str:
+    """The name of a module as a plan has it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _check_adapters(lm: PreTrainedModel, plan: Mapping[str, str]) -> None:
+    """Raises `SettingsError`: an adapter is where layers are cut in a way of their own, or one is trained whole."""
+    apart = lm.get_input_embeddings(), lm.get_output_embeddings()
+    for name, layer in lm.named_modules():
+        cut_so = any(layer is one for one in apart) or plan.get(_pattern(name)) is not None
+        if cut_so and hasattr(layer, "modules_to_save"):
+            raise SettingsError(
+                f"tensor parallelism cannot cut {name}, of which there are two with modules_to_save: leave it out of "
+                f"them, or write tp_size = 1"
+            )
+        if adapted(layer) and not layer.lora_A:
+            raise SettingsError(
+                f"tensor parallelism cannot cut {name} with an adapter: leave it out of target_modules, or write "
+                f"tp_size = 1"
+            )
 
 
 class _Ranks:
@@ -127,24 +154,45 @@ class _Ranks:
 
         wrap(layer, embed)
 
-    def cut_linear(self, layer: nn.Linear, style: Style, copies: _Copies) -> None:
-        """One matrix; its bias is added once."""
-        if layer.weight.shape[style.cut.dim] % self._size:
+    def cut_linear(self, layer: Any, style: Style, copies: _Copies) -> None:
+        """One matrix, with its adapter if it has one; its bias is added once.
+
+        An adapter's matrix at the side that is cut is cut likewise. The other one is a copy, to which a share of its
+        gradient flows back: that of the rank's rows or columns.
+        """
+        base = layer.base_layer if adapted(layer) else layer
+        if base.weight.shape[style.cut.dim] % self._size:
             raise SettingsError(
-                f"tp_size = {self._size} does not divide the {layer.weight.shape[style.cut.dim]} "
-                f"{'outputs' if style.cut is ROWS else 'inputs'} of {layer}: write a size that does"
+                f"tp_size = {self._size} does not divide the {base.weight.shape[style.cut.dim]} "
+                f"{'outputs' if style.cut is ROWS else 'inputs'} of {base}: write a size that does"
             )
-        cut(layer, self._mesh, style.cut)
+        cut(base, self._mesh, style.cut)
+        adds_bias = style.cut is COLUMNS and base.bias is not None
+        if base is not layer:
+            for inputs, outputs in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
+                own, other = (outputs, inputs) if style.cut is ROWS else (inputs, outputs)
+                cut(own, self._mesh, style.cut)
+                cut(other, self._mesh, COPY)
+                wrap(own, _plain)
+                wrap(other, _plain, partial=True)
+            wrap(base, lambda forward, x: nn.functional.linear(x, base.weight) if adds_bias else forward(x))
 
         def compute(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             if style.before:
                 x = copies.of(x, self._group) if style.before is Copy else style.before.apply(x, self._group)
-            bias = layer.bias if style.cut is COLUMNS else None
-            y = forward(x) if bias is None else nn.functional.linear(x, layer.weight)
+            y = nn.functional.linear(x, base.weight) if adds_bias and base is layer else forward(x)
             y = style.after.apply(y, self._group) if style.after else y
-            return y if bias is None else y + bias
+            return y + _local(base.bias) if adds_bias else y
 
         wrap(layer, compute)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _plain(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x)
 
 
 class _Copies:

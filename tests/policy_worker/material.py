@@ -101,10 +101,9 @@ def make_trainer(config: Config, group: Group, model: PolicyModel | None = None)
     packed = config.train.sequence_packing
     if model is None:
         model = tiny_model(packed=packed)
-        if config.policy.lora is not None:
-            lora.inject(model.lm, config.policy.lora, "policy.lora")
-        else:
-            freeze(model.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
+        freeze(model.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
+    if config.policy.lora is not None and lora.adapters_of(model.lm) is None:
+        lora.inject(model.lm, config.policy.lora, "policy.lora")
     reference = tiny_model(seed=1) if config.has_reference else None
     critic = None
     if config.has_critic:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from policy_worker.parallel.group import Group
+from tests.policy_worker.parallel.test_meshes import assert_one, model
 from tests.policy_worker.parallel.test_ranks import EVERYTHING, GRPO, assert_equal, gradients, run, run_here
 from tests.support.devices import rounding
 
@@ -41,3 +42,30 @@ def test_two_ranks_with_adapters_equal_one_and_one_goes_on(tmp_path: Path, group
     expected, _ = run_here(group, steps=4, **options)
     found, _ = run_here(group, first_step=3, steps=4, restore=state, **options)
     assert_equal(found, expected, 2e-4)
+
+
+def adapters() -> list[dict[str, Any]]:
+    """Each family, with biases and fused layers; a critic with adapters, and a reference within the policy."""
+    exact = {"exact": True, "steps": 3, "grpo": GRPO, "sections": {"policy": {"lora": LORA}}}
+    learning = {"policy": {"lora": LORA}, "critic": {"lora": LORA}}
+    whole = {"grpo": GRPO | EVERYTHING | {"advantage_estimator": "gae"}, "sections": learning, "steps": 2}
+    few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}}
+    return [
+        *(model(family, tie=False) | exact for family in ("llama", "phi3", "gemma3_text", "qwen3_moe")),
+        model("qwen3") | exact | whole | {"exact": False},
+        model("qwen3") | exact | few,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_adapters_on_layers_that_ranks_share_equal_one_process(
+    tmp_path: Path, group: Group, mesh: dict[str, int]
+):
+    assert_one(tmp_path / "2", group, 2, mesh, adapters())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_adapters_on_meshes_of_four_equal_one_process(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    assert_one(tmp_path / "4", group, 4, mesh, adapters())
