@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
+from policy_worker.errors import SettingsError
+from policy_worker.model import lora
+from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.tensor import apply_tp
+from schema.config.sections.policy import LoraConfig
+from tests.policy_worker.material import tiny_lm
 from tests.policy_worker.parallel.test_meshes import assert_one, model
 from tests.policy_worker.parallel.test_ranks import EVERYTHING, GRPO, assert_equal, gradients, run, run_here
 from tests.support.devices import rounding
@@ -63,6 +70,21 @@ def test_adapters_on_layers_that_ranks_share_equal_one_process(
     tmp_path: Path, group: Group, mesh: dict[str, int]
 ):
     assert_one(tmp_path / "2", group, 2, mesh, adapters())
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "lm_head, of which there are two"),
+        ({"modules_to_save": ["q_norm"]}, r"layers\.0\.self_attn\.q_norm, of which there are two"),
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens with an adapter"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_cut_is_named(group: Group, keys: dict[str, Any], name: str):
+    model = PolicyModel(tiny_lm(tie=False))
+    lora.inject(model.lm, LoraConfig(**keys), "policy.lora")
+    with pytest.raises(SettingsError, match=rf"tensor parallelism cannot cut .*{name}.*tp_size = 1"):
+        apply_tp(model, init_device_mesh(group.device.type, (1,), mesh_dim_names=("tp",)))
 
 
 @pytest.mark.soak
