@@ -16,9 +16,10 @@ micro-batches; over ranks FSDP2 averages, hence the factor of their number.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -34,19 +35,26 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
+from policy_worker.model.stages import Entry
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
 from policy_worker.parallel.fsdp import local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.parts import finish_gradients
+from policy_worker.parallel.pipeline import Pipeline, copies_in
+from policy_worker.parallel.pipeline_schedule import Pipe
 from policy_worker.ranges import span
 from schema.config import Config, CriticConfig, TrainingConfig
 from schema.config.layout import critic_layout, reference_is_within, reference_layout
+from schema.config.sections.policy import ParallelismConfig
+from weight_sync.hf_names import Gather
 
 log = logging.getLogger(__name__)
 
 HIDDEN = "hidden"
 """The column with the reference model's hidden states, [n_i, D] of each sample."""
+NUMBERS = ("logprobs", "entropy", "correct", "kl")
+"""Of `TokenOutputs`: one number for each token."""
 LossOf = Callable[[MicroBatch, Any], Tensor]
 """(a micro-batch, what `forward` computes of it) → its part of an optimizer step's loss."""
 MoreOf = Callable[[MicroBatch], More | None]
@@ -61,8 +69,8 @@ def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
 class TrainedModel:
     """A model that learns, on this rank: sharded, with optimizer and schedule.
 
-    takes_blocks: whether every model that the layout serves does. device: where it is; None: that of the rank.
-    reshaping: what its log-probs are of. dispatcher: see `policy_worker.parallel.experts`.
+    mesh: of the policy. takes_blocks: whether every model that the layout serves does. device: where it is; None:
+    that of the rank. reshaping: what its log-probs are of. dispatcher: see `policy_worker.parallel.experts`.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class TrainedModel:
         group: Group,
         schedule: Schedule,
         *,
+        mesh: ParallelismConfig,
         packed: bool,
         takes_blocks: bool,
         device: torch.device | None = None,
@@ -88,15 +97,27 @@ class TrainedModel:
             packed, model.vocabulary, device, self.least_spared, reshaping, sizes.cp, sizes.piece(group.rank)
         )
         section = "critic" if isinstance(keys, CriticConfig) else "train"
+        self._pipeline: Pipeline | None = None
+        if group.sizes.pp > 1:
+            self._pipeline = Pipeline(group, Pipe(group.sizes.pp, mesh.virtual_pp_size))
+            self._pipeline.cut(model)
         with torch.accelerator.device_index(device.index):
             self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)
             self.optimizer = Optimizer.of_model(self.model, keys, section)
         self._dropouts = [m for m in self.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+        if self._pipeline is not None:
+            self.optimizer.copies = copies_in(self.model)
+            self.optimizer.total_norm = self._pipeline.total_norm
 
     @property
     def data_rank(self) -> int:
         """Which share of a batch this rank trains on."""
         return self.group.data_rank
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank has the last stage of the model, or all of it."""
+        return self._pipeline is None or self._pipeline.is_last
 
     @property
     def data_ranks(self) -> int:
@@ -129,16 +150,64 @@ class TrainedModel:
         """Add up the gradients of an optimizer step. A collective.
 
         samples, batches, columns: see `micro_batches`. loss_of: called once for each micro-batch, in order. asked:
-        further arguments of `forward`.
+        further arguments of `forward`. Only where the last stage of a pipeline is there are outputs, and losses.
         """
-        for batch in self.micro_batches(samples, batches, columns):
-            outputs = self.forward(batch, **asked)
-            with span("loss"):
-                loss = loss_of(batch, outputs)
-            self.backward(loss)
+        if self._pipeline is None:
+            for batch in self.micro_batches(samples, batches, columns):
+                outputs = self.forward(batch, **asked)
+                with span("loss"):
+                    loss = loss_of(batch, outputs)
+                self.backward(loss)
+            return
 
-    def forward(self, batch: MicroBatch, **asked: Any) -> Any:
-        """What the model computes of a micro-batch, with gradient."""
+        def loss_share(batch: MicroBatch, outputs: Any) -> Tensor:
+            with span("loss"):
+                return loss_of(batch, outputs) * self.group.sizes.fsdp_ranks
+
+        laid_out = self._laid_out(samples, batches, self._layout, columns)
+        self._pipeline.learn(self.model, laid_out, partial(self.forward, **asked), loss_share)
+
+    def _laid_out(
+        self,
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+        layout: Layout,
+        columns: Columns,
+    ) -> Iterator[MicroBatch]:
+        """Micro-batches; columns are where outputs are."""
+        for rows in batches:
+            yield collate([samples[row] for row in rows], rows, layout, columns if self.has_outputs else {})
+
+    def _score(
+        self,
+        model: Backbone,
+        batches: Iterable[MicroBatch],
+        compute: Callable[..., Any],
+        keep: Callable[[MicroBatch, Any], None],
+    ) -> None:
+        """Forwards alone: hand what `compute` finds of each micro-batch to `keep`, where outputs are."""
+        if self._pipeline is not None:
+            self._pipeline.score(model, batches, compute, keep)
+        else:
+            for batch in batches:
+                keep(batch, compute(batch))
+
+    def _everywhere(
+        self,
+        found: Mapping[int, Tensor],
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+    ) -> dict[int, Tensor]:
+        """By row a number for each learned token, where the last stage is, on all ranks of its unit."""
+        rows = list(dict.fromkeys(row for rows in batches for row in rows))
+        if self._pipeline is None or not rows:
+            return dict(found)
+        mine = [torch.cat([found[row] for row in rows])] if self.group.counts else []
+        (numbers,) = self.group.tensors_from_last_stage(mine)
+        return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
+
+    def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Any:
+        """What the model, or one of its stages, computes of a micro-batch, with gradient."""
         raise NotImplementedError
 
     @contextmanager
@@ -165,7 +234,14 @@ class TrainedModel:
         """
         with span("optimizer"):
             finish_gradients(self.model)
+            if self._pipeline is not None:
+                self._pipeline.share_gradients(self.model)
             return self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
+
+    def gather_to_first(self, gather: Gather) -> Gather:
+        """By name of a tensor of the whole transformers model, that tensor on rank 0. A collective. gather: of the
+        tensors of this rank, on all ranks that have them."""
+        return gather if self._pipeline is None else self._pipeline.to_first(self.model, gather)
 
     def lr(self, step: int) -> float:
         """Learning rate of a training step."""
@@ -182,6 +258,7 @@ class Critic(TrainedModel):
             config.critic,
             group,
             schedule,
+            mesh=config.policy.parallelism,
             packed=config.train.sequence_packing,
             takes_blocks=model.takes_blocks,
             device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
@@ -196,18 +273,19 @@ class Critic(TrainedModel):
     ) -> dict[int, Tensor]:
         """By row, what is expected of each learned token of each sample, on the CPU. A collective; see `score`."""
         found: dict[int, Tensor] = {}
-        for rows in batches:
-            batch = collate([samples[row] for row in rows], rows, self._layout)
-            sizes = [samples[row].learned_tokens for row in rows]
-            with self.without_dropout():
-                values = self.forward(batch)
-            found.update(zip(rows, values.cpu().split(sizes), strict=True))
-        return found
 
-    def forward(self, batch: MicroBatch, **asked: Any) -> Tensor:
+        def keep(batch: MicroBatch, values: Tensor) -> None:
+            sizes = [samples[row].learned_tokens for row in batch.rows]
+            found.update(zip(batch.rows, values.cpu().split(sizes), strict=True))
+
+        with self.without_dropout():
+            self._score(self.model, self._laid_out(samples, batches, self._layout, {}), self.forward, keep)
+        return self._everywhere(found, samples, batches)
+
+    def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""
         with span("critic forward"), self._here():
-            values: Tensor = self.model(batch)
+            values: Tensor = self.model(batch, entry)
         return values
 
     def backward(self, loss: Tensor) -> None:
@@ -325,6 +403,7 @@ class Trainer(TrainedModel):
             config.train,
             group,
             schedule,
+            mesh=config.policy.parallelism,
             packed=config.train.sequence_packing,
             takes_blocks=all(one.takes_blocks for one in models if one is not None),
             reshaping=Reshaping.of_config(config),
@@ -363,8 +442,10 @@ class Trainer(TrainedModel):
         return self._spread(model, config, config.reference.offload)
 
     def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:
-        """A frozen model on the policy's devices, sharded like it."""
+        """A frozen model on the policy's devices, cut and sharded like it."""
         model.requires_grad_(False).eval()
+        if self._pipeline is not None:
+            self._pipeline.cut(model)
         dispatcher = config.policy.moe_token_dispatcher
         return distribute(
             model, self.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
@@ -379,10 +460,9 @@ class Trainer(TrainedModel):
             )
 
     @torch.no_grad()
-    def reference_head(self) -> Head:
-        """The reference model's output head, whole. A collective if it is sharded."""
-        assert self.reference is not None
-        return self.reference.whole_head().to(self.group.device)
+    def head_of(self, model: PolicyModel) -> Head | None:
+        """A frozen model's output head, whole; None where outputs are elsewhere. A collective if it is sharded."""
+        return model.whole_head().to(self.group.device) if self.has_outputs else None
 
     @torch.no_grad()
     def reset_reference(self, optimizer: bool) -> None:
@@ -415,18 +495,27 @@ class Trainer(TrainedModel):
         """For each of these `TokenOutputs`: by row, of the learned tokens of each sample, on the CPU. A collective.
 
         batches: the rows of each micro-batch, equally many on each rank. fields: dotted where they are parts of
-        `more`. columns, head, more: see `forward`.
+        `more`; those of several numbers a token only where the last stage of a pipeline is. columns, head, more: see
+        `forward`.
         """
         found: list[dict[int, Tensor]] = [{} for _ in fields]
         layout = self._reference_layout if model is self.reference else self._layout
-        for rows in batches:
-            batch = collate([samples[row] for row in rows], rows, layout, columns)
-            with torch.accelerator.device_index(layout.device.index), self.without_dropout():
-                outputs = model(batch, temperature, beside(batch, head), "hidden" in fields, more)
-            sizes = [samples[row].learned_tokens for row in rows]
+
+        def compute(batch: MicroBatch, entry: Entry | None = None) -> Any:
+            with torch.accelerator.device_index(layout.device.index):
+                return model(batch, temperature, beside(batch, head), "hidden" in fields, more, entry)
+
+        def keep(batch: MicroBatch, outputs: TokenOutputs) -> None:
+            sizes = [samples[row].learned_tokens for row in batch.rows]
             for field, of_rows in zip(fields, found, strict=True):
-                of_rows.update(zip(rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
-        return found
+                of_rows.update(zip(batch.rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
+
+        with self.without_dropout():
+            self._score(model, self._laid_out(samples, batches, layout, columns), compute, keep)
+        return [
+            self._everywhere(of_rows, samples, batches) if field in NUMBERS else of_rows
+            for field, of_rows in zip(fields, found, strict=True)
+        ]
 
     def step(self, step: int) -> float:
         norm = super().step(step)
@@ -440,11 +529,14 @@ class Trainer(TrainedModel):
         temperature: float = 1.0,
         head: Head | None = None,
         more_of: MoreOf = lambda _: None,
+        entry: Entry | None = None,
     ) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 
         head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`.
         """
         with span("forward"):
-            outputs: TokenOutputs = self.model(batch, temperature, beside(batch, head), more=more_of(batch))
+            outputs: TokenOutputs = self.model(
+                batch, temperature, beside(batch, head), more=more_of(batch), entry=entry
+            )
         return outputs

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +71,16 @@ class HubNames:
 
     Args:
         model: see `hub_tensors`; one with adapters of peft's too. lora: what is published of such a one: its weights
-            with the active adapters merged in, or the active adapter alone.
+            with the active adapters merged in, or the active adapter alone. without: names that are left out.
 
     Raises:
         WeightError: adapters that cannot be published so.
     """
 
-    def __init__(self, model: torch.nn.Module, *, lora: Publishes = "merged") -> None:
-        self.stored: dict[str, torch.Tensor] = dict(_stored(model))
+    def __init__(
+        self, model: torch.nn.Module, *, lora: Publishes = "merged", without: Collection[str] = ()
+    ) -> None:
+        self.stored: dict[str, torch.Tensor] = {n: t for n, t in _stored(model) if n not in without}
         self._convert = None
         if not has_adapters(model):
             made = [Source(name, name) for name in self.stored]

@@ -28,12 +28,13 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from policy_worker.errors import ExportError
 from policy_worker.model import lora
 from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.model.stages import names_of_all
 from policy_worker.trainer import Trainer
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
 from schema.config.sections.policy import ALTERING
 from schema.util.atomic_file import remove_unfinished, replacing_directory, usual_mode
-from weight_sync import HubNames, gather_full
+from weight_sync import gather_full
 from weight_sync.hf_names import Gather
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ def export_model(trainer: Trainer, config: Config, target: Path, *, average: boo
         ExportError: `target` cannot be written; nothing there was changed.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
-    names, gather = ExportNames(trainer.model), _average_of(trainer) if average else gather_full
+    names = ExportNames(trainer.model)
+    gather = trainer.gather_to_first(_average_of(trainer) if average else gather_full)
     if not trainer.group.leads:
         for _ in itertools.chain(names.tensors(gather, dtype), names.adapter(gather)):
             pass
@@ -79,12 +81,12 @@ class ExportNames:
     """What an export of a model consists of: as `HubNames`, found out at once, so that the model may train on."""
 
     def __init__(self, model: PolicyModel) -> None:
-        self.model, self._merged = model, HubNames(model.lm)
+        self.model, self._merged = model, names_of_all(model)
         self.settings = lora.adapters_of(model.lm)
         """peft's, of adapters that can be saved next to the base."""
         if self.settings is not None and str(self.settings.init_lora_weights).startswith(ALTERING):
             self.settings = None
-        self._adapter = None if self.settings is None else HubNames(model.lm, lora="adapter")
+        self._adapter = None if self.settings is None else names_of_all(model, lora="adapter")
 
     def tensors(self, gather: Gather, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's, adapters merged in. As `HubNames.tensors`."""

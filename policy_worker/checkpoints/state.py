@@ -156,15 +156,18 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
         if OPTIMIZER in contents:
             found[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
     return {
-        kind: {key: tensor for key, tensor in state.items() if _is_first(tensor, trainer.group.leads)}
+        kind: {key: tensor for key, tensor in state.items() if _is_first(trainer, key, tensor)}
         for kind, state in found.items()
     }
 
 
-def _is_first(tensor: Tensor, leads: bool) -> bool:
+def _is_first(trainer: Trainer, key: str, tensor: Tensor) -> bool:
     """Whether this rank is the first of those that hold this piece of a tensor."""
+    stages = trainer.model.stages
+    if stages is not None and stages.has_elsewhere(key.partition(".")[2]):
+        return False
     if not isinstance(tensor, DTensor):
-        return leads
+        return trainer.group.leads_stage
     place = tensor.device_mesh.get_coordinate() or ()
     return all(at == 0 for p, at in zip(tensor.placements, place, strict=True) if isinstance(p, Replicate))
 
@@ -172,7 +175,7 @@ def _is_first(tensor: Tensor, leads: bool) -> bool:
 def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) -> None:
     """Raises `CheckpointError`: the weights are of another model."""
     state = model_state(model, prefix)
-    _load(files, state, prefix)
+    _load(files, state, prefix, model)
     loaded = {key.removeprefix(f"{prefix}."): tensor for key, tensor in state.items()}
     set_model_state_dict(model, get_model_state_dict(model) | loaded)
 
@@ -187,16 +190,22 @@ def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
 
 def load_average_state(trainer: Trainer, files: StateFiles) -> None:
     """Raises `CheckpointError`: it is of another model."""
-    _load(files, average_state(trainer), EMA)
+    _load(files, average_state(trainer), EMA, trainer.model)
 
 
 def load_optimizer_state(trained: TrainedModel, files: StateFiles, prefix: str = OPTIMIZER) -> None:
     """A collective. Raises `CheckpointError`: the state is of another model or optimizer."""
-    _load(files, optimizer_state(trained, prefix), prefix)
+    _load(files, optimizer_state(trained, prefix), prefix, trained.model)
 
 
-def _load(files: StateFiles, state: State, prefix: str) -> None:
-    saved = {key: meta for key, meta in files.tensors.items() if key.startswith(f"{prefix}.")}
+def _load(files: StateFiles, state: State, prefix: str, model: Backbone) -> None:
+    stages = model.stages
+    saved = {
+        key: meta
+        for key, meta in files.tensors.items()
+        if key.startswith(f"{prefix}.")
+        and (key in state or stages is None or not stages.has_elsewhere(key.removeprefix(f"{prefix}.")))
+    }
     wrong = differences(saved, state)
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""

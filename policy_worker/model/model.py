@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,9 @@ from schema.config.rules.teacher import tokens_are_those_of_the_policy
 from schema.config.sections.model_keys import ModelKeys
 from schema.config.sections.policy import PolicyConfig
 from schema.config.sections.teacher import TeacherConfig
+
+if TYPE_CHECKING:
+    from policy_worker.model.stages import Entry, Stages
 
 log = logging.getLogger(__name__)
 
@@ -54,25 +57,45 @@ class Backbone(nn.Module):
         self.lm = lm
         self.context: Context | None = None
         """Whose piece of the rows this process has; None: they are whole."""
+        self.stages: Stages | None = None
+        """Those of a pipeline that are left of the model; None: it is whole."""
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = ()) -> Tensor:
+    def _hidden(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        blocks: Sequence[Block] = (),
+        entry: Entry | None = None,
+    ) -> Tensor:
         """[R, L, D], or of this process' piece of the rows [R, L / n, D].
 
         No mask and no cache: sequences in a row are kept apart by blocks, or by their positions.
+
+        entry: the stage that runs, of a model that is cut into some; those before the last end before the norm.
         """
         more: dict[str, Any] = {"blocks": blocks} if blocks and self.takes_blocks else {}
         if self.context is not None:
             input_ids, position_ids = self.context.cut(input_ids), self.context.cut(position_ids)
             more["context"] = self.context
-        outputs = self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **more
-        )
-        return cast(Tensor, outputs.last_hidden_state)
+        if entry is None or entry.received is None:
+            more["input_ids"] = input_ids
+        else:
+            more["inputs_embeds"] = entry.received
+        outputs = self.lm.base_model(position_ids=position_ids, attention_mask=None, use_cache=False, **more)
+        return cast(Tensor, outputs.last_hidden_state if entry is None or entry.is_last else entry.passed)
 
-    def _picked(self, batch: MicroBatch) -> Tensor:
-        """The states that predict the batch's labels, [K, D]; those of this process' piece, [k, D]."""
-        hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks)
-        return hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index))
+    def _of_batch(self, batch: MicroBatch, entry: Entry | None) -> Tensor:
+        """The states that predict the batch's labels, [K, D], of this process' piece [k, D]; those behind a stage
+        before the last, see `_hidden`."""
+        if entry is not None:
+            assert self.stages is not None
+            self.stages.layers.entry = entry
+        hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks, entry)
+        return (
+            hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index))
+            if goes_to_head(entry)
+            else hidden
+        )
 
     def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
         """Of outputs of the picked states, those of the batch's K labels."""
@@ -107,6 +130,11 @@ class Backbone(nn.Module):
         return [p for layer in self.decoder_layers() for p in layer.parameters() if p.ndim == 2]
 
 
+def goes_to_head(entry: Entry | None) -> bool:
+    """Whether a forward ends with the head: that of a whole model, or of the last stage."""
+    return entry is None or entry.is_last
+
+
 class ValueModel(Backbone):
     """A critic: what it expects the tokens after a position to earn, one number for each. At first it expects 0."""
 
@@ -116,9 +144,14 @@ class ValueModel(Backbone):
         width = lm.config.get_text_config().hidden_size
         self.value_head = nn.Parameter(torch.zeros(width, dtype=embeddings.dtype))
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64)."""
-        picked = self._picked(batch)
+    def forward(self, batch: MicroBatch, entry: Entry | None = None) -> Tensor:
+        """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64).
+
+        entry: see `PolicyModel.forward`.
+        """
+        picked = self._of_batch(batch, entry)
+        if not goes_to_head(entry):
+            return picked
         accurate = torch.promote_types(picked.dtype, torch.float32)
         return self._of_all(picked.to(accurate) @ self.value_head.to(accurate), batch)
 
@@ -141,14 +174,19 @@ class PolicyModel(Backbone):
         beside: Beside | None = None,
         with_hidden: bool = False,
         more: More | None = None,
-    ) -> TokenOutputs:
+        entry: Entry | None = None,
+    ) -> TokenOutputs | Tensor:
         """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature), or what
         `MicroBatch.drawn` makes of it.
 
         more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else;
             where rows are cut, of the tokens of this process' piece.
+        entry: the stage that runs, of a model that is cut into some; one before the last gives its states.
         """
-        picked, labels = self._picked(batch), batch.of_piece(batch.labels)
+        picked = self._of_batch(batch, entry)
+        if not goes_to_head(entry):
+            return picked
+        labels = batch.of_piece(batch.labels)
         if beside is not None:
             beside = beside._replace(hidden=batch.of_piece(beside.hidden))
         found = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, beside=beside)

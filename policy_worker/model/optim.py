@@ -89,6 +89,10 @@ class Optimizer:
         self.optimizers = [optimizer for optimizer in _make(self.parameters, settings, matrices) if optimizer]
         """Each of torch's kind; together they have every parameter once."""
         self._lrs = settings.lrs * len(self.optimizers) if len(settings.lrs) == 1 else settings.lrs
+        self.copies: Collection[nn.Parameter] = ()
+        """Those whose gradients are counted in the norm of another rank."""
+        self.total_norm: Callable[[float], float] = lambda norm: norm
+        """The norm of the whole model's gradients from that of this rank's."""
 
     @staticmethod
     def of_model(model: Any, keys: OptimizerKeys, section: str = "train") -> Optimizer:
@@ -154,7 +158,9 @@ class Optimizer:
             NonFiniteGradientError: on all ranks alike; nothing was applied.
         """
         alike = _by_layout((p for p in self.parameters if p.grad is not None), lambda p: p.grad)
-        norm = torch.tensor(math.hypot(*map(_norm, alike)))
+        copies = {id(p) for p in self.copies}
+        mine = [_norm(p for p in parameters if id(p) not in copies) for parameters in alike]
+        norm = torch.tensor(self.total_norm(math.hypot(*mine)))
         value = float(norm)
         if not math.isfinite(value):
             raise NonFiniteGradientError(
@@ -185,6 +191,8 @@ def _make(
 ) -> list[torch.optim.Optimizer | None]:
     """The optimizers, in the order of `optm_lr`; None: there is nothing for it."""
     name, lr, decay = settings.name, settings.lrs[0], settings.weight_decay_at(0.0)
+    if not parameters:  # nothing trains in this stage of the model
+        return []
     if name == "Muon":
         chosen, rest = _parted(parameters, matrices)
         if not chosen:

@@ -59,6 +59,8 @@ def apply_fsdp(
                 fully_shard(part, mesh=of_experts, reshard_after_forward=layers_reshard, **how)
         fully_shard(layer, mesh=shards, reshard_after_forward=layers_reshard, **how)
     fully_shard(model, mesh=shards, reshard_after_forward=root_reshard, **how)
+    if model.stages is not None:
+        model.stages.dtype = DTYPES[keys.param_dtype]
     return model
 
 

@@ -15,17 +15,21 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.parallel.mesh import MeshSizes, device_mesh
 from policy_worker.process import RankEnvironment
+from weight_sync import HubNames
+from weight_sync.publishing.gather import Gathering
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
@@ -47,6 +51,8 @@ class Group:
         self._second_mesh: DeviceMesh | None = None
         self._control: Any = None
         self._unit: Any = None
+        self.stage_group: dist.ProcessGroup | None = None
+        """Of the ranks that have the same stage of the model; None: all ranks have all of it."""
         self.set_control_timeout(control_timeout)
 
     @property
@@ -66,8 +72,19 @@ class Group:
 
     @property
     def leads_unit(self) -> bool:
-        """Whether this is the rank that fetches and counts for its share of a batch."""
+        """Whether this is the rank that fetches its share of a batch."""
         return self.sizes.unit(self.rank)[0] == self.rank
+
+    @property
+    def leads_stage(self) -> bool:
+        """Whether this is the first of the ranks that have the same stage of the model."""
+        return self.sizes.stage_ranks(self.rank)[0] == self.rank
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is the rank whose numbers count for its share of a batch: of those that have the last stage of
+        the model, and so its outputs, the first one of the unit."""
+        return self.sizes.counting(self.rank) == self.rank
 
     def other_device(self, role: int) -> torch.device:
         """Of the devices after those of all ranks here that of this data rank; the CPU on a machine without GPUs.
@@ -94,6 +111,15 @@ class Group:
             self._unit = dist.new_group(
                 unit, backend="gloo", timeout=self._timeout, use_local_synchronization=True
             )
+        if sizes.pp > 1:
+            self.stage_group = dist.new_group(
+                sizes.stage_ranks(self.rank), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+            )
+
+    def gathering(self, names: HubNames) -> Gathering:
+        """How whole tensors of a model come to one rank each, of those that have the same stage of it."""
+        ranks = self.sizes.stage_ranks(self.rank)
+        return Gathering(names, ranks.index(self.rank), len(ranks), self.stage_group)
 
     def mesh(self) -> DeviceMesh:
         """The one mesh of all ranks. A collective when it is asked for first."""
@@ -149,16 +175,52 @@ class Group:
         other.set_control_timeout(control_timeout)
         return other
 
-    def share(self, frames: Sequence[bytes | memoryview] | None) -> Sequence[bytes | memoryview] | None:
-        """In each unit what its leader has, on all its ranks. A collective of the unit; the others pass None."""
+    def share(
+        self, frames: Sequence[bytes | memoryview] | None, source: int = 0
+    ) -> Sequence[bytes | memoryview] | None:
+        """In each unit what its leader has, on all its ranks. A collective of the unit; the others pass None.
+
+        source: the rank of the unit that has it instead.
+        """
         if self._unit is None:
             return frames
         own = json.dumps(None if frames is None else [len(frame) for frame in frames]).encode()
-        sizes = json.loads(bytes(_broadcast(own, self._unit)))
+        sizes = json.loads(bytes(_broadcast(own, self._unit, source)))
         if not sizes:
             return cast(list[bytes] | None, sizes)
-        data = _broadcast(b"".join(frames or ()), self._unit)
+        data = _broadcast(b"".join(frames or ()), self._unit, source)
         return [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def from_last_stage(self, value: T) -> T:
+        """The JSON value of the rank that counts, on all ranks of its unit. A collective of the unit."""
+        if self.sizes.pp == 1:
+            return value
+        frames = self.share([json.dumps(value).encode()] if self.counts else None, self._last_stage)
+        assert frames is not None
+        return cast(T, json.loads(bytes(frames[0])))
+
+    def tensors_from_last_stage(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the rank that counts, on the CPU, on all ranks of its unit. A collective of the unit."""
+        if self.sizes.pp == 1:
+            return list(tensors)
+        frames: list[bytes] | None = None
+        if self.counts:
+            facts = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+            frames = [json.dumps(facts).encode(), *(_bytes_of(tensor) for tensor in tensors)]
+        found = self.share(frames, self._last_stage)
+        assert found is not None
+        facts = json.loads(bytes(found[0]))
+        return [
+            torch.frombuffer(bytearray(frame), dtype=getattr(torch, dtype)).view(shape)
+            if len(frame)
+            else torch.empty(shape, dtype=getattr(torch, dtype))
+            for (dtype, shape), frame in zip(facts, found[1:], strict=True)
+        ]
+
+    @property
+    def _last_stage(self) -> int:
+        """Which rank of the unit counts."""
+        return self.sizes.unit(self.rank).index(self.sizes.counting(self.rank))
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -167,11 +229,11 @@ class Group:
     def reduce(self, values: list[float], how: str) -> list[float]:
         """Sum over data ranks ("sum") or maximum over all ranks ("max") of each number, in float64.
 
-        The ranks of a unit have summed the same samples: their leader counts, which is exact.
+        The ranks of a unit have summed the same samples: one of them counts, which is exact.
         """
         if self.world == 1:
             return values
-        if how == "sum" and not self.leads_unit:
+        if how == "sum" and not self.counts:
             values = [0.0] * len(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=self._control)
@@ -187,16 +249,20 @@ class Group:
             dist.destroy_process_group()
 
 
-def _broadcast(data: bytes, group: Any) -> memoryview:
-    """What the first rank of a group has, at least one byte, on all of them."""
+def _broadcast(data: bytes, group: Any, source: int = 0) -> memoryview:
+    """What one rank of a group (the first one) has, at least one byte, on all of them."""
     size = torch.tensor([len(data)])
-    dist.broadcast(size, group=group, group_src=0)
-    if dist.get_rank(group) == 0:
+    dist.broadcast(size, group=group, group_src=source)
+    if dist.get_rank(group) == source:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     else:
         buffer = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(buffer, group=group, group_src=0)
+    dist.broadcast(buffer, group=group, group_src=source)
     return memoryview(buffer.numpy())
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def pick_device(number: int) -> torch.device:

@@ -9,7 +9,8 @@
 Where the shares of a batch have some experts each, `ep` ranks of dp_shard are a dimension of their own inside of it.
 
 Ranks that differ only in pp, cp and tp are a *unit*: together they train one share of the batch. Its first rank leads
-it: that one fetches the payloads, and its numbers count where data ranks add theirs up.
+it, and fetches the payloads. Where data ranks add their numbers up, those of one rank of each unit count: the first
+one at the end of the pipeline.
 """
 
 from __future__ import annotations
@@ -91,6 +92,18 @@ class MeshSizes:
     def unit(self, rank: int) -> list[int]:
         """The ranks that train on the same share as this one, which is among them; the first leads."""
         return [other for other in range(self.ranks) if self.data_rank(other) == self.data_rank(rank)]
+
+    def stage(self, rank: int) -> int:
+        """Which place in the pipeline a rank has."""
+        return rank // (self.ranks // self.pp)
+
+    def stage_ranks(self, rank: int) -> list[int]:
+        """The ranks at the same place in the pipeline as this one, which is among them."""
+        return [other for other in range(self.ranks) if self.stage(other) == self.stage(rank)]
+
+    def counting(self, rank: int) -> int:
+        """The rank of the same unit whose numbers count: the first one at the end of the pipeline."""
+        return next(other for other in self.unit(rank) if self.stage(other) == self.pp - 1)
 
 
 def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:

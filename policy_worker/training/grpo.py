@@ -390,7 +390,7 @@ class Grpo:
         if trainer.reference:
             hidden = {HIDDEN: "hidden"} if full else {}
             score(trainer.reference, self._reference_batching, {REFERENCE: "logprobs"} | hidden)
-        head = trainer.reference_head() if full else None
+        head = trainer.head_of(trainer.reference) if full and trainer.reference else None
         wanted = {OLD: "logprobs"} if self._correction or self._rejection else {}
         if in_reward:
             score(

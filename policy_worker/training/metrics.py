@@ -61,9 +61,8 @@ class PartSums:
         """Of each optimizer step, over all ranks; and its `grad_norm`. A collective."""
         if not self._steps:
             return []
-        names = list(self._steps[0])
-        rows = torch.stack([torch.stack([step[name].float() for name in names]) for step in self._steps])
-        steps = [dict(zip(names, values, strict=True)) for values in rows.tolist()]
+        steps = group.from_last_stage(self._summed())
+        names = list(steps[0])
         for how, chosen in (
             ("max", [name for name in names if _is_max(name)]),
             ("sum", [name for name in names if not _is_max(name)]),
@@ -72,6 +71,14 @@ class PartSums:
             for step in steps:
                 step.update({name: next(reduced) for name in chosen})
         return [{**step, "grad_norm": norm} for step, norm in zip(steps, self._grad_norms, strict=True)]
+
+    def _summed(self) -> list[Metrics]:
+        """Of each optimizer step what this rank has added. The accelerator is waited for."""
+        names = list(self._steps[0])
+        if not names:  # outputs are on the last stage
+            return [{} for _ in self._steps]
+        rows = torch.stack([torch.stack([step[name].float() for name in names]) for step in self._steps])
+        return [dict(zip(names, values, strict=True)) for values in rows.tolist()]
 
 
 def _is_max(name: str) -> bool:
@@ -275,7 +282,7 @@ class KeptSamples:
             if math.isfinite(advantages[row]) and bool(values.isfinite().all())
         ]
         found = {row: [] for row in self._rows if row in idle}
-        found.update(pair for part in group.gather(mine if group.leads_unit else []) for pair in part)
+        found.update(pair for part in group.gather(mine if group.counts else []) for pair in part)
         if not group.leads:
             return []
         table = self._table

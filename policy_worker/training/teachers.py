@@ -156,7 +156,7 @@ class Teachers:
 
         elif teacher.loss == "reverse_kl_full":
             fields.append("hidden")
-            one.head = model.whole_head().to(trainer.group.device) if batches else None
+            one.head = trainer.head_of(model) if batches else None
         found = trainer.score(model, samples, mine, self._temperature, fields, more=more)
         one.logprobs = found[0]
         if teacher.loss == "top_k_jsd":

@@ -26,6 +26,7 @@ from pathlib import Path
 from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.model.model import DTYPES
+from policy_worker.model.stages import names_here
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Trainer
@@ -34,10 +35,9 @@ from policy_worker.weights.record import RECORD, Record
 from policy_worker.weights.release import Leader, Place, Release
 from schema.config import Config
 from schema.wire import messages as m
-from weight_sync import HubNames, WeightError
+from weight_sync import WeightError
 from weight_sync.errors import StoreError
 from weight_sync.publishing.chain import Chain
-from weight_sync.publishing.gather import Gathering
 from weight_sync.publishing.pinned_copy import PinnedCopy
 from weight_sync.stores import Store, open_store
 
@@ -104,9 +104,8 @@ class Publisher:
             self.owed = True
             return False
         began = time.monotonic()
-        names = HubNames(self._trainer.model.lm, lora=self._lora)
-        group = self._trainer.group
-        self._shadow.take(Gathering(names, group.rank, group.world).tensors(self._dtype))
+        names = names_here(self._trainer.model, lora=self._lora)
+        self._shadow.take(self._trainer.group.gathering(names).tensors(self._dtype))
         seconds = time.monotonic() - began
         self.owed = False
         self._background.start(lambda: self._release.publish(version, seconds))

@@ -55,19 +55,23 @@ def tiny_family(
     vocabulary: int = VOCABULARY,
     heads: int = 4,
     kv_heads: int = 4,
+    layers: int = 2,
 ) -> PreTrainedModel:
     """A model of the shape of one of the families that people train."""
     torch.manual_seed(seed)
     further: dict[str, Any] = {
         "llama": {"attention_bias": True, "mlp_bias": True},
-        "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        "gemma3_text": {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        },
         "phi3": {"sliding_window": 5},
         "qwen3_moe": {
             **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
             "experts_implementation": "eager",  # the only one that takes float64
         },
     }
-    shape = TINY | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    shape = TINY | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
     shape |= {"tie_word_embeddings": tie, "vocab_size": vocabulary}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **further.get(family, {})))
     for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1
@@ -83,35 +87,41 @@ def tiny_experts(seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=vocabulary, **TINY, **experts))
 
 
-def tiny_model(seed: int = 0, *, packed: bool = False, recompute: bool = False) -> PolicyModel:
-    return prepare_model(PolicyModel(tiny_lm(seed)), packed=packed, recompute=recompute)
+def tiny_model(
+    seed: int = 0, *, packed: bool = False, recompute: bool = False, layers: int = 2
+) -> PolicyModel:
+    return prepare_model(PolicyModel(tiny_lm(seed, layers=layers)), packed=packed, recompute=recompute)
 
 
-def tiny_critic(seed: int = 2, *, packed: bool = False) -> ValueModel:
+def tiny_critic(seed: int = 2, *, packed: bool = False, layers: int = 2) -> ValueModel:
     """A critic of the same shape that already expects something."""
-    lm = AutoModel.from_config(tiny_lm().config)
-    lm.load_state_dict(tiny_lm(seed).model.state_dict())
+    lm = AutoModel.from_config(tiny_lm(layers=layers).config)
+    lm.load_state_dict(tiny_lm(seed, layers=layers).model.state_dict())
     model = ValueModel(lm)
     torch.nn.init.normal_(model.value_head, std=0.3)
     return prepare_model(model, packed=packed, recompute=False)
 
 
-def make_trainer(config: Config, group: Group, model: PolicyModel | None = None) -> Trainer:
-    """A trainer of tiny models, with those that the configuration asks for."""
+def make_trainer(
+    config: Config, group: Group, model: PolicyModel | None = None, *, layers: int = 2
+) -> Trainer:
+    """A trainer of tiny models, with those that the configuration asks for. layers: of each but a given one."""
     packed = config.train.sequence_packing
     if model is None:
-        model = tiny_model(packed=packed)
+        model = tiny_model(packed=packed, layers=layers)
         freeze(model.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
     if config.policy.lora is not None and lora.adapters_of(model.lm) is None:
         lora.inject(model.lm, config.policy.lora, "policy.lora")
-    reference = tiny_model(seed=1) if config.has_reference else None
+    reference = tiny_model(seed=1, layers=layers) if config.has_reference else None
     critic = None
     if config.has_critic:
-        values = tiny_critic(packed=packed)
+        values = tiny_critic(packed=packed, layers=layers)
         if config.critic.lora is not None:
             lora.inject(values.lm, config.critic.lora, "critic.lora")
         critic = Critic(values, config, group, Schedule.of_config(config.critic, total_steps=10))
-    teachers = {one.name: tiny_model(seed=2 + i) for i, one in enumerate(config.local_teachers)}
+    teachers = {
+        one.name: tiny_model(seed=2 + i, layers=layers) for i, one in enumerate(config.local_teachers)
+    }
     return Trainer(model, config, group, Schedule(10), reference, critic, teachers)
 
 

@@ -5,8 +5,9 @@ restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 a
 `mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `model` are
 arguments of `tiny_family`. `exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of
 its first fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by
-now). `ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". Rank
-0 writes gradients of the last step, weights and metrics to OUT as safetensors and JSON; all ranks come to the same.
+now). `ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". The
+first rank of each stage writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the
+metrics as JSON; all ranks of a stage come to the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
+from policy_worker.model.stages import names_here, names_of_all
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
@@ -46,8 +48,6 @@ from tests.policy_worker.material import (
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
-from weight_sync.hf_names import HubNames
-from weight_sync.publishing.gather import Gathering
 
 Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 """Gradients of the last step and weights, on the CPU; metrics of each step."""
@@ -93,7 +93,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             recompute=config.policy.model_gradient_checkpointing,
             pieces=group.sizes.cp,
         )
-    trainer = make_trainer(config, group, model)
+    trainer = make_trainer(config, group, model, layers=options.get("layers", 2))
     assert trainer.sharded == (
         group.sizes.fsdp_ranks > 1 or config.train.param_dtype != config.train.master_dtype
     )
@@ -168,14 +168,16 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
     weights = dict(hub_tensors(trainer.model.lm))
-    published = dict(Gathering(HubNames(trainer.model.lm), group.rank, group.world).tensors())
+    published = dict(group.gathering(names_here(trainer.model)).tensors())
     assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())
-    assert sorted(chain(*group.gather([*published]))) == sorted(weights)
+    everything = [name for name, _ in names_of_all(trainer.model).tensors(lambda _, tensor: tensor)]
+    assert sorted(chain(*group.gather([*published]))) == sorted(everything)
     tensors = {**gradients, **weights}
     if trainer.critic is not None:
         tensors |= {f"critic.{name}": whole(p) for name, p in trainer.critic.model.named_parameters()}
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-    assert len(set(group.gather(hashlib.sha256(save(tensors)).hexdigest()))) == 1
+    digests = group.gather(hashlib.sha256(save(tensors)).hexdigest())
+    assert {digests[rank] for rank in group.sizes.stage_ranks(group.rank)} == {digests[group.rank]}
     return tensors, metrics
 
 
@@ -189,10 +191,11 @@ def main(out: Path, options: Any) -> None:
             group.arrange(MeshSizes(**cases[0]["mesh"]))
         for number, case in enumerate(cases):
             tensors, metrics = train(group, case)
+            folder = out / str(number) if several else out
+            folder.mkdir(exist_ok=True)
+            if group.leads_stage:
+                save_file(tensors, folder / f"tensors-{group.rank}.safetensors")
             if group.leads:
-                folder = out / str(number) if several else out
-                folder.mkdir(exist_ok=True)
-                save_file(tensors, folder / "tensors.safetensors")
                 (folder / "metrics.json").write_text(json.dumps(metrics))
         group.barrier()
     finally:

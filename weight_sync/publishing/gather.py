@@ -46,14 +46,18 @@ class Gathering:
     """What each rank owns of a model, and how it gets it. All ranks call alike.
 
     Args:
-        names: of the model, made on every rank. rank, world: of this process among those that publish.
+        names: of the model, made on every rank. rank, world: of this process among those that publish it.
+        group: these; None: all ranks. A model that is cut into stages is one for the ranks of each stage.
 
     Raises:
         WeightError: a tensor is laid out in another way than in shards and copies over all ranks.
     """
 
-    def __init__(self, names: HubNames, rank: int, world: int) -> None:
-        self._names, self._rank, self._world = names, rank, world
+    def __init__(
+        self, names: HubNames, rank: int, world: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._names, self._rank, self._world, self._group = names, rank, world, group
+        self._global = range(world) if group is None else dist.get_process_group_ranks(group)
         units = names.units
         owner = owners([unit.n_bytes for unit in units], world)
         self.owned: list[Unit] = [unit for unit, of in zip(units, owner, strict=True) if of == rank]
@@ -101,12 +105,16 @@ class Gathering:
         if mine is not None:
             tensor = self._names.stored[mine[0]]
             assert isinstance(tensor, DTensor)
-            boxes, shape = pieces_for(self._rank, tensor), tensor.shape
+            boxes, shape = pieces_for(self._global[self._rank], tensor), tensor.shape
             kind = cast(tensor.new_empty(0), dtype if mine[1] else None).dtype
-        sizes = [boxes[rank].count * kind.itemsize if rank in boxes else 0 for rank in range(self._world)]
+        sizes = [boxes[rank].count * kind.itemsize if rank in boxes else 0 for rank in self._global]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         dist.all_to_all_single(
-            received, torch.cat([piece.to(device) for piece in sent]), sizes, [len(piece) for piece in sent]
+            received,
+            torch.cat([piece.to(device) for piece in sent]),
+            sizes,
+            [len(piece) for piece in sent],
+            group=self._group,
         )
         return None if mine is None else _put_together(received.view(kind), shape, boxes)
 
@@ -115,7 +123,7 @@ class Gathering:
         tensor = self._names.stored[name]
         assert isinstance(tensor, DTensor)
         part = _local(tensor)
-        if part.numel() == 0 or not _gives(self._rank, owner, tensor):
+        if part.numel() == 0 or not _gives(self._global[self._rank], self._global[owner], tensor):
             return part.new_empty(0, dtype=torch.uint8)
         return cast(part, dtype if exact else None).contiguous().view(-1).view(torch.uint8)
 
