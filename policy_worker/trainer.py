@@ -99,7 +99,7 @@ class TrainedModel:
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         self._pipeline: Pipeline | None = None
         if group.sizes.pp > 1:
-            self._pipeline = Pipeline(group, Pipe(group.sizes.pp, mesh.virtual_pp_size))
+            self._pipeline = Pipeline(group, Pipe.of_config(mesh))
             self._pipeline.cut(model)
         with torch.accelerator.device_index(device.index):
             self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)

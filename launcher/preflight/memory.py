@@ -195,8 +195,13 @@ def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> Part:
 
 def micro_batch_tokens(config: Config, data_ranks: int) -> int:
     """The most tokens of one micro-batch, if all samples are as long as they may be."""
-    policy, longest = config.train.train_policy, config.policy.model_max_length
-    most = policy.max_token_len_per_mini_batch or policy.mini_batch * longest
+    policy, mesh, longest = (
+        config.train.train_policy,
+        config.policy.parallelism,
+        config.policy.model_max_length,
+    )
+    samples = policy.mini_batch if mesh.pp_size == 1 else mesh.pp_micro_batch_size
+    most = policy.max_token_len_per_mini_batch or samples * longest
     return min(most, _samples_of_rank(config, data_ranks) * longest)
 
 

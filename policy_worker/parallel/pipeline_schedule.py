@@ -18,6 +18,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from schema.config.sections.policy import ParallelismConfig
+
 Name = Literal["1F1B", "GPipe"]
 
 
@@ -40,6 +42,11 @@ class Pipe:
     ranks: int
     chunks: int = 1
     name: Name = "1F1B"
+
+    @staticmethod
+    def of_config(mesh: ParallelismConfig) -> Pipe:
+        """That of the policy, which its other models share."""
+        return Pipe(mesh.pp_size, mesh.virtual_pp_size, mesh.pp_schedule)
 
     @property
     def stages(self) -> int:

@@ -37,6 +37,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import VocabularyShard
 from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
+from policy_worker.model.stages import Elsewhere
 from policy_worker.parallel.experts import EXPERTS, spread_experts
 from policy_worker.parallel.parts import COLUMNS, COPY, ROWS, Add, Copy, Join, Part, cut, wrap
 from weight_sync.publishing.gather import box_at
@@ -73,9 +74,11 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
             f"{type(lm).__name__} does not say how tensor parallelism cuts it: write tp_size = 1 for it"
         )
     _check_adapters(lm, plan)
-    embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    is_tied = head is not None and head.weight is embeddings.weight
-    ranks.cut_embeddings(embeddings)
+    ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
+    embeddings, head = (None if isinstance(end, Elsewhere) else end for end in ends)
+    is_tied = head is not None and embeddings is not None and head.weight is embeddings.weight
+    if embeddings is not None:
+        ranks.cut_embeddings(embeddings)
     if head is not None:
         cut(head, mesh, ROWS)
         head.weight = embeddings.weight if is_tied else head.weight
@@ -83,7 +86,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
     copies: dict[str, _Copies] = {}
     for name, layer in lm.named_modules():
         style = plan.get(_pattern(name))
-        if style is None or layer is head or layer is embeddings:
+        if style is None or layer in ends:
             continue
         if style in STYLES and (isinstance(layer, nn.Linear) or adapted(layer)):
             block = name.rpartition(".")[0]

@@ -56,9 +56,9 @@ class Batching:
 
     @staticmethod
     def of_config(config: Config) -> Batching:
-        policy = config.train.train_policy
+        policy, mesh = config.train.train_policy, config.policy.parallelism
         batching = Batching(
-            samples=policy.mini_batch,
+            samples=policy.mini_batch if mesh.pp_size == 1 else mesh.pp_micro_batch_size,
             max_tokens=policy.max_token_len_per_mini_batch,
             packed=config.train.sequence_packing,
             balance=policy.balance_dp_token,

@@ -90,6 +90,7 @@ watch(
         "policy.parallelism.dp_replicate_size": (1, 2),
         "policy.parallelism.cp_size": (1, 2),
         "policy.parallelism.tp_size": (1, 2),
+        "policy.parallelism.pp_size": (1, 2),
         "launcher.cpu_threads": (1, 2),
         "train.train_policy.type": (Whole(grpo), Whole(sft)),
         "placement.policy": ([0], [1]),
@@ -104,6 +105,12 @@ watch(
     processes,
     changed(vllm, {"placement.policy": [0], "placement.rollout": [0]}),
     {"placement.share": ("memory", "none")},
+    refused=True,
+)
+watch(
+    processes,
+    changed(vllm, {"policy.parallelism.pp_size": 2}),
+    {"policy.parallelism.pp_dynamic_shape": (True, False)},
     refused=True,
 )
 watch(command_lines, vllm, {"profiler.enable_nsys": (False, True)})

@@ -31,10 +31,19 @@ from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import Backbone, load_critic, load_model, load_reference, load_teacher
+from policy_worker.model.model import (
+    Backbone,
+    PolicyModel,
+    load_critic,
+    load_model,
+    load_reference,
+    load_teacher,
+)
+from policy_worker.model.stages import cut
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Critic, TrainedModel, Trainer
@@ -470,6 +479,26 @@ watch(
     changed(grpo, {"policy.model_max_length": 24}),
     {f"{POLICY}.mini_batch": (2, 3), f"{POLICY}.max_token_len_per_mini_batch": (24, 48)},
 )
+
+
+of_stages = changed(grpo, {"policy.parallelism.pp_size": 2, f"{POLICY}.mini_batch": 4})
+
+
+def layers_of_a_rank(config: Config, place: Place) -> list[str]:
+    """What a rank has of a model of four layers."""
+    model, pipe = PolicyModel(tiny_lm(layers=4)), Pipe.of_config(config.policy.parallelism)
+    cut(model, 0, pipe.ranks, pipe.chunks)
+    return list(model.state_dict())
+
+
+def order_of_work(config: Config, place: Place) -> list[Tick]:
+    """Of four micro-batches."""
+    return Pipe.of_config(config.policy.parallelism).schedule(4)
+
+
+watch(rows_of_micro_batches, of_stages, {"policy.parallelism.pp_micro_batch_size": (1, 2)})
+watch(layers_of_a_rank, of_stages, {"policy.parallelism.virtual_pp_size": (1, 2)})
+watch(order_of_work, of_stages, {"policy.parallelism.pp_schedule": ("1F1B", "GPipe")})
 
 
 def samples_of_passes(config: Config, place: Place) -> list[int]:

@@ -71,7 +71,11 @@ def tiny_family(
             "experts_implementation": "eager",  # the only one that takes float64
         },
     }
-    shape = TINY | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
+    shape = TINY | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+    }
     shape |= {"tie_word_embeddings": tie, "vocab_size": vocabulary}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **further.get(family, {})))
     for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1

@@ -1,12 +1,14 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {mesh, model, exact, grpo, train, sections, samples, steps, first_step, save, save_step, staged,
-restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
-`mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `model` are
-arguments of `tiny_family`. `exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of
-its first fetches of payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by
-now). `ahead` says what the controller guesses of the next batch: "right", "partly" (but for one group), "wrong". The
-first rank of each stage writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the
+OPTIONS is JSON: {mesh, pipe, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
+save_step, staged, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
+`mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `pipe` are further
+keys of the mesh, of its pipeline. `model` are arguments of `tiny_family`; other models have as many `layers`.
+`exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of its first fetches of
+payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). `ahead` says what
+the controller guesses of the next batch: "right", "partly" (but for one group), "wrong".
+
+The first rank of each stage writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the
 metrics as JSON; all ranks of a stage come to the same.
 """
 
@@ -80,10 +82,12 @@ def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _train(group: Group, options: dict[str, Any]) -> Result:
+    mesh = {"tp_size": 1, "dp_shard_size": -1, "pp_size": group.sizes.pp, **options.get("pipe", {})}
+    sections = options.get("sections", {})
     config = make_config(
         options.get("grpo"),
         {"optm_grad_norm_clip": 0.5, **options.get("train", {})},
-        **options.get("sections", {}),
+        **{**sections, "policy": {"parallelism": mesh, **sections.get("policy", {})}},
     )
     model = None
     if "model" in options:

@@ -33,12 +33,30 @@ def stages_have_a_pipeline(config: Config) -> Iterator[Problem]:
     for section, mesh, batch_key, batch in trainer_meshes(config):
         size_key = f"{section}.pp_size"
         if mesh.pp_size == 1:
-            for name, value in written(mesh, "virtual_pp_size", "pp_micro_batch_size", "pp_dynamic_shape"):
+            for name, value in written(mesh, "virtual_pp_size", "pp_micro_batch_size", "pp_schedule"):
                 message = f"{toml_value(value)} belongs to a pipeline, and {size_key} = 1 has none"
                 hint = f"leave it out, or choose a larger {size_key}"
                 yield Problem(f"{section}.{name}", message, value, hint, related=(size_key,))
-        elif config.train.train_policy.max_token_len_per_mini_batch is None:
+        elif (cap := config.train.train_policy.max_token_len_per_mini_batch) is None:
             yield from _pipeline_batches(section, mesh, batch_key, batch)
+        else:
+            for name, value in written(mesh, "pp_micro_batch_size"):
+                cap_key = f"{_POLICY}.max_token_len_per_mini_batch"
+                message = f"{value} has no effect: {cap_key} = {cap} cuts micro-batches by their tokens"
+                hint = f"leave it out, or {cap_key}"
+                yield Problem(f"{section}.{name}", message, value, hint, related=(cap_key,))
+
+
+def stages_take_any_shape(config: Config) -> Iterator[Problem]:
+    """Micro-batches keep their lengths in a pipeline."""
+    for section, mesh, _, _ in trainer_meshes(config):
+        if mesh.pp_size > 1 and not mesh.pp_dynamic_shape:
+            key, size_key = f"{section}.pp_dynamic_shape", f"{section}.pp_size"
+            message = (
+                f"false is not possible with {size_key} = {mesh.pp_size}: micro-batches have lengths of their own, "
+                f"which each stage knows"
+            )
+            yield Problem(key, message, False, "leave it out", related=(size_key,))
 
 
 def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, batch: int) -> Iterator[Problem]:
@@ -117,10 +135,11 @@ def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
         "pp_micro_batch_size": "an inference engine cuts its own micro-batches",
         "virtual_pp_size": "an inference engine has one stage per rank",
         "pp_dynamic_shape": "an inference engine takes any shape",
+        "pp_schedule": "an inference engine has its own schedule",
         "sequence_parallel": "an inference engine splits what it can by itself",
     }
     for name, value in written(mesh, *never):
-        key, hint = f"{section}.{name}", f"write {section}.{name} = {'false' if value is True else 1}"
+        key, hint = f"{section}.{name}", "leave it out"
         yield Problem(key, f"{toml_value(value)} is not possible: {never[name]}", value, hint)
     ranks = mesh.tp_size * max(1, mesh.dp_shard_size)
     if mesh.ep_size not in (1, ranks):
@@ -152,6 +171,7 @@ def ranks_are_countable(config: Config) -> Iterator[Problem]:
 MESH_RULES = (
     ranks_are_countable,
     stages_have_a_pipeline,
+    stages_take_any_shape,
     sequences_are_split_by_tensors,
     experts_have_ranks,
     dispatch_has_ranks,

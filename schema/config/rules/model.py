@@ -66,12 +66,7 @@ def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
     mesh, key, other = config.policy.parallelism, "policy.parallelism.cp_size", "policy.parallelism.tp_size"
     if mesh.cp_size == 1:
         return
-    teachers = {
-        f"teacher[{number}].model": _facts_at("", str(teacher.model), None, {})
-        for number, teacher in enumerate(config.teacher)
-        if teacher.is_local
-    }
-    for name, (facts, _) in (_models(config) | teachers).items():
+    for name, (facts, _) in _all_models(config).items():
         if facts is None:
             continue
         model, related = f"{name} = {facts.name}", (name, other)
@@ -86,6 +81,13 @@ def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
             message = f"{mesh.cp_size}{times} does not divide the {facts.heads} attention heads of {model}"
             hint = f"write {key} = {_divisors(facts.heads // mesh.tp_size)}"
             yield Problem(key, message, mesh.cp_size, hint, related=related)
+
+
+def every_model_fills_stages(config: Config) -> Iterator[Problem]:
+    """Models next to the policy are cut into as many stages."""
+    for name, (facts, _) in _all_models(config).items():
+        if facts is not None and name != _MODEL:
+            yield from layers_fill_stages("policy.parallelism", config.policy.parallelism, facts, name)
 
 
 def model_warnings(config: Config) -> Iterator[Problem]:
@@ -139,6 +141,16 @@ def _models(config: Config) -> dict[str, tuple[ModelFacts | None, list[Problem]]
     return models
 
 
+def _all_models(config: Config) -> dict[str, tuple[ModelFacts | None, list[Problem]]]:
+    """The same, and teachers."""
+    teachers = {
+        f"teacher[{number}].model": _facts_at("", str(teacher.model), None, {})
+        for number, teacher in enumerate(config.teacher)
+        if teacher.is_local
+    }
+    return _models(config) | teachers
+
+
 def _facts_at(
     key: str, name: str, revision: str | None, override: Mapping[str, Any]
 ) -> tuple[ModelFacts | None, list[Problem]]:
@@ -179,8 +191,10 @@ def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) 
     return []
 
 
-def layers_fill_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
-    """Every pipeline stage has a layer."""
+def layers_fill_stages(
+    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = _MODEL
+) -> Iterator[Problem]:
+    """Every pipeline stage has a layer. model: the key that names it."""
     key, other, stages = (
         f"{section}.pp_size",
         f"{section}.virtual_pp_size",
@@ -190,10 +204,10 @@ def layers_fill_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts)
         return
     times = f" * {other} = {mesh.virtual_pp_size}" if mesh.virtual_pp_size > 1 else ""
     message = (
-        f"{mesh.pp_size}{times} are {stages} stages for the {facts.layers} layers of {_MODEL} = {facts.name}"
+        f"{mesh.pp_size}{times} are {stages} stages for the {facts.layers} layers of {model} = {facts.name}"
     )
     hint = f"write {key} = {max(facts.layers // mesh.virtual_pp_size, 1)}"
-    yield Problem(key, message, mesh.pp_size, hint, related=(_MODEL, other))
+    yield Problem(key, message, mesh.pp_size, hint, related=(model, other))
 
 
 def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
@@ -450,6 +464,7 @@ MODEL_RULES = (
     model_agrees,
     logprobs_are_right,
     sequences_can_be_cut,
+    every_model_fills_stages,
     engine_replaces_weights,
     critic_reads_the_policy,
     kept_sets_are_bounded,

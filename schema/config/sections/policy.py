@@ -17,7 +17,7 @@ from schema.config.base import (
     Section,
     UnitFloat,
 )
-from schema.config.key import cosmos_key, key
+from schema.config.key import Deviation, cosmos_key, key
 from schema.config.sections.model_keys import CheckpointingKeys, ModelKeys
 
 
@@ -49,27 +49,41 @@ class ParallelismConfig(Section):
         acts="process: `WORLD_SIZE` of a policy replica.",
     )
     pp_size: Ranks = cosmos_key(
-        1, "Pipeline-parallel size.", unbuilt="pipeline parallelism of a {role} replica"
+        1,
+        "Pipeline-parallel size: ranks that have some of the layers each, which micro-batches go through one after "
+        "the other.",
+        acts="process: `WORLD_SIZE` of a policy replica.",
     )
     pp_dynamic_shape: bool = cosmos_key(
-        False,
+        True,
         "Whether pipeline stages accept varying shapes.",
-        unbuilt="pipeline parallelism of a {role} replica",
+        acts="refusal: false, where there is a pipeline.",
+        deviation=Deviation(
+            False,
+            "Every rank of a pipeline knows the shape of what it receives, so micro-batches keep their lengths and "
+            "none is padded to another's.",
+        ),
     )
     pp_micro_batch_size: Samples = cosmos_key(
         1,
         "Samples per pipeline micro-batch; batch / this must be a multiple of pp_size.",
-        unbuilt="pipeline parallelism of a {role} replica",
+        acts="file: Samples of a micro-batch, where there is a pipeline.",
     )
     dp_replicate_size: Ranks = cosmos_key(
         1,
         "Copies of the sharded model inside one replica (HSDP).",
         acts="process: `WORLD_SIZE` of a policy replica.",
     )
+    pp_schedule: Literal["1F1B", "GPipe"] = key(
+        "1F1B",
+        "Order of work in a pipeline: a backward as soon as there is one (interleaved with virtual_pp_size > 1), or "
+        "all forwards of an optimizer step before its backwards, which keeps the activations of all micro-batches.",
+        acts="process: Order of forwards and backwards of a rank.",
+    )
     virtual_pp_size: Ranks = key(
         1,
         "Pipeline stages that each rank holds (interleaved schedule).",
-        unbuilt="pipeline parallelism of a {role} replica",
+        acts="number: Which layers a rank has.",
     )
     sequence_parallel: bool = key(
         False,

@@ -48,6 +48,25 @@ class RolloutParallelismConfig(ParallelismConfig):
     ep_size: Ranks = cosmos_key(
         1, "Expert-parallel size of one engine.", unbuilt="expert parallelism of a rollout replica"
     )
+    pp_size: Ranks = cosmos_key(
+        1, "Pipeline-parallel size.", unbuilt="pipeline parallelism of a rollout replica"
+    )
+    pp_dynamic_shape: bool = cosmos_key(
+        False,
+        "Must be false: an engine takes any shape.",
+        unbuilt="pipeline parallelism of a rollout replica",
+    )
+    pp_micro_batch_size: Samples = cosmos_key(
+        1,
+        "Must be 1: an engine cuts its own micro-batches.",
+        unbuilt="pipeline parallelism of a rollout replica",
+    )
+    pp_schedule: Literal["1F1B", "GPipe"] = key(
+        "1F1B", "An engine has its own.", unbuilt="pipeline parallelism of a rollout replica"
+    )
+    virtual_pp_size: Ranks = key(
+        1, "Must be 1: an engine has one stage per rank.", unbuilt="pipeline parallelism of a rollout replica"
+    )
     dp_replicate_size: Ranks = cosmos_key(
         1,
         "Must be 1: more replicas are n_init_replicas.",

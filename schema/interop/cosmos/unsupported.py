@@ -22,7 +22,7 @@ _PATTERN = (
     "parameters are chosen by name in policy.trainable_map, not by regular expression: list the modules there"
 )
 _ADAPTER = "training starts from one fresh adapter: merge the old ones into the model"
-_SCHEDULE = "the schedule of pipeline stages follows from pp_size and virtual_pp_size"
+_STAGES = "stages have equally many layers, those of pp_size * virtual_pp_size"
 
 _REASONS: dict[str, str] = {
     **because(
@@ -58,10 +58,7 @@ _REASONS: dict[str, str] = {
             "train.train_policy.advantage_clip cuts advantages on both sides alike": (
                 "train.train_policy.advantage_low train.train_policy.advantage_high"
             ),
-            _SCHEDULE: (
-                "policy.parallelism.pp_schedule policy.parallelism.pp_layers_per_stage "
-                "rollout.parallelism.pp_schedule rollout.parallelism.pp_layers_per_stage"
-            ),
+            _STAGES: ("policy.parallelism.pp_layers_per_stage rollout.parallelism.pp_layers_per_stage"),
             "how ranks exchange a sequence changes speed alone": (
                 "policy.parallelism.cp_rotate_method rollout.parallelism.cp_rotate_method"
             ),

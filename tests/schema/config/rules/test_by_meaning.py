@@ -463,12 +463,19 @@ FAULTS = {
     mesh.stages_have_a_pipeline: [
         *(
             ({f"{M}.{key}": value}, f"{M}.pp_size = 1")
-            for key, value in (("virtual_pp_size", 2), ("pp_micro_batch_size", 2), ("pp_dynamic_shape", True))
+            for key, value in (("virtual_pp_size", 2), ("pp_micro_batch_size", 2), ("pp_schedule", "GPipe"))
+        ),
+        (
+            {f"{M}.pp_micro_batch_size": 2, f"{M}.pp_size": 2, f"{P}.max_token_len_per_mini_batch": 8192},
+            "8192 cuts micro-batches by their tokens",
         ),
         (
             {f"{C}.pp_micro_batch_size": 2, f"{C}.pp_size": 4, "critic.mini_batch": 4} | CRITIC,
             "critic.mini_batch = 4",
         ),
+    ],
+    mesh.stages_take_any_shape: [
+        ({f"{M}.pp_dynamic_shape": False, f"{M}.pp_size": 2}, f"{M}.pp_size = 2", "lengths of their own")
     ],
     mesh.sequences_are_split_by_tensors: [({f"{M}.sequence_parallel": True}, f"{M}.tp_size = 1")],
     mesh.experts_have_ranks: [
@@ -501,6 +508,7 @@ FAULTS = {
         ({f"{R}.pp_micro_batch_size": 2}, "2 is not possible"),
         ({f"{R}.sequence_parallel": True}, "true is not possible"),
         ({f"{R}.pp_dynamic_shape": True}, "true is not possible"),
+        ({f"{R}.pp_schedule": "GPipe"}, "its own schedule"),
         ({f"{R}.ep_size": 2, f"{R}.tp_size": 4}, "2 is not possible", f"{R}.tp_size = 4"),
     ],
 }

@@ -64,7 +64,11 @@ def _check_default(case: tuple[str, str]) -> None:
     if deviation := deviation_of(key):
         assert deviation.theirs == expected
         assert deviation.reason.endswith(".")
-        expected = {"train.train_batch_per_replica": 16, "train.transfer_dtype": None}[key]
+        expected = {
+            "train.train_batch_per_replica": 16,
+            "train.transfer_dtype": None,
+            "policy.parallelism.pp_dynamic_shape": True,
+        }[key]
     value = getattr(made, name)
     assert (type(value), value) == (type(expected), expected), name
 
