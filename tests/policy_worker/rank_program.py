@@ -1,7 +1,7 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
 OPTIONS is JSON: {mesh, pipe, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
-save_step, staged, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
+save_step, staged, export, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
 `mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `pipe` are further
 keys of the mesh, of its pipeline. `model` are arguments of `tiny_family`; other models have as many `layers`.
 `exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of its first fetches of
@@ -26,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from policy_worker.checkpoints.export import export_model
 from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
 from policy_worker.model.stages import names_here, names_of_all
 from policy_worker.parallel.fsdp import local_of
@@ -171,6 +172,8 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         save_state(
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
+    if "export" in options:
+        export_model(trainer, config, Path(options["export"]), average="ema_decay" in options["train"])
     weights = dict(hub_tensors(trainer.model.lm))
     published = dict(group.gathering(names_here(trainer.model)).tensors())
     assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from policy_worker.parallel.group import Group
+from tests.policy_worker.material import write_model
 from tests.policy_worker.parallel.test_ranks import (
     EVERYTHING,
     GRPO,
@@ -104,7 +105,46 @@ TRIPLES = [
     {"tp": 2, "cp": 2, "dp_replicate": 2},
     {"tp": 2, "dp_replicate": 2, "dp_shard": 2},
     {"cp": 2, "dp_replicate": 2, "dp_shard": 2},
+    {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
+    {"pp": 2, "tp": 2, "dp_shard": 2},
+    {"pp": 2, "tp": 2, "cp": 2},
+    {"pp": 2, "cp": 2, "dp_shard": 2},
 ]
+
+
+def staged(case: dict[str, Any], **pipe: Any) -> dict[str, Any]:
+    """The same with models of four layers. pipe: keys of the pipeline."""
+    four = {"layers": 4, "pipe": pipe}
+    return {**case, **four, **({"model": {**case["model"], "layers": 4}} if "model" in case else {})}
+
+
+@pytest.mark.slow
+def test_two_ranks_that_have_stages_equal_one(tmp_path: Path, group: Group):
+    several, critic, *others = everything()
+    exact = model("llama", tie=False) | {"exact": True, "steps": 3, "grpo": GRPO}
+    uneven = {"layers": 3, "model": {"family": "llama", "layers": 3}}
+    interleaved = [staged(several, virtual_pp_size=2), staged(critic, virtual_pp_size=2)]
+    cases = [*interleaved, *others, exact | {"pipe": {"pp_schedule": "GPipe"}}, exact | uneven]
+    assert_one(tmp_path / "2", group, 2, {"pp": 2}, cases)
+
+
+STAGED = [
+    {"pp": 4},
+    {"pp": 2, "dp_shard": 2},
+    {"pp": 2, "dp_replicate": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "cp": 2},
+    {"pp": 2, "dp_shard": 2, "ep": 2},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", STAGED, ids=str)
+def test_four_ranks_with_stages_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    exact = {"exact": True, "steps": 3, "grpo": GRPO}
+    cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
+    pipe = {} if mesh["pp"] == 4 else {"virtual_pp_size": 2}
+    assert_one(tmp_path / "4", group, 4, mesh, [staged(case, **pipe) for case in cases + everything()])
 
 
 @pytest.mark.soak
@@ -121,6 +161,7 @@ def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]
 def test_eight_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
     exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
     cases = [model(family, tie=family == "qwen3") | exact for family in ("qwen3", "gemma3_text", "qwen3_moe")]
+    cases = [staged(case) for case in cases] if "pp" in mesh else cases
     assert_one(tmp_path / "8", group, 8, mesh, cases)
 
 
@@ -139,6 +180,35 @@ def test_a_state_goes_on_on_any_mesh(tmp_path: Path, group: Group):
     (there, _), (later, _) = run_each(tmp_path / "2", 2, [back | {"steps": 2}, back | {"steps": 3}])
     assert_equal(there, here, 0.0)
     assert_equal(later, expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_a_state_goes_on_in_stages_and_back(tmp_path: Path, group: Group):
+    grpo = GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1, "reference_reset_interval": 1}
+    write_model(tmp_path / "model")
+    policy = {"model_name_or_path": str(tmp_path / "model")}
+    options = {
+        "samples": SAMPLES,
+        "exact": True,
+        "grpo": grpo,
+        "train": {"ema_decay": 0.5},
+        "sections": {"policy": policy},
+    }
+    expected, _ = train(group, options | {"steps": 3})
+    saved = {"steps": 2, "save": str(tmp_path / "2"), "save_step": 2, "export": str(tmp_path / "of 2")}
+    ((before, _),) = run_each(tmp_path / "ranks", 2, [options | saved | {"mesh": {"pp": 2}}])
+    restored = options | {"restore": str(tmp_path / "2" / "step-00000002"), "first_step": 2}
+    kept = {"steps": 2, "save": str(tmp_path / "1"), "save_step": 2, "export": str(tmp_path / "of 1")}
+    here, _ = train(group, restored | kept)
+    assert_equal(here, hub_only(before), 0.0)
+    later, _ = train(group, restored | {"steps": 3})
+    assert_equal(later, expected, EXACT)
+    back = restored | {"restore": str(tmp_path / "1" / "step-00000002"), "mesh": {"pp": 2}}
+    (there, _), (later, _) = run_each(tmp_path / "back", 2, [back | {"steps": 2}, back | {"steps": 3}])
+    assert_equal(there, here, 0.0)
+    assert_equal(later, expected, EXACT)
+    one, two = ((tmp_path / f"of {n}" / "model.safetensors").read_bytes() for n in (1, 2))
+    assert one == two
 
 
 def hub_only(tensors: dict[str, Any]) -> dict[str, Any]:
