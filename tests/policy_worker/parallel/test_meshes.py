@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.mesh import MeshSizes
 from tests.policy_worker.material import write_model
 from tests.policy_worker.parallel.test_ranks import (
     EVERYTHING,
@@ -91,14 +92,6 @@ def test_two_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group):
     assert_one(tmp_path / "2", group, 2, {"dp_shard": 2, "ep": 2}, experts())
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}], ids=str
-)
-def test_four_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
-    assert_one(tmp_path / "4", group, 4, mesh, experts())
-
-
 PAIRS = [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 2, "cp": 2}, {"tp": 4}]
 TRIPLES = [
     {"tp": 2, "cp": 2, "dp_shard": 2},
@@ -134,7 +127,6 @@ STAGED = [
     {"pp": 2, "dp_replicate": 2},
     {"pp": 2, "tp": 2},
     {"pp": 2, "cp": 2},
-    {"pp": 2, "dp_shard": 2, "ep": 2},
 ]
 
 
@@ -145,6 +137,24 @@ def test_four_ranks_with_stages_equal_one(tmp_path: Path, group: Group, mesh: di
     cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
     pipe = {} if mesh["pp"] == 4 else {"virtual_pp_size": 2}
     assert_one(tmp_path / "4", group, 4, mesh, [staged(case, **pipe) for case in cases + everything()])
+
+
+SHARED = [
+    {"dp_shard": 4, "ep": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"dp_replicate": 2, "dp_shard": 4, "ep": 2},
+    {"pp": 2, "dp_shard": 2, "ep": 2},
+    {"pp": 2, "dp_shard": 4, "ep": 2},
+    {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", SHARED, ids=str)
+def test_more_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    world = MeshSizes(**mesh).ranks
+    cases = [staged(case) for case in experts()] if "pp" in mesh else experts()
+    assert_one(tmp_path / str(world), group, world, mesh, cases)
 
 
 @pytest.mark.soak
