@@ -15,7 +15,7 @@ from policy_worker.parallel.group import Group
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.material import tiny_lm
-from tests.policy_worker.parallel.test_meshes import assert_one, model
+from tests.policy_worker.parallel.test_meshes import assert_one, model, staged
 from tests.policy_worker.parallel.test_ranks import EVERYTHING, GRPO, assert_equal, gradients, run, run_here
 from tests.support.devices import rounding
 
@@ -87,7 +87,18 @@ def test_what_tensor_parallelism_cannot_cut_is_named(group: Group, keys: dict[st
         apply_tp(model, init_device_mesh(group.device.type, (1,), mesh_dim_names=("tp",)))
 
 
+MESHES = [
+    {"tp": 2, "dp_shard": 2},
+    {"cp": 2, "tp": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 4, "ep": 2},
+    {"pp": 2, "dp_shard": 2},
+]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_adapters_on_meshes_of_four_equal_one_process(tmp_path: Path, group: Group, mesh: dict[str, int]):
-    assert_one(tmp_path / "4", group, 4, mesh, adapters())
+    cases = [staged(case) if "pp" in mesh else case for case in adapters()]
+    mixture = [case for case in cases if case["model"]["family"] == "qwen3_moe"]
+    assert_one(tmp_path / "4", group, 4, mesh, mixture if "ep" in mesh else cases)
