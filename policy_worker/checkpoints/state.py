@@ -92,7 +92,7 @@ def base_digest(model: Backbone, group: Group | None = None) -> str | None:
     parts = {
         key: int(local_of(tensor).contiguous().view(_WORD[tensor.dtype.itemsize]).sum(dtype=torch.int64))
         for key, tensor in base_state(model).items()
-        if _is_first(tensor, group is None or group.leads)
+        if _is_first(model, key, tensor, group is None or group.leads_stage)
     }
     sums: dict[str, int] = {}
     for part in [parts] if group is None else group.gather(parts):
@@ -156,18 +156,22 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
         if OPTIMIZER in contents:
             found[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
     return {
-        kind: {key: tensor for key, tensor in state.items() if _is_first(trainer, key, tensor)}
+        kind: {
+            key: tensor
+            for key, tensor in state.items()
+            if _is_first(trainer.model, key, tensor, trainer.group.leads_stage)
+        }
         for kind, state in found.items()
     }
 
 
-def _is_first(trainer: Trainer, key: str, tensor: Tensor) -> bool:
+def _is_first(model: Backbone, key: str, tensor: Tensor, leads_stage: bool) -> bool:
     """Whether this rank is the first of those that hold this piece of a tensor."""
-    stages = trainer.model.stages
+    stages = model.stages
     if stages is not None and stages.has_elsewhere(key.partition(".")[2]):
         return False
     if not isinstance(tensor, DTensor):
-        return trainer.group.leads_stage
+        return leads_stage
     place = tensor.device_mesh.get_coordinate() or ()
     return all(at == 0 for p, at in zip(tensor.placements, place, strict=True) if isinstance(p, Replicate))
 
