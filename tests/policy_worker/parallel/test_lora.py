@@ -16,7 +16,17 @@ from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.material import tiny_lm
 from tests.policy_worker.parallel.test_meshes import assert_one, model, staged
-from tests.policy_worker.parallel.test_ranks import EVERYTHING, GRPO, assert_equal, gradients, run, run_here
+from tests.policy_worker.parallel.test_ranks import (
+    EVERYTHING,
+    GRPO,
+    SAMPLES,
+    assert_equal,
+    gradients,
+    run,
+    run_each,
+    run_here,
+)
+from tests.policy_worker.rank_program import train
 from tests.support.devices import rounding
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
@@ -70,6 +80,21 @@ def test_adapters_on_layers_that_ranks_share_equal_one_process(
     tmp_path: Path, group: Group, mesh: dict[str, int]
 ):
     assert_one(tmp_path / "2", group, 2, mesh, adapters())
+
+
+@pytest.mark.slow
+def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Group):
+    learning = {"policy": {"lora": LORA | {"init_lora_weights": "pissa"}}, "critic": {"lora": LORA}}
+    grpo = GRPO | EVERYTHING | {"advantage_estimator": "gae"}
+    options: dict[str, Any] = {"samples": SAMPLES, "grpo": grpo, "sections": learning}
+    expected, _ = train(group, options | {"steps": 3})
+    shared, saved = options | {"mesh": {"tp": 2}}, {"save": str(tmp_path / "two"), "save_step": 1}
+    run_each(tmp_path / "1", 2, [shared | saved | {"steps": 1}])
+    alone = {"restore": str(tmp_path / "two" / "step-00000001"), "first_step": 1}
+    train(group, options | alone | {"steps": 2, "save": str(tmp_path / "one"), "save_step": 2})
+    back = {"restore": str(tmp_path / "one" / "step-00000002"), "first_step": 2}
+    ((found, _),) = run_each(tmp_path / "2", 2, [shared | back | {"steps": 3}])
+    assert_equal(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize(
