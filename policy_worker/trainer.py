@@ -62,8 +62,8 @@ MoreOf = Callable[[MicroBatch], More | None]
 
 
 def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
-    """The reference model's distributions at the tokens of a batch, if its output head is given."""
-    return None if head is None else Beside(batch.columns[HIDDEN], head)
+    """The reference model's distributions at this rank's tokens of a batch, if its output head is given."""
+    return None if head is None else Beside(batch.of_piece(batch.columns[HIDDEN]), head)
 
 
 class TrainedModel:

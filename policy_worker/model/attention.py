@@ -185,7 +185,7 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: 
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]; causal where there is no mask."""
+    """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]; causal without a mask."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (mask is not None or not key.shape[-1] == value.shape[-1] <= 256):
         # Then only the slowest kernel takes fewer heads of keys than of queries.

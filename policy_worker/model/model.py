@@ -187,8 +187,6 @@ class PolicyModel(Backbone):
         if not goes_to_head(entry):
             return picked
         labels = batch.of_piece(batch.labels)
-        if beside is not None:
-            beside = beside._replace(hidden=batch.of_piece(beside.hidden))
         found = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, beside=beside)
         if more is not None:
             found = found._replace(more=more(picked, self._head()))

@@ -68,7 +68,7 @@ def run_dir(run_without_checkpoint: Path, group: Group) -> Path:
 
 @pytest.fixture(scope="module")
 def run_of_two(run_without_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, written by two ranks; `tensors.safetensors` holds what they had."""
+    """The same, written by two ranks; `tensors-0.safetensors` holds what they had."""
     path = Path(shutil.copytree(run_without_checkpoint, tmp_path_factory.mktemp("two") / "run"))
     shutil.rmtree(path / "checkpoints")
     (path / "checkpoints").mkdir()
@@ -89,7 +89,7 @@ def test_two_ranks_become_one_model_without_a_network(run_of_two: Path, tmp_path
     assert "100 %" in done.stdout
     assert "Qwen3ForCausalLM after 0 steps" in done.stdout
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    trained = load_file(run_of_two / "tensors.safetensors")
+    trained = load_file(run_of_two / "tensors-0.safetensors")
     names = [name for name in lm.state_dict() if name in trained]
     assert len(names) > 10
     for name in names:
