@@ -188,6 +188,12 @@ def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) 
             message = f"{size} does not divide the {count} {words} of {_MODEL} = {facts.name}"
             hint = f"write {key} = {_divisors(*counts.values())}"
             return [Problem(key, message, size, hint, related=(_MODEL,))]
+    if size > 1 and facts.carries_state:
+        message = (
+            f"{size} ranks cannot share layers of {_MODEL} = {facts.name} ({facts.kind}) that carry state along the "
+            "row (state space, linear attention or convolution)"
+        )
+        return [Problem(key, message, size, f"write {key} = 1", related=(_MODEL,))]
     return []
 
 

@@ -33,6 +33,12 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     (QWEN, {f"{M}.tp_size": 32}, f"{M}.tp_size", ("32 does not divide the 16 attention heads",)),
     (QWEN, {f"{M}.tp_size": 16}, f"{M}.tp_size", ("16 does not divide the 8 key/value heads",)),
     (MOE, {f"{M}.tp_size": 8}, f"{M}.tp_size", ("8 does not divide the 12 experts",)),
+    (
+        QWEN | {"layer_types": ["conv", "full_attention"]},
+        VLLM | {f"{M}.tp_size": 2},
+        f"{M}.tp_size",
+        ("carry state along the row",),
+    ),
     (QWEN, {f"{M}.pp_size": 29}, f"{M}.pp_size", ("29 are 29 stages for the 28 layers",)),
     (
         QWEN,
