@@ -131,7 +131,9 @@ def samples() -> list[Sample]:
     return found
 
 
-def batch_of(made: list[Sample]) -> bytes:
+def batch_of(made: list[Sample], wanted: str = "all") -> bytes:
+    """What a controller sends: the table of all samples, and the payloads of those that are wanted."""
+    rows = {"all": list(range(len(made))), "none": []}.get(wanted)
     headers = [sample.header for sample in made]
     columns = {
         name: [getattr(header, name) for header in headers]
@@ -145,7 +147,8 @@ def batch_of(made: list[Sample]) -> bytes:
         group=[i for i in range(GROUPS) for _ in range(GROUP)],
         rewards={"right": columns["score"]}, **columns,
     )  # fmt: skip
-    return encode_batch(table, [encode_sample(sample) for sample in made])
+    rows = [int(row) for row in wanted.split(",")] if rows is None else rows
+    return encode_batch(table, [encode_sample(made[row]) for row in rows])
 
 
 def step_of(group: Group, variant: dict[str, Any], answer: bytes) -> Callable[[], None]:

@@ -53,9 +53,10 @@ def train(sizes: dict[str, int], rounds: int) -> None:
     lm = AutoModelForCausalLM.from_config(shape)
     model = prepare_model(PolicyModel(lm), packed=True, recompute=False, pieces=group.sizes.cp)
     config = algorithms.config_of({"train": {"sequence_packing": True}})
-    batch = algorithms.batch_of(algorithms.samples())
+    made = algorithms.samples()
     trainer = Trainer(model, config, group, Schedule(rounds + 1))
-    learner = Grpo(config, trainer, BatchSource(group, lambda _: batch, 1, 0))
+    source = BatchSource(group, lambda call: algorithms.batch_of(made, call.params["samples"]), 1, 0)
+    learner = Grpo(config, trainer, source)
     seconds, cpu = [], []
     for _ in range(rounds + 1):
         group.barrier()
