@@ -92,7 +92,7 @@ def base_digest(model: Backbone, group: Group | None = None) -> str | None:
     parts = {
         key: int(local_of(tensor).contiguous().view(_WORD[tensor.dtype.itemsize]).sum(dtype=torch.int64))
         for key, tensor in base_state(model).items()
-        if _is_first(model, key, tensor, group is None or group.leads_stage)
+        if _is_first(model, group, key, tensor)
     }
     sums: dict[str, int] = {}
     for part in [parts] if group is None else group.gather(parts):
@@ -159,19 +159,19 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
         kind: {
             key: tensor
             for key, tensor in state.items()
-            if _is_first(trainer.model, key, tensor, trainer.group.leads_stage)
+            if _is_first(trainer.model, trainer.group, key, tensor)
         }
         for kind, state in found.items()
     }
 
 
-def _is_first(model: Backbone, key: str, tensor: Tensor, leads_stage: bool) -> bool:
-    """Whether this rank is the first of those that hold this piece of a tensor."""
+def _is_first(model: Backbone, group: Group | None, key: str, tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold this piece of a tensor; group None: it is alone."""
     stages = model.stages
     if stages is not None and stages.has_elsewhere(key.partition(".")[2]):
         return False
     if not isinstance(tensor, DTensor):
-        return leads_stage
+        return group is None or group.leads_stage
     place = tensor.device_mesh.get_coordinate() or ()
     return all(at == 0 for p, at in zip(tensor.placements, place, strict=True) if isinstance(p, Replicate))
 
@@ -187,7 +187,7 @@ def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) ->
 def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
     """Raises `CheckpointError`: it is of another model."""
     if isinstance(trainer.reference, EarlierPolicy):
-        _load(files, reference_state(trainer), REFERENCE)
+        _load(files, reference_state(trainer), REFERENCE, trainer.model)
     elif trainer.reference is not None:
         load_model_state(trainer.reference, files, REFERENCE)
 
