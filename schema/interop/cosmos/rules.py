@@ -14,6 +14,7 @@ from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, R
 from schema.interop.engine.values import BadValue, shown
 
 _POLICY = "train.train_policy"
+_MESH = "policy.parallelism"
 _OFF = (None, False)
 
 
@@ -53,6 +54,14 @@ def _renamed(theirs: str, ours: str, *more: str) -> Rule:
         return implicit(f"an older name of `{ours}`, which is written too")
 
     return Rule(theirs, convert, also=more)
+
+
+@computed(f"{_MESH}.pp_schedule", words="interleaved ones follow from virtual_pp_size")
+def _schedule(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.integer(f"{_MESH}.pp_size", 1) == 1:
+        return implicit("there is no pipeline")
+    value = plain(leaf.value)
+    return mapped((leaf.key, "1F1B" if value == "Interleaved1F1B" else value))
 
 
 @computed("redis.url", words="a port: the embedded server needs none; host:port or an address: that server")
@@ -221,6 +230,8 @@ RENAMED_RULES: tuple[Rule, ...] = (
     Rule(f"{TABLE}.*", _unsupported),
     Rule(_TEMPERATURE, _trained),
     Rule(f"{_POLICY}.batch_size_per_optimize", _optimize),
+    Rule(f"{_MESH}.pp_schedule", _schedule),
+    Rule("rollout.parallelism.pp_schedule", to.always("an engine has its own schedule")),
     Rule("redis", _redis),
     Rule("mode", _mode),
     _renamed("train.enable_validation", "validation.enable"),

@@ -12,6 +12,7 @@ from schema.config import Config, check_rules, check_warnings
 from schema.config.rules.model import (
     critic_reads_the_policy,
     engine_replaces_weights,
+    every_model_fills_stages,
     logprobs_are_right,
     model_agrees,
     model_warnings,
@@ -244,6 +245,13 @@ def test_sequences_are_cut_for_every_model(tmp_path: Path) -> None:
     taught = written(GRPO, {CUT: 4}) | {"teacher": [{"name": "t", "model": str(tmp_path)}]}
     (problem,) = sequences_can_be_cut(Config.model_validate(taught))
     assert f"teacher[0].model = {tmp_path}" in problem.message
+
+
+def test_every_model_is_cut_into_stages(tmp_path: Path) -> None:
+    values = named(tmp_path, QWEN, {"critic.model_name_or_path": str(tmp_path), f"{M}.pp_size": 29} | CRITIC)
+    values["policy.model_name_or_path"] = "owner/model"
+    words = ("29 stages for the 28 layers of critic.model_name_or_path",)
+    check_case(Case(every_model_fills_stages, values, f"{M}.pp_size", words), GRPO)
 
 
 def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
