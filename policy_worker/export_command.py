@@ -30,8 +30,10 @@ from policy_worker.checkpoints.load import check_base
 from policy_worker.checkpoints.state import model_state, weights_from
 from policy_worker.checkpoints.storage import StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError, PolicyError, SettingsError
+from policy_worker.model.load import load_model
 from policy_worker.model.lora import adapters_of
-from policy_worker.model.model import DTYPES, PolicyModel, load_model
+from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.model.pretrained import skeleton
 from schema.config import Config, ConfigError, check_config, overrides
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.util.atomic_file import replacing_directory
@@ -191,15 +193,14 @@ def _config_of(found: Found, dtype: str | None, model: str, file: Path | None) -
 
 def _skeleton(config: Config) -> Any:
     """The model without its weights. Raises `SettingsError`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     name, revision = config.policy.model_name_or_path, config.policy.model_revision
     trust = config.policy.trust_remote_code
     try:
         facts = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
         overrides.apply(facts, "policy.override_config", config.policy.override_config)
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(facts, trust_remote_code=trust)
+        lm = skeleton(AutoModelForCausalLM, facts, DTYPES[config.train.master_dtype], name, revision, trust)
     except overrides.OverrideError as error:
         raise SettingsError(str(error)) from error
     except CANNOT_LOAD as error:
@@ -207,10 +208,6 @@ def _skeleton(config: Config) -> Any:
             f"policy.model_name_or_path = {name!r} cannot be read: {error}{remedy(error)}; "
             f"--model names another place"
         ) from error
-    try:
-        lm.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-    except OSError:
-        log.info("%s has no generation config: the one that follows from its config is taken", name)
     lm.tie_weights()
     return lm
 

@@ -438,7 +438,8 @@ class Trainer(TrainedModel):
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         if self._reference_is_apart:
             log.info("reference model: on %s, whole", self._reference_layout.device)
-            return model.requires_grad_(False).eval().to(self._reference_layout.device)
+            device = self._reference_layout.device
+            return model.requires_grad_(False).eval().read_weights(device).to(device)
         return self._spread(model, config, config.reference.offload)
 
     def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:

@@ -15,8 +15,8 @@ from policy_worker.checkpoints.find import Resumption, choose, newest_snapshot, 
 from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
+from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import load_critic, load_model, load_reference, load_teacher
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
@@ -91,14 +91,16 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     """
     _arrange(config, group)
     _seed(config)
-    model = load_model(config, weights_directory(resumption, config))
+    weights, lead = weights_directory(resumption, config), group.lead
+    restored = resumption is not None and weights is None
+    model = load_model(config, weights, restored=restored, lead=lead)
     apart = config.has_reference and not reference_is_within(config)
-    reference = load_reference(config, model) if apart else None
-    teachers = {one.name: load_teacher(config, one, model) for one in config.local_teachers}
+    reference = load_reference(config, model, lead=lead) if apart else None
+    teachers = {one.name: load_teacher(config, one, model, lead=lead) for one in config.local_teachers}
     critic = None
     if config.has_critic:
         of_critic = Schedule.of_config(config.critic, total_steps)
-        critic = Critic(load_critic(config, model), config, group, of_critic)
+        critic = Critic(load_critic(config, model, lead=lead), config, group, of_critic)
     schedule = Schedule.of_config(config.train, total_steps)
     return Trainer(model, config, group, schedule, reference, critic, teachers)
 

@@ -4,29 +4,21 @@ critic, its like with one number for each position in the place of logits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention, lora
+from policy_worker.model import attention, probe
 from policy_worker.model.attention import Block, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
-from policy_worker.model.trainable import freeze
-from schema.config import Config, overrides
-from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
-from schema.config.rules.teacher import tokens_are_those_of_the_policy
-from schema.config.sections.model_keys import ModelKeys
-from schema.config.sections.policy import PolicyConfig
-from schema.config.sections.teacher import TeacherConfig
+from policy_worker.model.pretrained import Weights
 
 if TYPE_CHECKING:
     from policy_worker.model.stages import Entry, Stages
@@ -55,10 +47,19 @@ class Backbone(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.weights: Weights | None = None
+        """Where they are to be read; None: it has them."""
         self.context: Context | None = None
         """Whose piece of the rows this process has; None: they are whole."""
         self.stages: Stages | None = None
         """Those of a pipeline that are left of the model; None: it is whole."""
+
+    def read_weights(self, device: torch.device) -> Self:
+        """Read this rank's part of the weights to a device; a model that has them stays where it is."""
+        if self.weights is not None:
+            self.weights.fill(self.lm, device)
+            self.weights = None
+        return self
 
     def _hidden(
         self,
@@ -117,13 +118,16 @@ class Backbone(nn.Module):
         Raises:
             SettingsError: the model does not say which they are.
         """
-        names = set(self.lm._no_split_modules or ())
-        layers = [m for m in self.lm.modules() if type(m).__name__.removeprefix("FSDP") in names]
+        layers = self._named_layers()
         if not layers:
             raise SettingsError(
                 f"{type(self.lm).__name__} does not name its decoder layers: it cannot be sharded"
             )
         return layers
+
+    def _named_layers(self) -> list[nn.Module]:
+        names = set(self.lm._no_split_modules or ())
+        return [m for m in self.lm.modules() if type(m).__name__.removeprefix("FSDP") in names]
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """The matrices of the layers: what Muon is for. Raises as `decoder_layers`."""
@@ -229,226 +233,60 @@ def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:
     return (first(FACTORS) or 1.0) * scale, first(CAPS)
 
 
-def load_reference(config: Config, policy: PolicyModel) -> PolicyModel:
-    """The frozen model of `[reference]` on the CPU, in `train.param_dtype`.
-
-    Raises:
-        SettingsError: as `load_model`, or its vocabulary is not that of the policy.
-    """
-    model = load_model(config, reference=True)
-    if model.vocabulary != policy.vocabulary:
-        raise SettingsError(
-            f"reference.model_name_or_path = {config.reference.model_name_or_path!r} has {model.vocabulary} tokens, "
-            f"and policy.model_name_or_path = {config.policy.model_name_or_path!r} has {policy.vocabulary}: a KL "
-            f"compares probabilities of the same tokens; choose a model of the same tokenizer"
-        )
-    return model
-
-
-def load_teacher(config: Config, teacher: TeacherConfig, policy: PolicyModel) -> PolicyModel:
-    """The frozen model of a local `[[teacher]]` on the CPU, in `train.param_dtype`.
-
-    Raises:
-        SettingsError: as `load_model`, or its tokens are not those of the policy.
-    """
-    model = load_model(config, teacher=teacher)
-    for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
-        raise SettingsError(problem.render())
-    whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
-    if model.vocabulary < policy.vocabulary or (whole and model.vocabulary != policy.vocabulary):
-        raise SettingsError(
-            f"teacher {teacher.name}: model = {teacher.model!r} has {model.vocabulary} tokens, and the policy "
-            f'{policy.vocabulary}, and loss = "{teacher.loss}" compares probabilities of the same tokens; choose a '
-            f"model of the same tokenizer, or of a larger one of its family with one of the losses on sampled tokens"
-        )
-    if teacher.loss == "top_k_jsd" and teacher.top_k > model.vocabulary:
-        raise SettingsError(f"teacher {teacher.name}: top_k = {teacher.top_k} of {model.vocabulary} tokens")
-    return model
-
-
-def load_model(
-    config: Config,
-    weights: str | None = None,
-    *,
-    reference: bool = False,
-    teacher: TeacherConfig | None = None,
-) -> PolicyModel:
-    """The model of `[policy]` on the CPU, in `train.master_dtype`, ready to train; with adapters the rest of it in
-    `train.param_dtype`.
-
-    weights: an export of it, whose weights are taken instead. reference: see `load_reference`. teacher: see
-    `load_teacher`.
-
-    Raises:
-        SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
-    """
-    source = Source.of_policy(config)
-    if reference and config.reference.model_name_or_path not in (None, source.name):
-        name = str(config.reference.model_name_or_path)
-        source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
-    if teacher is not None:
-        name = str(teacher.model)
-        source = Source(f"teacher {teacher.name}: model = {name!r}", name, None, source.trust)
-    frozen = reference or teacher is not None
-    if weights is not None:
-        source = replace(source, what=f"the export {weights} as a model of {source.what}")
-    adapters = None if frozen else config.policy.lora
-    master = DTYPES[config.train.master_dtype]
-    dtype = DTYPES[config.train.param_dtype] if frozen or adapters else master
-    _import_modules("policy", config.policy, config.policy.model_name_or_path)
-    lm, dropout, surplus = _load(AutoModelForCausalLM, source, dtype, weights)
-    _choose_experts(lm, config.policy)
-    if weights is not None and surplus:
-        raise SettingsError(
-            f"{source.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
-        )
-    recompute = config.policy.model_gradient_checkpointing and not frozen
-    if adapters is not None:
-        lora.inject(lm, adapters, "policy.lora")
-    elif not frozen:
-        freeze(lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
-    model = prepare_model(
-        PolicyModel(lm, dropout),
-        packed=config.train.sequence_packing,
-        recompute=recompute,
-        pieces=config.policy.parallelism.cp_size,
-    )
-    if adapters is not None:
-        lora.widen(model, master)
-    return model
-
-
-def load_critic(config: Config, policy: PolicyModel) -> ValueModel:
-    """The model of `[critic]` on the CPU, in `critic.master_dtype`, ready to train; its value head begins at 0. With
-    adapters the rest of it is in `critic.param_dtype`.
-
-    Raises:
-        SettingsError: as `load_model`, or it reads other tokens than the policy writes.
-    """
-    critic, source = config.critic, Source.of_policy(config)
-    override = {"critic.override_config": critic.override_config}
-    if critic.model_name_or_path in (None, source.name):
-        source = replace(
-            source,
-            revision=critic.model_revision or source.revision,
-            trust=source.trust or critic.trust_remote_code,
-            overrides={**source.overrides, **override},
-        )
-    else:
-        name = str(critic.model_name_or_path)
-        what = f"critic.model_name_or_path = {name!r}"
-        source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
-    _import_modules("critic", critic, source.name)
-    master = DTYPES[critic.master_dtype]
-    lm, _, _ = _load(AutoModel, source, DTYPES[critic.param_dtype] if critic.lora else master)
-    _choose_experts(lm, config.policy)
-    if critic.lora is not None:
-        lora.inject(lm, critic.lora, "critic.lora")
-    else:
-        freeze(lm, None, routers=critic.freeze_moe_router, section="critic")
-    model = ValueModel(lm)
-    if model.vocabulary != policy.vocabulary:
-        raise SettingsError(
-            f"{source.what} has {model.vocabulary} tokens, and policy.model_name_or_path = "
-            f"{config.policy.model_name_or_path!r} has {policy.vocabulary}: a critic reads what the policy writes; "
-            f"choose a model of the same tokenizer"
-        )
-    prepare_model(
-        model,
-        packed=config.train.sequence_packing,
-        recompute=critic.model_gradient_checkpointing,
-        pieces=config.policy.parallelism.cp_size,
-    )
-    if critic.lora is not None:
-        lora.widen(model, master)
-    return model
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from. what: its key and its value, for messages. trust: whether its own code may run.
-    overrides: entries of its config.json that are replaced, by the key that has them."""
-
-    what: str
-    name: str
-    revision: str | None
-    trust: bool
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @staticmethod
-    def of_policy(config: Config) -> Source:
-        policy = config.policy
-        return Source(
-            f"policy.model_name_or_path = {policy.model_name_or_path!r}",
-            policy.model_name_or_path,
-            policy.model_revision,
-            policy.trust_remote_code,
-            {"policy.override_config": policy.override_config},
-        )
-
-
-def _load(
-    auto: type[AutoModel | AutoModelForCausalLM],
-    source: Source,
-    dtype: torch.dtype,
-    weights: str | None = None,
-) -> tuple[PreTrainedModel, dict[str, float], list[str]]:
-    """A transformers model; the dropout that its configuration had; names of weights that it has no use for.
-
-    weights: where they are, if not where the configuration is. Raises `SettingsError`.
-    """
-    what, name, revision, trust = source.what, source.name, source.revision, source.trust
-    try:
-        model_config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
-        for key, override in source.overrides.items():
-            overrides.apply(model_config, key, override)
-        dropout = _disable_dropout(model_config)
-        lm, loaded = auto.from_pretrained(
-            name if weights is None else weights,
-            revision=revision if weights is None else None,
-            trust_remote_code=trust,
-            config=model_config,
-            dtype=dtype,
-            output_loading_info=True,
-        )
-    except overrides.OverrideError as error:
-        raise SettingsError(str(error)) from error
-    except (*CANNOT_LOAD, RuntimeError, SafetensorError) as error:
-        raise SettingsError(f"{what} cannot be loaded: {error}{remedy(error)}") from error
-    missing = sorted(loaded["missing_keys"])
-    if missing:  # transformers would fill them with random numbers
-        raise SettingsError(f"{what} lacks weights: {', '.join(missing[:5])}, …")
-    return lm, dropout, sorted(loaded["unexpected_keys"])
-
-
-def _choose_experts(lm: PreTrainedModel, keys: PolicyConfig) -> None:
-    if lm._can_set_experts_implementation():
-        lm.set_experts_implementation("grouped_mm" if keys.moe_grouped_gemm else "eager")
-
-
-def _import_modules(section: str, keys: ModelKeys, name: str) -> None:
-    try:
-        import_external(keys.external_modules)
-    except ExternalModuleError as error:
-        raise SettingsError(str(error)) from error
-    if keys.trust_remote_code:
-        log.warning("%s.trust_remote_code = true: code of %s may run here", section, name)
-
-
 AnyModel = TypeVar("AnyModel", bound=Backbone)
 
 
-def prepare_model(model: AnyModel, *, packed: bool, recompute: bool, pieces: int = 1) -> AnyModel:
+Lead = Callable[[Callable[[], Any]], Any]
+"""One rank decides for all (`Group.lead`)."""
+
+
+def alone(decide: Callable[[], Any]) -> Any:
+    """The `Lead` of a single process."""
+    return decide()
+
+
+def prepare_model(
+    model: AnyModel, *, packed: bool, recompute: bool, pieces: int = 1, lead: Lead = alone
+) -> AnyModel:
     """Prove that the shortcuts of this trainer are right for this architecture, and switch it to training.
+
+    A model that has no weights yet is proved by a small one of its architecture (see `probe`).
 
     pieces: into how many its rows are cut (context parallelism).
 
     Raises:
         SettingsError: they are not.
     """
+    lm = model.lm
+    if lead(lambda: _prove(model, packed, pieces)):
+        lm.set_attn_implementation(attention.NAME)
+    if recompute:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    lm.train()
+    return model
+
+
+def _prove(model: Backbone, packed: bool, pieces: int) -> bool:
+    """Whether its attention takes blocks. Raises `SettingsError` as `prepare_model`."""
+    if model.weights is None:
+        return _prove_on(model, packed, pieces)
+    layers = model._named_layers()
+    for shrink in (probe.small, probe.few_layers, probe.as_it_is)[0 if layers else -1 :]:
+        try:
+            copy = probe.random_copy(model.lm, layers, shrink)
+            return _prove_on(type(model)(copy), packed, pieces, random=True)
+        except SettingsError:
+            raise
+        except Exception as error:  # whatever an architecture makes of sizes that it was not made for
+            if shrink is probe.as_it_is:
+                raise
+            log.info("no copy of %s by %s: %s", type(model.lm).__name__, shrink.__name__, error)
+    raise AssertionError
+
+
+@torch.no_grad()
+def _prove_on(model: Backbone, packed: bool, pieces: int, *, random: bool = False) -> bool:
     lm = model.lm.eval()
-    if isinstance(model, PolicyModel):
-        _check_head(model)
     refused = _use_blocks(model)
     if refused:
         log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, refused)
@@ -456,24 +294,13 @@ def prepare_model(model: AnyModel, *, packed: bool, recompute: bool, pieces: int
         _check_pieces(model, pieces, refused)
     elif packed and refused:
         _check_packing(model)
-    if recompute:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    lm.train()
-    return model
-
-
-def _disable_dropout(model_config: PretrainedConfig) -> dict[str, float]:
-    """Policy gradients compare log-probs of one and the same policy, and dropout is a different one at each call."""
-    found = {
-        key: value
-        for key, value in model_config.to_dict().items()
-        if overrides.is_dropout(key) and isinstance(value, float) and value > 0
-    }
-    for key in found:
-        setattr(model_config, key, 0.0)
-    if found:
-        log.info("dropout of the model is switched off for training: %s", found)
-    return found
+    if isinstance(model, PolicyModel):
+        if random:  # at last, since with a tied head embeddings become larger too
+            ids, positions = _probe(model, 8)
+            logits = lm(ids, position_ids=positions, use_cache=False).logits
+            probe.enlarge_logits(lm.get_output_embeddings(), logits)
+        _check_head(model)
+    return model.takes_blocks
 
 
 @torch.no_grad()

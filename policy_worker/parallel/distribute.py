@@ -43,4 +43,5 @@ def distribute(
             apply_ep(model, mesh[EP], dispatcher)
         if shards:
             return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload)
-    return model.to(device or group.device)
+    place = device or group.device
+    return model.read_weights(place).to(place)

@@ -38,7 +38,8 @@ def needs_sharding(ranks: int, keys: PrecisionKeys) -> bool:
 def apply_fsdp(
     model: AnyModel, mesh: DeviceMesh, keys: PrecisionKeys, *, frozen: bool = False, offload: bool = False
 ) -> AnyModel:
-    """Shard `model` in place over the mesh's dimensions of data and sequence, and move it to the mesh's device.
+    """Shard `model` in place over the mesh's dimensions of data and sequence, and move it to the mesh's device, or
+    read it there.
 
     frozen: nothing of it trains, so it is gathered for its forward alone. offload: between its forwards its weights
     are in host memory; each layer comes to the device for its own.
@@ -61,7 +62,7 @@ def apply_fsdp(
     fully_shard(model, mesh=shards, reshard_after_forward=root_reshard, **how)
     if model.stages is not None:
         model.stages.dtype = DTYPES[keys.param_dtype]
-    return model
+    return model.read_weights(torch.device("cpu" if offload else mesh.device_type))
 
 
 def _has_experts(layer: nn.Module) -> bool:

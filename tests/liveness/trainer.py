@@ -29,16 +29,10 @@ from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
+from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import (
-    Backbone,
-    PolicyModel,
-    load_critic,
-    load_model,
-    load_reference,
-    load_teacher,
-)
+from policy_worker.model.model import Backbone, PolicyModel
 from policy_worker.model.stages import cut
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp
@@ -663,7 +657,7 @@ for section, job in (("train", grpo), ("critic", with_critic)):
 
 def loaded_model(config: Config, place: Place) -> tuple[str, bool, float, float]:
     """Type, recomputation, a weight and an entry of the configuration of the model that is trained."""
-    lm = load_model(config).lm
+    lm = load_model(config).read_weights(torch.device("cpu")).lm
     weight = next(iter(lm.parameters()))
     value = weight.detach().flatten()[0].item()
     return str(weight.dtype), lm.is_gradient_checkpointing, value, lm.config.rms_norm_eps
@@ -727,6 +721,7 @@ def exchanges_of_experts(config: Config, place: Place) -> int:
     model = load_model(config)
     mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("ep",))
     apply_ep(model, mesh, config.policy.moe_token_dispatcher)
+    model.read_weights(place.group.device)
     exchange = torch.distributed.all_to_all_single
     with patch.object(torch.distributed, "all_to_all_single", wraps=exchange) as seen:
         model.lm(input_ids=torch.arange(3, 8)[None])
@@ -805,7 +800,7 @@ def loaded_critic(config: Config, place: Place) -> tuple[object, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(place.root / "modules"))
         patch.setattr(sys, "path", list(sys.path))
-        lm = load_critic(config, load_model(config)).lm
+        lm = load_critic(config, load_model(config)).read_weights(torch.device("cpu")).lm
     weight = next(iter(lm.parameters()))
     facts = str(weight.dtype), lm.is_gradient_checkpointing, weight.detach().flatten()[0].item()
     return type(lm).__name__, *facts, lm.config.rms_norm_eps

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from policy_worker.checkpoints.export import export_model, write_shards
+from policy_worker.model.load import load_model
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import load_model
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
 from schema.config import Config

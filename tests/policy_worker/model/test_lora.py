@@ -20,8 +20,8 @@ from policy_worker.checkpoints.layout import look, state_files
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError, SettingsError
 from policy_worker.model import lora
+from policy_worker.model.load import load_model, load_reference
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import load_model, load_reference
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import EarlierPolicy, Trainer
 from policy_worker.training.batch_source import BatchSource
@@ -60,7 +60,7 @@ def trained(
     reference = None if within else load_reference(config, model)
     trainer = make_trainer(config, group, model)
     if reference is not None:
-        trainer.reference = reference.requires_grad_(False).eval()
+        trainer.reference = reference.read_weights(group.device).requires_grad_(False).eval()
     samples = random_samples()
     source = BatchSource(
         group, lambda call: encode_step(samples, step=int(call.path.split("/")[3])), 1, config.staleness_bound

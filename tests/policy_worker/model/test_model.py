@@ -26,9 +26,10 @@ from transformers import (
 from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
+from policy_worker.model.load import load_model
 from policy_worker.model.logprobs import Head
 from policy_worker.model.micro_batch import Layout, collate
-from policy_worker.model.model import PolicyModel, _check_pieces, load_model, prepare_model
+from policy_worker.model.model import PolicyModel, _check_pieces, prepare_model
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of
@@ -39,6 +40,7 @@ SMALL = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+CPU = torch.device("cpu")
 TINY = SMALL | {"hidden_size": 16, "intermediate_size": 24}
 
 
@@ -262,7 +264,7 @@ def test_entries_of_its_configuration_are_replaced(tmp_path: Path):
         return make_config(policy={"model_name_or_path": str(tmp_path), "override_config": entries})
 
     config = overridden(rms_norm_eps=0.1, attention_dropout=0.0)
-    model = load_model(config)
+    model = load_model(config).read_weights(CPU)
     assert model.lm.model.norm.variance_epsilon == 0.1
     write_export(ExportNames(model), gather_full, config, tmp_path / "export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["rms_norm_eps"] == 0.1
@@ -302,7 +304,7 @@ def test_an_export_is_of_the_configured_model(tmp_path: Path):
     settings = {"model_name_or_path": str(write_model(tmp_path / "model")), "model_max_length": 64}
     config = make_config(policy=settings)
     same = write_model(tmp_path / "same", seed=1)
-    loaded = load_model(config, str(same)).lm.state_dict()
+    loaded = load_model(config, str(same)).read_weights(CPU).lm.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tiny_lm(seed=1).state_dict().items())
     for layers, said in (
         (1, r"lacks weights: model\.layers\.1"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, PreTrainedModel
 
 from policy_worker.errors import CheckpointError, SettingsError
-from policy_worker.model.model import load_critic, load_model
+from policy_worker.model.load import load_critic, load_model
 from policy_worker.model.trainable import freeze, routers_of
 from policy_worker.parallel.group import Group
 from policy_worker.training.batch_source import BatchSource

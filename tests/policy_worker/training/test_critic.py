@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.model import ValueModel, load_critic, prepare_model
+from policy_worker.model.load import load_critic
+from policy_worker.model.model import ValueModel, prepare_model
 from policy_worker.parallel.group import Group
 from schema.config import Config
 from schema.wire.sample import Sample
@@ -150,7 +151,7 @@ def test_masked_samples_and_failed_ones_teach_nothing(group: Group):
 
 def test_a_fresh_critic_expects_nothing(tmp_path: Path):
     config = make_config(GAE, policy={"model_name_or_path": str(write_model(tmp_path / "m"))})
-    model = load_critic(config, tiny_model())
+    model = load_critic(config, tiny_model()).read_weights(torch.device("cpu"))
     assert not model.value_head.any()
     assert model.lm.get_input_embeddings().weight.equal(tiny_lm().get_input_embeddings().weight)
 

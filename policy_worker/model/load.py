@@ -1,0 +1,302 @@
+"""The models of a configuration, each from its source.
+
+    load_model, load_reference, …     on the meta device, proved, and frozen as configured
+    [ the trainer shards it ]
+    read_weights                      each rank reads its part
+
+A source whose weights cannot be read in parts is loaded with them, all of them by each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from policy_worker.errors import SettingsError
+from policy_worker.model import lora
+from policy_worker.model.model import DTYPES, Lead, PolicyModel, ValueModel, alone, prepare_model
+from policy_worker.model.pretrained import Weights, skeleton, weight_files
+from policy_worker.model.trainable import freeze
+from schema.config import Config, overrides
+from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.config.rules.teacher import tokens_are_those_of_the_policy
+from schema.config.sections.model_keys import ModelKeys
+from schema.config.sections.policy import LoraConfig, PolicyConfig
+from schema.config.sections.teacher import TeacherConfig
+from weight_sync.errors import WeightError
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    config: Config, weights: str | None = None, *, restored: bool = False, lead: Lead = alone
+) -> PolicyModel:
+    """The model of `[policy]`, in `train.master_dtype`, ready to train; with adapters the rest of it in
+    `train.param_dtype`.
+
+    weights: an export of it, whose weights are taken instead. restored: those of a checkpoint will be taken, so that
+    none are read. lead: proves for all ranks (see `prepare_model`).
+
+    Raises:
+        SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
+    """
+    source = Source.of_policy(config)
+    if weights is not None:
+        what = f"the export {weights} as a model of {source.what}"
+        source = replace(source, what=what, weights=weights)
+    _import_modules("policy", config.policy, config.policy.model_name_or_path)
+    adapters, master = config.policy.lora, DTYPES[config.train.master_dtype]
+    dtype = master if adapters is None else DTYPES[config.train.param_dtype]
+    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(config, adapters))
+    if adapters is not None:
+        lora.inject(loaded.lm, adapters, "policy.lora")
+    else:
+        freeze(loaded.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
+    if loaded.weights is not None:
+        loaded.weights.restored = restored
+    model = _policy_like(loaded, config, config.policy.model_gradient_checkpointing, lead)
+    if adapters is not None:
+        lora.widen(model, master)
+    return model
+
+
+def load_reference(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> PolicyModel:
+    """The frozen model of `[reference]`, in `train.param_dtype`. lead: as for `load_model`.
+
+    Raises:
+        SettingsError: as `load_model`, or its vocabulary is not that of the policy.
+    """
+    source = Source.of_policy(config)
+    if config.reference.model_name_or_path not in (None, source.name):
+        name = str(config.reference.model_name_or_path)
+        source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
+    model = _load_frozen(config, source, lead)
+    if model.vocabulary != policy.vocabulary:
+        raise SettingsError(
+            f"reference.model_name_or_path = {config.reference.model_name_or_path!r} has {model.vocabulary} tokens, "
+            f"and policy.model_name_or_path = {config.policy.model_name_or_path!r} has {policy.vocabulary}: a KL "
+            f"compares probabilities of the same tokens; choose a model of the same tokenizer"
+        )
+    return model
+
+
+def load_teacher(
+    config: Config, teacher: TeacherConfig, policy: PolicyModel, *, lead: Lead = alone
+) -> PolicyModel:
+    """The frozen model of a local `[[teacher]]`, in `train.param_dtype`. lead: as for `load_model`.
+
+    Raises:
+        SettingsError: as `load_model`, or its tokens are not those of the policy.
+    """
+    name = str(teacher.model)
+    what = f"teacher {teacher.name}: model = {name!r}"
+    model = _load_frozen(config, Source(what, name, None, config.policy.trust_remote_code), lead)
+    for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
+        raise SettingsError(problem.render())
+    whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
+    if model.vocabulary < policy.vocabulary or (whole and model.vocabulary != policy.vocabulary):
+        raise SettingsError(
+            f"teacher {teacher.name}: model = {teacher.model!r} has {model.vocabulary} tokens, and the policy "
+            f'{policy.vocabulary}, and loss = "{teacher.loss}" compares probabilities of the same tokens; choose a '
+            f"model of the same tokenizer, or of a larger one of its family with one of the losses on sampled tokens"
+        )
+    if teacher.loss == "top_k_jsd" and teacher.top_k > model.vocabulary:
+        raise SettingsError(f"teacher {teacher.name}: top_k = {teacher.top_k} of {model.vocabulary} tokens")
+    return model
+
+
+def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> ValueModel:
+    """The model of `[critic]`, in `critic.master_dtype`, ready to train; its value head begins at 0. With adapters
+    the rest of it is in `critic.param_dtype`.
+
+    lead: as for `load_model`.
+
+    Raises:
+        SettingsError: as `load_model`, or it reads other tokens than the policy writes.
+    """
+    critic, source = config.critic, Source.of_policy(config)
+    override = {"critic.override_config": critic.override_config}
+    if critic.model_name_or_path in (None, source.name):
+        source = replace(
+            source,
+            revision=critic.model_revision or source.revision,
+            trust=source.trust or critic.trust_remote_code,
+            overrides={**source.overrides, **override},
+        )
+    else:
+        name = str(critic.model_name_or_path)
+        what = f"critic.model_name_or_path = {name!r}"
+        source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
+    _import_modules("critic", critic, source.name)
+    master = DTYPES[critic.master_dtype]
+    dtype = master if critic.lora is None else DTYPES[critic.param_dtype]
+    loaded = source.load(AutoModel, dtype, whole=_is_whole(config, critic.lora))
+    _choose_experts(loaded.lm, config.policy)
+    if critic.lora is not None:
+        lora.inject(loaded.lm, critic.lora, "critic.lora")
+    else:
+        freeze(loaded.lm, None, routers=critic.freeze_moe_router, section="critic")
+    model = ValueModel(loaded.lm)
+    model.weights = loaded.weights
+    if model.vocabulary != policy.vocabulary:
+        raise SettingsError(
+            f"{source.what} has {model.vocabulary} tokens, and policy.model_name_or_path = "
+            f"{config.policy.model_name_or_path!r} has {policy.vocabulary}: a critic reads what the policy writes; "
+            f"choose a model of the same tokenizer"
+        )
+    prepare_model(
+        model,
+        packed=config.train.sequence_packing,
+        recompute=critic.model_gradient_checkpointing,
+        pieces=config.policy.parallelism.cp_size,
+        lead=lead,
+    )
+    if critic.lora is not None:
+        lora.widen(model, master)
+    return model
+
+
+def _is_whole(config: Config, adapters: LoraConfig | None = None) -> bool:
+    """Whether weights are needed before the model is sharded: some adapters begin with what they are, and stages of a
+    pipeline are proved with them."""
+    return adapters is not None or config.policy.parallelism.pp_size > 1
+
+
+def _load_frozen(config: Config, source: Source, lead: Lead) -> PolicyModel:
+    _import_modules("policy", config.policy, config.policy.model_name_or_path)
+    dtype = DTYPES[config.train.param_dtype]
+    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(config))
+    return _policy_like(loaded, config, False, lead)
+
+
+def _policy_like(loaded: Loaded, config: Config, recompute: bool, lead: Lead) -> PolicyModel:
+    _choose_experts(loaded.lm, config.policy)
+    model = PolicyModel(loaded.lm, loaded.dropout)
+    model.weights = loaded.weights
+    return prepare_model(
+        model,
+        packed=config.train.sequence_packing,
+        recompute=recompute,
+        pieces=config.policy.parallelism.cp_size,
+        lead=lead,
+    )
+
+
+def _choose_experts(lm: PreTrainedModel, keys: PolicyConfig) -> None:
+    if lm._can_set_experts_implementation():
+        lm.set_experts_implementation("grouped_mm" if keys.moe_grouped_gemm else "eager")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A transformers model, and the dropout that its configuration had. weights: see `Backbone.weights`."""
+
+    lm: PreTrainedModel
+    dropout: dict[str, float]
+    weights: Weights | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. what: its key and its value, for messages. trust: whether its own code may run.
+    overrides: entries of its config.json that are replaced, by the key that has them. weights: where they are, and no
+    others, if not where the configuration is."""
+
+    what: str
+    name: str
+    revision: str | None
+    trust: bool
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    weights: str | None = None
+
+    @staticmethod
+    def of_policy(config: Config) -> Source:
+        policy = config.policy
+        return Source(
+            f"policy.model_name_or_path = {policy.model_name_or_path!r}",
+            policy.model_name_or_path,
+            policy.model_revision,
+            policy.trust_remote_code,
+            {"policy.override_config": policy.override_config},
+        )
+
+    def load(
+        self, auto: type[AutoModel | AutoModelForCausalLM], dtype: torch.dtype, *, whole: bool = False
+    ) -> Loaded:
+        """The model on the meta device; with its weights, on the CPU, where they cannot be read in parts.
+
+        whole: its weights are needed before it is sharded.
+
+        Raises:
+            SettingsError: it cannot be loaded.
+        """
+        try:
+            config = self._config()
+            dropout = _disable_dropout(config)
+            name, revision = (self.name, self.revision) if self.weights is None else (self.weights, None)
+            files = weight_files(name, revision)
+            quantized = getattr(config, "quantization_config", None) is not None
+            weights = None
+            if files and not quantized and not whole:
+                lm = skeleton(auto, config, dtype, name, revision, self.trust)
+                weights = Weights(self.what, lm, files, dtype)
+                missing, surplus = weights.missing, weights.surplus
+            else:
+                lm, found = auto.from_pretrained(
+                    name,
+                    revision=revision,
+                    trust_remote_code=self.trust,
+                    config=config,
+                    dtype=dtype,
+                    output_loading_info=True,
+                )
+                missing, surplus = (sorted(found[key]) for key in ("missing_keys", "unexpected_keys"))
+                if not whole:
+                    reason = "they are quantized" if quantized else "they are not in safetensors files alone"
+                    log.warning("%s: each rank has read all weights, since %s", self.what, reason)
+        except overrides.OverrideError as error:
+            raise SettingsError(str(error)) from error
+        except (*CANNOT_LOAD, RuntimeError, SafetensorError, WeightError) as error:
+            raise SettingsError(f"{self.what} cannot be loaded: {error}{remedy(error)}") from error
+        if missing:  # transformers would fill them with random numbers
+            raise SettingsError(f"{self.what} lacks weights: {', '.join(missing[:5])}, …")
+        if surplus and self.weights is not None:
+            raise SettingsError(
+                f"{self.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
+            )
+        return Loaded(lm, dropout, weights)
+
+    def _config(self) -> PretrainedConfig:
+        config = AutoConfig.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust)
+        for key, override in self.overrides.items():
+            overrides.apply(config, key, override)
+        return config
+
+
+def _import_modules(section: str, keys: ModelKeys, name: str) -> None:
+    try:
+        import_external(keys.external_modules)
+    except ExternalModuleError as error:
+        raise SettingsError(str(error)) from error
+    if keys.trust_remote_code:
+        log.warning("%s.trust_remote_code = true: code of %s may run here", section, name)
+
+
+def _disable_dropout(model_config: PretrainedConfig) -> dict[str, float]:
+    """Policy gradients compare log-probs of one and the same policy, and dropout is a different one at each call."""
+    found = {
+        key: value
+        for key, value in model_config.to_dict().items()
+        if overrides.is_dropout(key) and isinstance(value, float) and value > 0
+    }
+    for key in found:
+        setattr(model_config, key, 0.0)
+    if found:
+        log.info("dropout of the model is switched off for training: %s", found)
+    return found

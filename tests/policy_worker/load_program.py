@@ -1,0 +1,144 @@
+"""One rank that loads models as a policy worker does: `python -m tests.policy_worker.load_program OUT OPTIONS`.
+
+OPTIONS is JSON: {models, mesh, config, limit}. Of each of `models`, directories, every tensor of the policy and of
+what `config` asks for besides it must be the one that transformers reads, bit by bit. limit: bytes that this process
+may allocate for the last model above what it has after the others, which must be less than the model has; then
+nothing is compared. Rank 0 writes what was measured to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from policy_worker.model.load import load_critic, load_model, load_reference
+from policy_worker.model.lr_schedule import Schedule
+from policy_worker.model.model import DTYPES
+from policy_worker.model.pretrained import stored_tensors
+from policy_worker.parallel.group import Group
+from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.process import RankEnvironment
+from policy_worker.trainer import Critic, Trainer
+from schema.config import Config
+from tests.policy_worker.material import make_config
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under all their names, and buffers, stored or not; whole."""
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def ties_of(model: nn.Module) -> set[frozenset[str]]:
+    """Names that are of one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {frozenset(each) for each in names.values()}
+
+
+def assert_same(found: nn.Module, expected: PreTrainedModel) -> None:
+    """Of a transformers model, sharded or not. A collective if it is."""
+    loaded, reference = dict(tensors_of(found)), dict(tensors_of(expected))
+    assert loaded.keys() == reference.keys()
+    assert ties_of(found) == ties_of(expected)
+    for name, tensor in reference.items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded[name], tensor), name
+
+
+def trainer_of(config: Config, group: Group) -> Trainer:
+    """With the models that the configuration names, as a worker makes it."""
+    model = load_model(config, lead=group.lead)
+    reference = load_reference(config, model, lead=group.lead) if config.has_reference else None
+    critic = None
+    if config.has_critic:
+        critic = Critic(load_critic(config, model, lead=group.lead), config, group, Schedule(10))
+    return Trainer(model, config, group, Schedule(10), reference, critic)
+
+
+def compare(trainer: Trainer, config: Config) -> None:
+    """Each model of the trainer with what transformers makes of the policy's directory."""
+    path = config.policy.model_name_or_path
+    frozen, trained = DTYPES[config.train.param_dtype], DTYPES[config.train.master_dtype]
+    assert_same(trainer.model.lm, AutoModelForCausalLM.from_pretrained(path, dtype=trained))
+    if trainer.reference is not None:
+        assert_same(trainer.reference.lm, AutoModelForCausalLM.from_pretrained(path, dtype=frozen))
+    if trainer.critic is not None:
+        kind = DTYPES[config.critic.master_dtype]
+        assert_same(trainer.critic.model.lm, AutoModel.from_pretrained(path, dtype=kind))
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process by the names of the kernel: private writable memory, most and present RAM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    return {name: int(found[name].split()[0]) * 1024 for name in ("VmData", "VmHWM", "VmRSS")}
+
+
+def within(limit: int, config: Config, group: Group) -> dict[str, Any]:
+    """What loading a model took of the memory that may be allocated."""
+    stored = stored_tensors(sorted(Path(config.policy.model_name_or_path).glob("*.safetensors")))
+    size = 4 * sum(math.prod(tensor.shape) for tensor in stored.values())  # in float32, as it is trained
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was in memory is counted anew
+    before = memory()
+    resource.setrlimit(resource.RLIMIT_DATA, (before["VmData"] + limit,) * 2)
+    try:
+        torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        refused = str(error)
+    else:
+        raise AssertionError("the whole model fits: the limit bounds nothing")
+    trainer = trainer_of(config, group)
+    after = memory()
+    assert not any(tensor.is_meta for tensor in trainer.model.parameters())
+    return {
+        "model": size,
+        "limit": limit,
+        "allocated": after["VmData"] - before["VmData"],
+        "peak": after["VmHWM"] - before["VmRSS"],
+        "refused": refused,
+    }
+
+
+def main(out: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    group = Group(RankEnvironment.of_environ())
+
+    def config_of(path: str) -> Config:
+        mesh = {"tp_size": 1, "dp_shard_size": group.world, **options.get("mesh", {})}
+        policy = {"model_name_or_path": path, "parallelism": mesh}
+        return make_config(**options.get("config", {}), policy=policy)
+
+    *compared, last = options["models"]
+    if "limit" not in options:
+        compared.append(last)
+    try:
+        group.arrange(MeshSizes.of_config(config_of(last).policy.parallelism, group.world))
+        for path in compared:
+            config = config_of(path)
+            compare(trainer_of(config, group), config)
+        if "limit" in options:
+            found = within(options["limit"], config_of(last), group)
+            if group.leads:
+                (out / "memory.json").write_text(json.dumps(found))
+        group.barrier()
+    finally:
+        group.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
