@@ -35,7 +35,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
-from policy_worker.model.stages import Entry
+from policy_worker.model.stages import Entry, Stages
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
 from policy_worker.parallel.fsdp import local_of, needs_sharding, set_last_micro_batch, whole
@@ -342,6 +342,11 @@ class EarlierPolicy:
         self._present = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.kept: dict[str, Tensor] = {}
         self.keep()
+
+    @property
+    def stages(self) -> Stages | None:
+        """As `Backbone.stages`: those of the policy."""
+        return self._model.stages
 
     def keep(self) -> None:
         """From now on it is the policy as it is."""

@@ -83,12 +83,13 @@ def test_adapters_on_layers_that_ranks_share_equal_one_process(
 
 
 @pytest.mark.slow
-def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Group):
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Group, mesh: dict[str, int]):
     learning = {"policy": {"lora": LORA | {"init_lora_weights": "pissa"}}, "critic": {"lora": LORA}}
     grpo = GRPO | EVERYTHING | {"advantage_estimator": "gae"}
-    options: dict[str, Any] = {"samples": SAMPLES, "grpo": grpo, "sections": learning}
+    options: dict[str, Any] = staged({"samples": SAMPLES, "grpo": grpo, "sections": learning})
     expected, _ = train(group, options | {"steps": 3})
-    shared, saved = options | {"mesh": {"tp": 2}}, {"save": str(tmp_path / "two"), "save_step": 1}
+    shared, saved = options | {"mesh": mesh}, {"save": str(tmp_path / "two"), "save_step": 1}
     run_each(tmp_path / "1", 2, [shared | saved | {"steps": 1}])
     alone = {"restore": str(tmp_path / "two" / "step-00000001"), "first_step": 1}
     train(group, options | alone | {"steps": 2, "save": str(tmp_path / "one"), "save_step": 2})
