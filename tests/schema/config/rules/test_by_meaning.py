@@ -369,7 +369,6 @@ FAULTS = {
         ({"policy.freeze_moe_router": True} | ADAPTER, L),
         ({"critic.freeze_moe_router": True, "critic.lora.r": 4} | CRITIC, "critic.lora"),
     ],
-    trainable.adapters_are_in_one_stage: [({f"{M}.pp_size": 2} | ADAPTER, f"[{L}]", "2 stages")],
     trainable.map_freezes_something: [
         ({"policy.trainable_map": {"lm_head": True}}, "no name is false"),
         ({"policy.trainable_map": {}}, "empty"),
