@@ -32,10 +32,8 @@ def test_every_mesh_is_sound_and_takes_two_ranks(path: Path, project: Path) -> N
     assert f"[{path.name}]({path.name})" in (MESHES / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "path", [ADAPTERS, *(path for path in FILES if path.stem != "pp")], ids=lambda path: path.stem
-)
-def test_adapters_go_with_every_mesh_without_stages(path: Path, project: Path) -> None:
+@pytest.mark.parametrize("path", [ADAPTERS, *FILES], ids=lambda path: path.stem)
+def test_adapters_go_with_every_mesh(path: Path, project: Path) -> None:
     found = load([BASE, path, ADAPTERS], model_for(path))
     assert found.warnings + check_warnings(found.config) == []
     assert found.config.policy.lora is not None
