@@ -16,6 +16,7 @@ from launcher.plan.plan import Plan
 from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
 from schema.config import Config
+from schema.config.rules.mesh import stages_take_any_shape
 from tests.liveness.probe import UNSET, Made, Place, Whole, changed, grpo, sft, vllm, watch
 
 MACHINE = Machine(cores=8, gpus=("0", "1", "2", "3"))
@@ -74,6 +75,11 @@ def _job(config: Config, place: Place) -> Job:
     return asyncio.run(make())
 
 
+def faults_of_stages(config: Config, place: Place) -> list[str]:
+    """Keys that make stages wait for what they need not."""
+    return [problem.key for problem in stages_take_any_shape(config)]
+
+
 def named_server(config: Config, place: Place) -> str:
     """The Redis server that the job uses; empty: its own."""
     server = redis_server.named(config.redis, {})
@@ -108,7 +114,7 @@ watch(
     refused=True,
 )
 watch(
-    processes,
+    faults_of_stages,
     changed(vllm, {"policy.parallelism.pp_size": 2}),
     {"policy.parallelism.pp_dynamic_shape": (True, False)},
     refused=True,

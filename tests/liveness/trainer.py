@@ -475,12 +475,28 @@ watch(
 )
 
 
-of_stages = changed(grpo, {"policy.parallelism.pp_size": 2, f"{POLICY}.mini_batch": 4})
+def _four_layers(place: Place) -> str:
+    """A model that the others' tokenizer fits."""
+    path = place.root / "four layers"
+    if not path.exists():
+        shutil.copytree(place.model, path)
+        tiny_lm(layers=4).save_pretrained(path)
+    return str(path)
+
+
+of_stages = changed(
+    grpo,
+    {
+        "policy.parallelism.pp_size": 2,
+        f"{POLICY}.mini_batch": 4,
+        "policy.model_name_or_path": Made(_four_layers),
+    },
+)
 
 
 def layers_of_a_rank(config: Config, place: Place) -> list[str]:
     """What a rank has of a model of four layers."""
-    model, pipe = PolicyModel(tiny_lm(layers=4)), Pipe.of_config(config.policy.parallelism)
+    model, pipe = load_model(config), Pipe.of_config(config.policy.parallelism)
     cut(model, 0, pipe.ranks, pipe.chunks)
     return list(model.state_dict())
 
