@@ -1,14 +1,16 @@
 """How much memory each process of a job takes: formulas over the model's counts, nothing is measured.
 
-N parameters, W shards of one copy (tensor, pipeline and data-parallel), T tokens of a micro-batch:
+N parameters, W shards of one copy (of layers, stages, data and sequence), G what a rank has of N where data-parallel
+shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-batch on a rank (of its piece, with cp):
 
     one rank of a trainer    weights N·master/W + gradients N·master/W + moments 2·N·master/W
-                             + gathered weights (outside the layers + two layers)·param, if sharded or cast
-                             + gradients before reduction N·reduce, if a step has several micro-batches
+                             + gathered weights (outside the layers + two layers of G)·param, if sharded or cast
+                             + gradients before reduction G·reduce in their place, if a step then has several
+                             micro-batches
                              + activations + output layer
     activations              T·param·(L·H + A) when recomputed in backward, else T·param·L·A, where
-                             A = 4·H + 2·heads·dim + 2·kv·dim + 3·I numbers of one layer are kept per token
-    output layer             3·4·min(2^25, T·V) bytes of logits + 4·V·H bytes of their gradient
+                             A = 6·H + (2·heads·dim + 2·kv·dim + 4·I) / tp numbers of one layer are kept per token
+    output layer             4·min(2^25, T·V) / tp bytes of logits + 4·V·H / tp bytes of the gradient of the matrix
                              + N'·param/W of each local teacher, which has N' parameters
     with adapters            weights N·param/W, and weights, gradients and moments as above of the A that train;
                              a reference within the policy A·master/W
@@ -18,9 +20,8 @@ N parameters, W shards of one copy (tensor, pipeline and data-parallel), T token
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
 
-Compared once: four supervised steps of 101M parameters in float32 on a CPU came to 2.59 GiB, against 2.42 GiB by
-these formulas and the program's own 420 MiB. Left out: fragmentation, CUDA contexts (about half a gigabyte each)
-and what the allocator keeps.
+`benchmarks/memory.py` compares them with what ranks of models of more than 100M parameters take. Left out:
+fragmentation, CUDA contexts (about half a gigabyte each) and what the allocator keeps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from launcher.preflight.models import LocalModel
 from schema.config import Config, CriticConfig, TrainingConfig
 from schema.config.layout import reference_is_within
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
-from schema.config.sections.policy import LoraConfig
+from schema.config.sections.policy import LoraConfig, ParallelismConfig
 
 HOST = "host"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -91,10 +92,14 @@ def trainer(
     """
     n, param = model.parameters, BYTES[config.train.param_dtype]
     learns = _learning(model, config.policy.lora)
-    parts = _trained(config.train, model, shards, config.policy.lora)
-    if _is_cast(config.train, shards) and _micro_batches(config, data_ranks) > 1:
-        reduce = BYTES[config.train.fsdp_reduce_dtype]
-        parts.append(Part("gradients before reduction", learns * reduce, f"{learns:,} x {reduce} B"))
+    mesh = config.policy.parallelism
+    gathered, fsdp_ranks = _gathered_on(mesh, model), data_ranks * mesh.cp_size
+    parts = _trained(config.train, model, gathered, shards, fsdp_ranks, config.policy.lora)
+    if _is_cast(config.train, fsdp_ranks) and _micro_batches(config, data_ranks) > 1:
+        whole = _learning(gathered, config.policy.lora) * BYTES[config.train.fsdp_reduce_dtype]
+        more = whole - learns * BYTES[config.train.master_dtype] // shards
+        if more > 0:
+            parts.append(Part("gradients before reduction", more, f"{whole:,} B in the place of gradients"))
     if config.train.ema_decay is not None:
         words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
         parts.append(Part("moving average of the weights", learns * 4 // shards, words))
@@ -107,7 +112,7 @@ def trainer(
                 formula=part.formula + (", if as large" if own else ""),
                 device=apart.get("critic", ""),
             )
-            for part in _trained(config.critic, model, shards, config.critic.lora)
+            for part in _trained(config.critic, model, gathered, shards, fsdp_ranks, config.critic.lora)
         ]
     if reference_is_within(config):
         master = BYTES[config.train.master_dtype]
@@ -131,8 +136,23 @@ def trainer(
     return (*parts, *_activations(config, model, param, data_ranks))
 
 
-def _is_cast(keys: PrecisionKeys, shards: int) -> bool:
-    return shards > 1 or keys.param_dtype != keys.master_dtype
+def _is_cast(keys: PrecisionKeys, fsdp_ranks: int) -> bool:
+    return fsdp_ranks > 1 or keys.param_dtype != keys.master_dtype
+
+
+def _gathered_on(mesh: ParallelismConfig, model: LocalModel) -> LocalModel:
+    """What a rank has of a model where its data-parallel shards are gathered. Layers are taken to be alike."""
+    in_layers = model.parameters - model.rest
+    ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size  # where layers are cut, experts are anyway
+    shared = in_layers - model.experts + model.experts // ep
+    layers = shared // mesh.tp_size
+    rest = model.rest // mesh.tp_size
+    return replace(
+        model,
+        parameters=layers // mesh.pp_size + rest,
+        layer=model.layer * layers // max(in_layers, 1),
+        rest=rest,
+    )
 
 
 def _learning(model: LocalModel, lora: LoraConfig | None) -> int:
@@ -150,9 +170,14 @@ def _learning(model: LocalModel, lora: LoraConfig | None) -> int:
 
 
 def _trained(
-    keys: TrainingConfig | CriticConfig, model: LocalModel, shards: int, lora: LoraConfig | None
+    keys: TrainingConfig | CriticConfig,
+    model: LocalModel,
+    gathered: LocalModel,
+    shards: int,
+    fsdp_ranks: int,
+    lora: LoraConfig | None,
 ) -> list[Part]:
-    """Weights, gradients and optimizer of a model that learns."""
+    """Weights, gradients and optimizer of a model that learns. gathered: see `_gathered_on`."""
     n, master, param = _learning(model, lora), BYTES[keys.master_dtype], BYTES[keys.param_dtype]
     by = f" / {shards}" if shards > 1 else ""
     each = f"{n:,} x {master} B{by}"
@@ -164,7 +189,7 @@ def _trained(
     if lora is not None:
         words = f"{model.parameters:,} x {param} B{by}"
         parts.append(Part("weights of the base", model.parameters * param // shards, words))
-    return [*parts, _gathered(keys, model, BYTES[keys.param_dtype])] if _is_cast(keys, shards) else parts
+    return [*parts, _gathered(keys, gathered, param)] if _is_cast(keys, fsdp_ranks) else parts
 
 
 def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int) -> Iterator[Part]:
@@ -223,17 +248,22 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     shape = model.shape
     if shape is None:
         return []
-    tokens = -(-micro_batch_tokens(config, data_ranks) // config.policy.parallelism.cp_size)
-    layer = 4 * shape.hidden + 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 3 * shape.intermediate
+    mesh, hidden = config.policy.parallelism, shape.hidden
+    tokens = -(-micro_batch_tokens(config, data_ranks) // mesh.cp_size)
+    inner = 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.intermediate
+    layer, layers = 6 * hidden + inner // mesh.tp_size, -(-shape.layers // mesh.pp_size)
     if config.policy.model_gradient_checkpointing:
-        numbers, words = shape.layers * shape.hidden + layer, f"({shape.layers} x {shape.hidden} + {layer})"
+        numbers, words = layers * hidden + layer, f"({layers} x {hidden} + {layer})"
     else:
-        numbers, words = shape.layers * layer, f"{shape.layers} x {layer}"
+        numbers, words = layers * layer, f"{layers} x {layer}"
+    lora, by = config.policy.lora, f" / {mesh.tp_size}" if mesh.tp_size > 1 else ""
     chunk = min(LOGIT_CHUNK, tokens * shape.vocabulary)
-    matrix = shape.vocabulary * shape.hidden
+    matrix = shape.vocabulary * hidden if lora is None or "lm_head" in (lora.modules_to_save or ()) else 0
     return [
         Part("activations", tokens * param * numbers, f"{tokens:,} tokens x {param} B x {words}"),
-        Part("output layer", 12 * chunk + 4 * matrix, f"12 B x {chunk:,} logits + 4 B x {matrix:,}"),
+        Part(
+            "output layer", 4 * (chunk + matrix) // mesh.tp_size, f"4 B x ({chunk:,} logits + {matrix:,}){by}"
+        ),
     ]
 
 

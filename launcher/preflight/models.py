@@ -27,7 +27,10 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What activations and the KV cache depend on; counts of numbers."""
+    """What activations and the KV cache depend on; counts of numbers.
+
+    intermediate: that of the experts of one token together, where there are experts.
+    """
 
     layers: int
     hidden: int
@@ -47,7 +50,8 @@ class Shape:
 class LocalModel:
     """parameters: tied weights count once. layer, rest: parameters of the largest layer, and outside the layers.
 
-    source: what they were counted from. shape: None where config.json does not have it.
+    source: what they were counted from. shape: None where config.json does not have it. experts: parameters of
+    experts, of all layers.
     """
 
     path: Path
@@ -56,6 +60,7 @@ class LocalModel:
     rest: int
     source: str
     shape: Shape | None
+    experts: int = 0
 
 
 class UnknownModelError(Exception):
@@ -93,6 +98,7 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     layers, vocabulary = number("num_hidden_layers"), number("vocab_size")
+    of_experts = number("num_experts_per_tok") * number("moe_intermediate_size", number("intermediate_size"))
     if not (hidden and heads and layers and vocabulary):
         return None
     return Shape(
@@ -101,7 +107,7 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
         heads=heads,
         kv_heads=number("num_key_value_heads", heads),
         head_dim=number("head_dim", hidden // heads),
-        intermediate=number("intermediate_size", 4 * hidden),
+        intermediate=of_experts or number("intermediate_size", 4 * hidden),
         vocabulary=vocabulary,
     )
 
@@ -134,9 +140,9 @@ def _counted(path: Path, sizes: Mapping[str, int], source: str, shape: Shape | N
         if match := _LAYER.search(name):
             layers[name[: match.end()]] = layers.get(name[: match.end()], 0) + size
     total = sum(sizes.values())
-    return LocalModel(
-        path, total, max(layers.values(), default=0), total - sum(layers.values()), source, shape
-    )
+    rest = total - sum(layers.values())
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return LocalModel(path, total, max(layers.values(), default=0), rest, source, shape, experts)
 
 
 def _decoder_sizes(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:

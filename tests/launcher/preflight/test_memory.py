@@ -17,8 +17,8 @@ from tests.launcher.samples import config
 
 SHAPE = Shape(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=12, vocabulary=20)
 MODEL = LocalModel(Path("m"), parameters=1000, layer=400, rest=200, source="by hand", shape=SHAPE)
-PER_LAYER = 4 * 8 + 2 * 4 * (4 + 2) + 3 * 12
-"""Numbers that one layer keeps per token: 32 + 48 + 36."""
+PER_LAYER = 6 * 8 + 2 * 4 * (4 + 2) + 4 * 12
+"""Numbers that one layer keeps per token: 48 + 48 + 48."""
 
 
 def job(**train: Any) -> Any:
@@ -26,6 +26,13 @@ def job(**train: Any) -> Any:
     training = {"param_dtype": "float32", "train_batch_per_replica": 8, **train}
     training.setdefault("train_policy", {"mini_batch": 4})
     return config(train=training, policy=policy)
+
+
+def on_mesh(**sizes: int) -> Any:
+    """A job on a mesh, of two micro-batches of 20 tokens on each of two data ranks."""
+    made = job(train_policy={"mini_batch": 2})
+    mesh = made.policy.parallelism.model_copy(update={"tp_size": 1, "dp_shard_size": 1, **sizes})
+    return made.model_copy(update={"policy": made.policy.model_copy(update={"parallelism": mesh})})
 
 
 def parts(*arguments: Any) -> dict[str, int]:
@@ -40,7 +47,7 @@ def test_one_rank_in_float32() -> None:
         "gradients": 4000,
         "optimizer (AdamW)": 8000,
         "activations": tokens * 4 * (2 * 8 + PER_LAYER),
-        "output layer": 12 * tokens * 20 + 4 * 20 * 8,
+        "output layer": 4 * tokens * 20 + 4 * 20 * 8,
     }
 
 
@@ -129,10 +136,49 @@ def test_local_teachers_are_kept_as_well() -> None:
 
 def test_several_micro_batches_keep_whole_gradients() -> None:
     found = parts(job(param_dtype="bfloat16"), MODEL, 2, 1)
-    assert found["gradients before reduction"] == 4000
+    assert found["gradients"] + found["gradients before reduction"] == 4000
     half = job(param_dtype="bfloat16", fsdp_reduce_dtype="bfloat16")
-    assert parts(half, MODEL, 2, 1)["gradients before reduction"] == 2000
+    assert "gradients before reduction" not in parts(half, MODEL, 2, 1), (
+        "no larger than those that are reduced"
+    )
     assert "gradients before reduction" not in parts(job(), MODEL, 1, 1), "a plain gradient is whole anyway"
+
+
+def test_ranks_that_share_layers() -> None:
+    found = parts(on_mesh(tp_size=2), MODEL, 2, 1)
+    assert found["weights that are updated"] == found["gradients"] == 2000
+    assert "gathered weights" not in found, "nothing is cut over data"
+    assert "gradients before reduction" not in found
+    assert found["activations"] == 20 * 4 * (2 * 8 + 48 + (48 + 48) // 2)
+    assert found["output layer"] == (4 * 20 * 20 + 4 * 20 * 8) // 2
+    both = parts(on_mesh(tp_size=2, dp_shard_size=2), MODEL, 4, 2)
+    assert both["weights that are updated"] == 1000
+    assert both["gathered weights"] == 4 * (200 + 2 * 400) // 2
+    assert both["gradients before reduction"] == 2000 - 1000
+
+
+def test_ranks_that_share_sequences() -> None:
+    found = parts(on_mesh(cp_size=2), MODEL, 2, 1)
+    assert found["activations"] == 10 * 4 * (2 * 8 + PER_LAYER)
+    assert found["output layer"] == 4 * 10 * 20 + 4 * 20 * 8
+    assert found["gathered weights"] == 4 * (200 + 2 * 400)
+    assert found["gradients before reduction"] == 4000 - 2000
+
+
+def test_ranks_that_share_experts() -> None:
+    experts = replace(MODEL, experts=600)
+    found = parts(on_mesh(dp_shard_size=2, ep_size=2), experts, 2, 2)
+    assert found["weights that are updated"] == 2000
+    assert found["gathered weights"] == 4 * (200 + 2 * (400 - 300 + 300 // 2)), "three quarters are experts"
+    assert found["gradients before reduction"] == 4 * (400 + 600 // 2) - 2000
+    of_layers = parts(on_mesh(tp_size=2, ep_size=2), experts, 2, 1)
+    assert of_layers["weights that are updated"] == 2000, "where layers are cut, experts are anyway"
+
+
+def test_copies_of_the_shards_gather_too() -> None:
+    found = parts(on_mesh(dp_replicate_size=2), MODEL, 1, 2)
+    assert found["weights that are updated"] == 4000
+    assert found["gathered weights"] == 4 * (200 + 2 * 400)
 
 
 def test_what_is_never_sharded_again_is_whole() -> None:

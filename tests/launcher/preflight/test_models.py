@@ -89,6 +89,18 @@ def test_models_of_the_hub_are_found_in_the_cache(tmp_path: Path) -> None:
         find_model("owner/other", None, {"HF_HOME": str(tmp_path)})
 
 
+def test_experts_are_counted_apart(tmp_path: Path) -> None:
+    of_experts = {"moe_intermediate_size": 5, "num_experts_per_tok": 3, "num_experts": 4}
+    tensors = {
+        "model.layers.0.mlp.experts.gate_up_proj": (4, 10, 8),
+        "model.layers.0.mlp.gate.weight": (4, 8),
+    }
+    model = find_model(str(model_of(tmp_path / "m", {**CONFIG, **of_experts}, m=tensors)), None, {})
+    assert (model.parameters, model.experts) == (352, 320)
+    assert model.shape is not None
+    assert model.shape.intermediate == 15, "those of one token"
+
+
 def test_a_vision_model_has_its_text_part_below(tmp_path: Path) -> None:
     path = model_of(tmp_path / "m", {"model_type": "vl", "text_config": CONFIG}, m={"x": (3,)})
     assert find_model(str(path), None, {}).shape == SHAPE
