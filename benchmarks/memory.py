@@ -12,8 +12,9 @@ process: libraries, threads, process groups and their buffers are there by then.
 back when they are freed, so nothing that an allocator keeps counts. It is the memory of tensors on the CPU, whoever
 allocates them.
 
-Ends with one line of JSON: for each mesh the estimate and the most of a rank in MiB, their ratio, and the peak after
-resumption over that before.
+Ends with one line of JSON: for each mesh the estimate and the most of a rank in MiB, and their ratio; the peak after
+the resumption over that before, and that of the loading itself, in which pages of the checkpoint's mapped files count
+that the kernel can drop.
 """
 
 from __future__ import annotations
@@ -183,11 +184,16 @@ def work(case: Case, place: Path, resume: bool) -> None:
     gc.collect()
     LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+    loading = 0.0
     if resume:
         found = look(next(iter(root.glob("step-*"))))
         load(Resumption(found, found.step, own=True), trainer, config, None)
+        loading = _status("VmHWM") - idle
+        gc.collect()
+        LIBC.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
     _train(trainer, 2 * resume, VOCABULARY)
-    peaks = group.gather(_status("VmHWM") - idle)
+    peaks = group.gather([_status("VmHWM") - idle, loading])
     if not resume:
         _save(trainer, root)
     if group.leads:
@@ -195,8 +201,8 @@ def work(case: Case, place: Path, resume: bool) -> None:
     group.close()
 
 
-def start(name: str, place: Path, resume: bool) -> float:
-    """The largest peak of a rank, MiB."""
+def start(name: str, place: Path, resume: bool) -> list[float]:
+    """The largest peak of a rank, and while it loads what it resumes, MiB."""
     case = CASES[name]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -219,7 +225,7 @@ def start(name: str, place: Path, resume: bool) -> float:
             rank.kill()
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{name}: a rank has failed")
-    return max(json.loads(said[0].splitlines()[-1]))
+    return [max(of_ranks) for of_ranks in zip(*json.loads(said[0].splitlines()[-1]), strict=True)]
 
 
 def main() -> None:
@@ -244,13 +250,12 @@ def main() -> None:
             parts = estimate(CASES[name], place / CASES[name].model)
             for part in parts if options.parts else ():
                 print(f"    {part.name:<27}{part.bytes / 2**20:8.0f}  {part.formula}")
-            row = {
-                "estimate": sum(part.bytes for part in parts) / 2**20,
-                "measured": start(name, place, False),
-            }
+            row = {"estimate": sum(part.bytes for part in parts) / 2**20}
+            row["measured"], _ = start(name, place, False)
             row["ratio"] = row["estimate"] / row["measured"]
             if not options.no_resume:
-                row["resumed"] = start(name, place, True) / row["measured"]
+                peaks = start(name, place, True)
+                row["resumed"], row["loading"] = (peak / row["measured"] for peak in peaks)
             found[name] = {key: round(value, 3 if value < 10 else None) for key, value in row.items()}
             print(name, found[name], flush=True)
             shutil.rmtree(place / "checkpoints")
