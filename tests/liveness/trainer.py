@@ -32,7 +32,7 @@ from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import Backbone, PolicyModel
+from policy_worker.model.model import Backbone
 from policy_worker.model.stages import cut
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp
