@@ -1,11 +1,11 @@
 """What it costs to cut a policy over ranks: a training step on each mesh, over the step of one rank.
 
-    python benchmarks/meshes.py [--meshes dp_shard=2 cp=2] [--rounds 5] [--answer 96]
+    python benchmarks/meshes.py [--meshes dp_shard=2 cp=2 pp=2] [--rounds 5] [--answer 96]
 
-GRPO on 8 groups of 8 samples, prompts of 32 tokens and answers of up to `--answer`, packed; a model of random weights
-with 20M parameters, float32, gloo, one thread for each rank. Each mesh is a job of its own. A figure is the median
-over rounds of the seconds of a step over those of one rank alone: 1 / ranks would be ideal on as many cores. CPU
-time is that of all ranks over that of one. Ends with one line of JSON.
+GRPO on 8 groups of 8 samples, prompts of 32 tokens and answers of up to `--answer`, packed, in micro-batches of 16
+samples, with stages of 8; a model of random weights with 20M parameters, float32, gloo, one thread for each rank. A
+mesh is a job of its own, and a figure the median over rounds of the seconds of a step over those of one rank alone:
+1 / ranks would be ideal on as many cores. CPU time is that of all ranks over that of one. Ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def train(sizes: dict[str, int], rounds: int) -> None:
     )  # fmt: skip
     lm = AutoModelForCausalLM.from_config(shape)
     model = prepare_model(PolicyModel(lm), packed=True, recompute=False, pieces=group.sizes.cp)
-    config = algorithms.config_of({"train": {"sequence_packing": True}})
+    stages = {"pp_size": group.sizes.pp, "pp_micro_batch_size": 8}
+    config = algorithms.config_of({"train": {"sequence_packing": True}, "policy.parallelism": stages})
     made = algorithms.samples()
     trainer = Trainer(model, config, group, Schedule(rounds + 1))
     source = BatchSource(group, lambda call: algorithms.batch_of(made, call.params["samples"]), 1, 0)
@@ -114,7 +115,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--meshes", nargs="+", default=["dp_shard=2", "cp=2"], help="sizes, such as dp_shard=2,cp=2"
+        "--meshes", nargs="+", default=["dp_shard=2", "cp=2", "pp=2"], help="sizes, such as dp_shard=2,cp=2"
     )
     parser.add_argument("--rounds", type=int, default=5, help="steps of each after one that warms up")
     parser.add_argument("--answer", type=int, default=algorithms.ANSWER, help="the longest answer")
