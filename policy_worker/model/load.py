@@ -4,7 +4,8 @@
     [ the trainer shards it ]
     read_weights                      each rank reads its part
 
-A source whose weights cannot be read in parts is loaded with them, all of them by each rank.
+Each rank reads all weights of a source that cannot be read in parts, of a model with adapters, which may begin with
+parts of the base, and of one that will be cut into stages, which are proved with its own numbers.
 """
 
 from __future__ import annotations

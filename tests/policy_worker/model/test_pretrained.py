@@ -226,6 +226,7 @@ def test_ranks_hold_together_what_transformers_reads(tmp_path: Path, world: int)
 @pytest.mark.parametrize(
     ("world", "mesh", "names"),
     [
+        (2, {"tp_size": 2, "dp_shard_size": 1}, ["llama tied", "mixtral"]),
         (4, {"tp_size": 2, "dp_shard_size": 2}, ["llama tied", "qwen3", "mixtral"]),
         pytest.param(2, {"ep_size": 2}, ["mixtral"], marks=pytest.mark.soak),
     ],
