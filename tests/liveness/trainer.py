@@ -765,6 +765,7 @@ def adapters(config: Config, place: Place) -> dict[str, tuple[float, ...]]:
     models = [model, load_critic(config, model)] if config.has_critic else [model]
     found = {}
     for one in models:
+        one.read_weights(torch.device("cpu"))
         for name, parameter in one.named_parameters():
             if parameter.requires_grad:
                 total = float(parameter.detach().double().abs().sum())
