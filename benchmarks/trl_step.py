@@ -2,8 +2,9 @@
 
     python benchmarks/trl_step.py DIRECTORY THREADS
 
-For each line of stdin it takes a step and prints [seconds, CPU seconds]. DIRECTORY holds a model (`policy`)
-and `samples.json`: [{prompt, response, logprobs, advantage}], of which 16 in their order are a micro-batch. Nothing of this project is imported.
+For each line of stdin it takes a step and prints [seconds, CPU seconds]. DIRECTORY holds a model (`policy`) and
+`samples.json`: [{prompt, response, logprobs, advantage}], of which 16 in their order are a micro-batch. Nothing of
+this project is imported.
 """
 
 from __future__ import annotations
