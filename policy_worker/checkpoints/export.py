@@ -4,7 +4,7 @@ Exported weights are bit for bit those of the last published version: same names
 (`train.transfer_dtype`). Written under a hidden name and renamed, so a directory of this name is always whole.
 
 Of a model with adapters the export has them merged in, and next to it, in `adapter/`, they are as peft saves them, in
-the type that they train in; not where they began with a part of the base, which is no longer whole without them.
+the type that they train in; not where they began with a part of the base, which lacks it without them.
 """
 
 from __future__ import annotations

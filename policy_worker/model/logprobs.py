@@ -139,7 +139,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     drawn: Drawn | None = None,
-    beside: Beside | None = None,
+    compared: Beside | None = None,
 ) -> TokenOutputs:
     """Log-probs (with gradient), entropy (with gradient) and correctness of `labels`.
 
@@ -150,9 +150,9 @@ def token_logprobs(
         labels: int64 [K].
         temperature: that the labels were sampled at, > 0.
         drawn: what else the labels were sampled with.
-        beside: the model that the KL is to (with gradient, over the whole vocabulary); see `token_kl`.
+        compared: the model that the KL is to (with gradient, over the whole vocabulary); see `token_kl`.
     """
-    found = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, beside)
+    found = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, compared)
     logprobs, entropy, correct, kl = found
     return TokenOutputs(logprobs.sum(1), entropy, correct[:, 0], kl)  # FSDP2 warns of a view
 
@@ -160,7 +160,7 @@ def token_logprobs(
 def token_kl(
     hidden: Tensor,
     head: Head,
-    beside: Beside,
+    compared: Beside,
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     drawn: Drawn | None = None,
@@ -170,7 +170,7 @@ def token_kl(
     Arguments as of `token_logprobs`, for both models. Two chunks of logits are in memory at once, of half the size.
     """
     none = torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device)
-    return _outputs(hidden, head, none, temperature, chunk_elements, drawn, beside)[3]
+    return _outputs(hidden, head, none, temperature, chunk_elements, drawn, compared)[3]
 
 
 def logprobs_at(
@@ -224,17 +224,17 @@ def _outputs(
     temperature: float,
     chunk_elements: int,
     drawn: Drawn | None = None,
-    beside: Beside | None = None,
+    compared: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Log-probs of ids [K, k] and whether each is the likeliest; entropy and KL (None without `beside`), [K]."""
-    matrices = 1 + (beside is not None) + (head.softcap is not None) + (drawn.matrices if drawn else 0)
-    if beside is not None:
-        other = beside.head.on_rows_of(head)
-        beside = Beside(beside.hidden.to(other.weight.dtype), other)
+    """Log-probs of ids [K, k] and whether each is the likeliest; entropy and KL (None without `compared`), [K]."""
+    matrices = 1 + (compared is not None) + (head.softcap is not None) + (drawn.matrices if drawn else 0)
+    if compared is not None:
+        other = compared.head.on_rows_of(head)
+        compared = Beside(compared.hidden.to(other.weight.dtype), other)
     parts = _chunks(len(hidden), chunk_elements // matrices, head)
     if drawn is not None and head.vocabulary is not None:
         drawn = drawn.among(head.first, len(head.weight))
-    how = _How(temperature, parts, drawn, beside)
+    how = _How(temperature, parts, drawn, compared)
     found: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
     return found
 

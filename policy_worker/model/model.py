@@ -191,7 +191,7 @@ class PolicyModel(Backbone):
         if not goes_to_head(entry):
             return picked
         labels = batch.of_piece(batch.labels)
-        found = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, beside=beside)
+        found = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, compared=beside)
         if more is not None:
             found = found._replace(more=more(picked, self._head()))
         return self._of_all(found._replace(hidden=picked) if with_hidden else found, batch)

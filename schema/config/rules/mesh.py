@@ -99,7 +99,10 @@ def experts_have_ranks(config: Config) -> Iterator[Problem]:
             )
             yield Problem(key, message, size, f"write {key} = {mesh.tp_size}", related=(tp,))
         elif mesh.cp_size > 1:
-            message = f"{size} spreads experts over ranks with sequences of their own, and {pieces} = {mesh.cp_size}"
+            message = (
+                f"this build cannot do experts that are shared next to {pieces} = {mesh.cp_size} yet, whose ranks have "
+                f"pieces of sequences"
+            )
             yield Problem(key, message, size, f"write {pieces} = 1, or {key} = 1", related=(pieces,))
         elif mesh.dp_shard_size != -1 and mesh.dp_shard_size % size:
             message = f"{size} does not divide the {mesh.dp_shard_size} ranks of {shards}"
@@ -111,7 +114,7 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when experts are on several ranks."""
     policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
-    if policy.parallelism.ep_size not in (1, policy.parallelism.tp_size):
+    if policy.parallelism.ep_size > 1:
         if policy.moe_shared_expert_overlap and dispatcher == "allgather":
             key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
             message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
@@ -119,8 +122,8 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, True, hint, related=(other,))
         return
     for name, value in written(policy, "moe_token_dispatcher", "moe_shared_expert_overlap"):
-        message = f"{toml_value(value)} has no effect: no rank asks experts of another for its own tokens"
-        hint = "leave it out"
+        message = f"{toml_value(value)} has no effect: {size_key} = 1 keeps all experts on each rank"
+        hint = f"leave it out, or choose a larger {size_key}"
         yield Problem(f"policy.{name}", message, value, hint, related=(size_key,))
 
 

@@ -59,7 +59,7 @@ def _renamed(theirs: str, ours: str, *more: str) -> Rule:
 @computed(f"{_MESH}.pp_schedule", words="interleaved ones follow from virtual_pp_size")
 def _schedule(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.integer(f"{_MESH}.pp_size", 1) == 1:
-        return implicit("there is no pipeline")
+        return implicit("it has one stage")
     value = plain(leaf.value)
     return mapped((leaf.key, "1F1B" if value == "Interleaved1F1B" else value))
 

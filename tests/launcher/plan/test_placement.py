@@ -175,12 +175,6 @@ def test_a_critics_devices_come_after_those_of_a_reference_model():
     assert problem.key == "placement.critic"
 
 
-def test_ranks_with_the_same_samples_share_a_reference_model():
-    mesh = {"parallelism": {"tp_size": 2, "dp_shard_size": 2}}
-    job = config(train=KL, policy=mesh, placement={"policy": [0, 1, 2, 3], "reference": [5, 4]})
-    assert shown(job, 7)["policy-0"] == (0, 1, 2, 3, 5, 4)
-
-
 def test_a_reference_model_with_too_few_or_absent_devices_is_refused():
     job = config(train=KL, policy={"parallelism": {"dp_shard_size": -1}}, placement={"reference": [1]})
     problem = refusal(job, 4)

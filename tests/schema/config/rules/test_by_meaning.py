@@ -491,7 +491,7 @@ FAULTS = {
         ({f"{R}.n_init_replicas": 65_536, f"{R}.tp_size": 2}, "131072 ranks"),
     ],
     mesh.dispatch_has_ranks: [
-        ({"policy.moe_token_dispatcher": "allgather"}, '"allgather" has no effect'),
+        ({"policy.moe_token_dispatcher": "allgather"}, '"allgather"', f"{M}.ep_size = 1"),
         (
             {
                 "policy.moe_shared_expert_overlap": True,
