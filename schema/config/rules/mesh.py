@@ -95,13 +95,14 @@ def experts_have_ranks(config: Config) -> Iterator[Problem]:
             continue
         if mesh.tp_size > 1:
             message = (
-                f"{size} is not possible with {tp} = {mesh.tp_size}, whose ranks share the experts of a layer"
+                f"this build cannot do {size} yet next to {tp} = {mesh.tp_size}, whose ranks share the experts of a "
+                "layer"
             )
             yield Problem(key, message, size, f"write {key} = {mesh.tp_size}", related=(tp,))
         elif mesh.cp_size > 1:
             message = (
-                f"this build cannot do experts that are shared next to {pieces} = {mesh.cp_size} yet, whose ranks have "
-                f"pieces of sequences"
+                f"this build cannot do shared experts next to {pieces} = {mesh.cp_size} yet, whose ranks have pieces "
+                "of sequences"
             )
             yield Problem(key, message, size, f"write {pieces} = 1, or {key} = 1", related=(pieces,))
         elif mesh.dp_shard_size != -1 and mesh.dp_shard_size % size:

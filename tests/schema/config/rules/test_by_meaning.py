@@ -480,7 +480,7 @@ FAULTS = {
     mesh.sequences_are_split_by_tensors: [({f"{M}.sequence_parallel": True}, f"{M}.tp_size = 1")],
     mesh.experts_have_ranks: [
         ({f"{M}.ep_size": 3, f"{M}.dp_shard_size": 4}, "3 does not divide the 4 ranks"),
-        ({f"{M}.ep_size": 4, f"{M}.tp_size": 2}, "tp_size = 2, whose ranks share the experts"),
+        ({f"{M}.ep_size": 4, f"{M}.tp_size": 2}, "tp_size = 2, whose ranks share"),
         ({f"{M}.ep_size": 2, f"{M}.cp_size": 2, f"{M}.dp_shard_size": 2}, "cp_size = 2"),
     ],
     mesh.ranks_are_countable: [
