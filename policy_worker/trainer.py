@@ -337,7 +337,7 @@ class EarlierPolicy:
     """
 
     def __init__(self, model: PolicyModel) -> None:
-        self._model, self.takes_blocks, self.stages = model, model.takes_blocks, model.stages
+        self._model, self.takes_blocks = model, model.takes_blocks
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._present = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.kept: dict[str, Tensor] = {}

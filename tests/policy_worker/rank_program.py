@@ -104,9 +104,10 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     )
     held = sum(local_of(parameter).numel() for parameter in trainer.model.parameters())
     total = sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert held <= 1.3 * total / (group.sizes.dp_shard * group.sizes.cp * group.sizes.tp), (
-        "the model is not cut"
-    )
+    parts = group.sizes.dp_shard * group.sizes.cp * group.sizes.tp
+    uneven = 1.3 if parts <= 4 else 2.5  # few experts, or rows of an adapter, over many ranks
+    assert held <= uneven * total / parts, "the model is not cut"
+
     gradients: dict[str, torch.Tensor] = {}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

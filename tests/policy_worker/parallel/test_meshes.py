@@ -36,7 +36,10 @@ def model(family: str, *, tie: bool = True) -> dict[str, Any]:
 
 
 def everything() -> list[dict[str, Any]]:
-    """Each thing that a step may do, with another family each; with the answers that ranks of a unit may get."""
+    """Each thing that a step may do, with another family each; with the answers that ranks of a unit may get.
+
+    In float64 where rounding would add up over steps.
+    """
     several = {"steps": 2, "grpo": GRPO | EVERYTHING | {"mu_iterations": 2}}
     taught = {
         "grpo": GRPO | EVERYTHING,
@@ -45,8 +48,8 @@ def everything() -> list[dict[str, Any]]:
     }
     few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}}
     return [
-        model("phi3", tie=False) | several | {"answers": {"0": ["gone", "anew"]}},
-        model("gemma3_text") | with_critic()[1],
+        model("phi3", tie=False) | several | {"exact": True, "answers": {"0": ["gone", "anew"]}},
+        model("gemma3_text") | with_critic()[1] | {"exact": True},
         model("qwen3_moe") | taught,
         model("qwen3", tie=False) | with_penalties()[1],
         model("qwen3") | few,
