@@ -86,7 +86,7 @@ def experts() -> list[dict[str, Any]]:
         "model": {"family": "qwen3_moe", "tie": False},
     }
     few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}}
-    critic = {"exact": False, "grpo": GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1}}
+    critic = {"grpo": GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1}}
     return [exact, exact | gathered, exact | few, exact | critic]
 
 
