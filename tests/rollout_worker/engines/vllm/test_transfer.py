@@ -223,7 +223,7 @@ def test_what_is_read_goes_where_there_is_room(
     calls = Calls(bench)
 
     def served() -> Checksum:
-        return asyncio.run(reading.served_weights(VllmAdapter(calls), None, bench.content))
+        return asyncio.run(reading.served_weights(VllmAdapter(calls, low_rank=False), None, bench.content))
 
     assert (served().content_hash, set(calls.directories)) == (bench.content, {large})
     free[small] = 1 << 30
