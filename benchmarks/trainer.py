@@ -125,7 +125,7 @@ def main() -> None:
             turns = [(ours(), step_of_trl(trl)) for _ in range(options.rounds + 1)][1:]
         finally:
             trl.kill()
-            trl.wait()
+            trl.wait(timeout=60)
     found = {}
     for place_of, name in enumerate(("seconds", "cpu_seconds")):
         mine, theirs = ([turn[who][place_of] for turn in turns] for who in (0, 1))

@@ -16,6 +16,7 @@ micro-batches; over ranks FSDP2 averages, hence the factor of their number.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -66,7 +67,7 @@ def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
     return None if head is None else Beside(batch.of_piece(batch.columns[HIDDEN]), head)
 
 
-class TrainedModel:
+class TrainedModel(ABC):
     """A model that learns, on this rank: sharded, with optimizer and schedule.
 
     mesh: of the policy. takes_blocks: whether every model that the layout serves does. device: where it is; None:
@@ -206,9 +207,9 @@ class TrainedModel:
         (numbers,) = self.group.tensors_from_last_stage(mine)
         return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
 
+    @abstractmethod
     def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Any:
         """What the model, or one of its stages, computes of a micro-batch, with gradient."""
-        raise NotImplementedError
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:

@@ -34,9 +34,8 @@ def cut(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, whole in layer.named_parameters(recurse=False):
         where = placement if not isinstance(placement, Shard) or placement.dim < whole.ndim else COPY
         box = box_at(whole.shape, [mesh.size()], [mesh.get_local_rank()], [where])
-        own = whole.detach()[
-            box.slices()
-        ].clone()  # of a copy too: one view keeps a whole file of weights mapped
+        # A clone of a copy too: one view keeps a whole file of weights mapped.
+        own = whole.detach()[box.slices()].clone()
         tensor = DTensor.from_local(
             own, mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride()
         )
