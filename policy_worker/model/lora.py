@@ -4,6 +4,8 @@
                          A [r, in], B [out, r]: trained, in `master_dtype`
                          s = lora_alpha / r (arXiv 2106.09685), or / √r (arXiv 2312.03732)
 
+With DoRA (arXiv 2402.09353) the rows of W + s B A have trained lengths m [out], which begin as those of W.
+
 The model keeps its class and its modules their names: what was `q_proj.weight` is `q_proj.base_layer.weight`, next to
 `q_proj.lora_A.default.weight`, and `weight_sync.HubNames` turns these names back. Of a module that is trained whole
 the base's weights stay as `lm_head.original_module.weight`, next to `lm_head.modules_to_save.default.weight`.
@@ -142,6 +144,12 @@ def _named(modules: Iterable[str], entries: Iterable[str]) -> list[str]:
 def _check_adapted(lm: PreTrainedModel, layers: Mapping[str, Any], keys: LoraConfig, section: str) -> None:
     """Raises `SettingsError`: an adapter could not be merged, or a pattern is of none of them."""
     for name, layer in layers.items():
+        if keys.use_dora and not isinstance(layer.get_base_layer(), nn.Linear):
+            raise SettingsError(
+                f"{section}.use_dora is for linear layers, and {name} of {type(lm).__name__} is a "
+                f"{type(layer.get_base_layer()).__name__}: leave it out of {section}.target_modules, or write "
+                f"{section}.use_dora = false"
+            )
         if not isinstance(layer.get_base_layer(), ADAPTABLE):
             raise SettingsError(
                 f"{section}.target_modules names {name} of {type(lm).__name__}, a "

@@ -800,6 +800,7 @@ for section, job in (("policy", grpo), ("critic", with_critic)):
             f"{section}.lora.lora_alpha": (8.0, 4.0),
             f"{section}.lora.target_modules": (["q_proj"], "all-linear"),
             f"{section}.lora.use_rslora": (False, True),
+            f"{section}.lora.use_dora": (False, True),
             f"{section}.lora.modules_to_save": (UNSET, ["norm"]),
             f"{section}.lora.alpha_pattern": (UNSET, {".*q_proj": 2.0}),
             f"{section}.lora.r_pattern": (UNSET, {r"layers\.0.*": 2}),

@@ -122,6 +122,12 @@ class LoraConfig(Section):
         "Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732).",
         acts="number: Scale of what the adapter adds.",
     )
+    use_dora: bool = key(
+        False,
+        "Weight-decomposed adapters (DoRA): the rows of W + s B A have trained lengths of their own, so that A and B "
+        "turn them alone (arXiv 2402.09353). For linear layers, without tensor parallelism.",
+        acts="number: Length of the rows of adapted weights.",
+    )
     modules_to_save: list[str] | None = cosmos_key(
         None,
         "Further modules that are trained whole and saved with the adapter.",
@@ -147,6 +153,11 @@ class LoraConfig(Section):
         "of the weight, which is taken out of the base; eva, loftq: refused.",
         acts=_ADAPTERS,
     )
+
+    @property
+    def begins_with_base(self) -> bool:
+        """Whether what trains begins with numbers of the base's weights."""
+        return self.use_dora or self.alters_base
 
     @property
     def alters_base(self) -> bool:

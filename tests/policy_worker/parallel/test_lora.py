@@ -36,17 +36,18 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weig
 def test_two_ranks_with_adapters_equal_one_and_one_goes_on(tmp_path: Path, group: Group):
     # of policy and critic, with norms that are trained whole; the reference is within the policy, and reset once
     options: dict[str, Any] = {
+        "exact": True,
         "grpo": GRPO | EVERYTHING | {"advantage_estimator": "gae", "reference_reset_interval": 2},
         "train": {"optm_lr": 1e-2},
         "sections": {
             "policy": {"lora": LORA | {"modules_to_save": ["model.norm"]}},
-            "critic": {"lora": LORA | {"r_pattern": {"down_proj": 2}}},
+            "critic": {"lora": LORA | {"r_pattern": {"down_proj": 2}, "use_dora": True}},
         },
     }
     expected, metrics = run_here(group, steps=3, **options)
     found, theirs = run(tmp_path / "2", 2, steps=3, save=str(tmp_path / "s"), save_step=3, **options)
     named = gradients(found)
-    assert len(named) == 2 * 28 + 1 + 1
+    assert len(named) == 2 * 28 + 14 + 1 + 1
     assert all(".lora_" in n or ".modules_to_save." in n or n.endswith("value_head") for n in named)
     assert_equal(found, expected, 1e-4)
     for name in ("loss", "grad_norm", "reference_kl"):

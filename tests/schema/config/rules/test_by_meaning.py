@@ -380,6 +380,9 @@ FAULTS = {
         ({f"{L}.init_lora_weights": "loftq"}, '"loftq"', "policy.model_name_or_path"),
         ({"critic.lora.init_lora_weights": "eva"} | CRITIC, '"eva"', "[critic.lora] has seen no data"),
     ],
+    trainable.decomposed_rows_are_whole: [
+        ({f"{L}.use_dora": True, "policy.parallelism.tp_size": 2}, "policy.parallelism.tp_size = 2 cuts")
+    ],
     trainable.adapters_are_saved_as_such: [
         (
             {f"{K}.save_contents": ["optimizer"], f"{K}.enable_checkpoint": True}
@@ -408,6 +411,7 @@ FAULTS = {
             ({}, "without [policy.lora]"),
             ({f"{L}.init_lora_weights": "olora"}, f'{L}.init_lora_weights = "olora"'),
             ({f"{L}.modules_to_save": ["norm"]} | VLLM, f'{L}.modules_to_save = ["norm"]'),
+            ({f"{L}.use_dora": True} | VLLM, f"{L}.use_dora = true is more"),
             (ADAPTER | {"rollout.load_format": "dummy"}, 'rollout.load_format = "dummy"'),
         )
     ],
