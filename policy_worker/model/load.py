@@ -4,8 +4,8 @@
     [ the trainer shards it ]
     read_weights                      each rank reads its part
 
-Each rank reads all weights of a source that cannot be read in parts, of a model with adapters, which may begin with
-parts of the base, and of one that will be cut into stages, which are proved with its own numbers.
+Each rank reads all weights of a source that cannot be read in parts, and of a model whose adapters begin with parts
+of the base.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def load_model(
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     adapters, master = config.policy.lora, DTYPES[config.train.master_dtype]
     dtype = master if adapters is None else DTYPES[config.train.param_dtype]
-    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(config, adapters))
+    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(adapters))
     if adapters is not None:
         lora.inject(loaded.lm, adapters, "policy.lora")
     else:
         freeze(loaded.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
-    if loaded.weights is not None:
-        loaded.weights.restored = restored
+    if loaded.weights is not None:  # a checkpoint of adapters does not hold the rest of the model
+        loaded.weights.restored = restored and adapters is None
     model = _policy_like(loaded, config, config.policy.model_gradient_checkpointing, lead)
     if adapters is not None:
         lora.widen(model, master)
@@ -137,7 +137,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     _import_modules("critic", critic, source.name)
     master = DTYPES[critic.master_dtype]
     dtype = master if critic.lora is None else DTYPES[critic.param_dtype]
-    loaded = source.load(AutoModel, dtype, whole=_is_whole(config, critic.lora))
+    loaded = source.load(AutoModel, dtype, whole=_is_whole(critic.lora))
     _choose_experts(loaded.lm, config.policy)
     if critic.lora is not None:
         lora.inject(loaded.lm, critic.lora, "critic.lora")
@@ -163,16 +163,15 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     return model
 
 
-def _is_whole(config: Config, adapters: LoraConfig | None = None) -> bool:
-    """Whether weights are needed before the model is sharded: some adapters begin with what they are, and stages of a
-    pipeline are proved with them."""
-    return adapters is not None or config.policy.parallelism.pp_size > 1
+def _is_whole(adapters: LoraConfig | None) -> bool:
+    """Whether weights are needed before the model is sharded: some adapters begin with a part of them."""
+    return adapters is not None and adapters.alters_base
 
 
 def _load_frozen(config: Config, source: Source, lead: Lead) -> PolicyModel:
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     dtype = DTYPES[config.train.param_dtype]
-    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(config))
+    loaded = source.load(AutoModelForCausalLM, dtype)
     return _policy_like(loaded, config, False, lead)
 
 

@@ -174,7 +174,9 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
     if "export" in options:
-        export_model(trainer, config, Path(options["export"]), average="ema_decay" in options["train"])
+        export_model(
+            trainer, config, Path(options["export"]), average="ema_decay" in options.get("train", {})
+        )
     weights = dict(hub_tensors(trainer.model.lm))
     published = dict(group.gathering(names_here(trainer.model)).tensors())
     assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())

@@ -14,8 +14,8 @@ from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.policy import LoraConfig
-from tests.policy_worker.material import tiny_lm
-from tests.policy_worker.parallel.test_meshes import assert_one, model, staged
+from tests.policy_worker.material import tiny_lm, write_model
+from tests.policy_worker.parallel.test_meshes import assert_one, files_of, model, staged
 from tests.policy_worker.parallel.test_ranks import (
     EVERYTHING,
     GRPO,
@@ -92,7 +92,14 @@ def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Gro
     options: dict[str, Any] = staged({"samples": SAMPLES, "grpo": grpo, "sections": learning})
     expected, _ = train(group, options | {"steps": 3})
     shared, saved = options | {"mesh": mesh}, {"save": str(tmp_path / "two"), "save_step": 1}
-    run_each(tmp_path / "1", 2, [shared | saved | {"steps": 1}])
+    policy = {"model_name_or_path": str(write_model(tmp_path / "model")), "lora": LORA}
+    plain = options | {"sections": {"policy": policy}, "grpo": GRPO, "steps": 1}
+    exported = {"save": str(tmp_path / "plain"), "save_step": 1, "export": str(tmp_path / "of two")}
+    run_each(tmp_path / "1", 2, [shared | saved | {"steps": 1}, plain | exported | {"mesh": mesh}])
+    state = {"restore": str(tmp_path / "plain" / "step-00000001"), "first_step": 1}
+    train(group, plain | state | {"export": str(tmp_path / "of one")})
+    assert files_of(tmp_path / "of one") == files_of(tmp_path / "of two")
+    assert (tmp_path / "of one" / "adapter" / "adapter_model.safetensors").exists()
     alone = {"restore": str(tmp_path / "two" / "step-00000001"), "first_step": 1}
     train(group, options | alone | {"steps": 2, "save": str(tmp_path / "one"), "save_step": 2})
     back = {"restore": str(tmp_path / "one" / "step-00000002"), "first_step": 2}
