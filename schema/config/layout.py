@@ -58,6 +58,31 @@ class RoleLayout:
         return [tuple(devices[i * part : (i + 1) * part]) for i in range(self.replicas)]
 
 
+def mesh_of(config: Config, role: str) -> ParallelismConfig:
+    """The mesh of a model of the policy's ranks: `policy`, `reference` or `critic`."""
+    own = {"reference": config.reference.parallelism, "critic": config.critic.parallelism}.get(role)
+    return own or config.policy.parallelism
+
+
+def own_mesh(config: Config, role: str) -> ParallelismConfig | None:
+    """That of the reference model or the critic, if it is another one than the policy's."""
+    own, policy, ranks = mesh_of(config, role), config.policy.parallelism, policy_ranks(config)
+    return None if _whole(own, ranks) == _whole(policy, ranks) else own
+
+
+def policy_ranks(config: Config) -> int | None:
+    """The ranks of one policy replica; None while they are as many as there are devices."""
+    policy = policy_layout(config)
+    return policy.size or (len(policy.devices) // policy.replicas if policy.listed else None)
+
+
+def _whole(mesh: ParallelismConfig, ranks: int | None) -> ParallelismConfig:
+    """The mesh without -1, as far as the number of its ranks is known."""
+    if mesh.dp_shard_size != -1 or ranks is None or ranks % _unit(mesh):
+        return mesh
+    return mesh.model_copy(update={"dp_shard_size": ranks // _unit(mesh)})
+
+
 def policy_layout(config: Config) -> RoleLayout:
     """The policy replicas."""
     mesh = config.policy.parallelism

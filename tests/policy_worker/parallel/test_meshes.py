@@ -227,3 +227,28 @@ def test_a_state_goes_on_in_stages_and_back(tmp_path: Path, group: Group):
 def hub_only(tensors: dict[str, Any]) -> dict[str, Any]:
     """Without gradients."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("grad.")}
+
+
+def with_roles(**roles: dict[str, int]) -> list[dict[str, Any]]:
+    """Steps with a reference model and a critic in meshes of their own: KLs in loss and reward, mini-batches of the
+    critic's own, shares without samples."""
+    exact = {"exact": True, "steps": 3, "roles": roles}
+    gae = {"advantage_estimator": "gae", "gae_lambda": 0.9, "kl_beta": 0.1}
+    both = {"kl_beta": 0.1, "kl_in_reward": {"beta": 0.1}, "mini_batch_shuffle": True}
+    parted = {"critic": {"batch_size_per_optimize": 3, "mini_batch_shuffle": True, "mu_iterations": 2}}
+    packed = {"grpo": GRPO | both | {"balance_dp_token": True}, "train": {"sequence_packing": True}}
+    return [
+        exact | {"grpo": GRPO | gae | both | {"batch_size_per_optimize": 4}},
+        exact | {"grpo": GRPO | gae | {"min_filter_prefix_tokens": 2}, "sections": parted},
+        exact | {"grpo": gae, "samples": {"n": 1}},
+        exact | packed,
+    ]
+
+
+@pytest.mark.slow
+def test_roles_with_meshes_of_their_own_equal_one(tmp_path: Path, group: Group):
+    shards, layers, stages = {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}
+    cases = with_roles(reference=layers, critic=stages) + with_roles(reference=stages, critic=layers)
+    assert_one(tmp_path / "shards", group, 2, {"dp_shard": 2}, cases)
+    cases = with_roles(reference=shards, critic=shards)
+    assert_one(tmp_path / "layers", group, 2, {"tp": 2}, cases)
