@@ -47,22 +47,27 @@ def lengths_of(table: StepTable, plan: Sequence[MiniBatch]) -> dict[int, int]:
     return {row: table.response_tokens[row] for row in computed_rows(plan)}
 
 
+def batching_of(config: Config, batching: Batching) -> Batching:
+    """How the critic's optimizer steps are cut. batching: the policy's."""
+    keys, mesh = config.critic, config.critic.parallelism
+    return replace(
+        batching,
+        samples=keys.mini_batch if mesh is None or mesh.pp_size == 1 else mesh.pp_micro_batch_size,
+        max_tokens=keys.max_token_len_per_mini_batch,
+        mini_batch=keys.batch_size_per_optimize,
+        passes=keys.mu_iterations,
+        shuffle_seed=config.effective_seed if keys.mini_batch_shuffle else None,
+    )
+
+
 class CriticTraining:
     """See the module's docstring. All ranks call alike."""
 
     def __init__(self, config: Config, critic: Critic, batching: Batching, policy: Group) -> None:
         """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks."""
-        keys, mesh = config.critic, config.critic.parallelism
-        self._critic, self._keys, self._policy = critic, keys, policy
-        samples = keys.mini_batch if mesh is None or mesh.pp_size == 1 else mesh.pp_micro_batch_size
-        cut = replace(batching, samples=samples, max_tokens=keys.max_token_len_per_mini_batch)
-        self._pass = cut.cut_to(keys.forward_mini_batch, None)
-        self._batching = replace(
-            cut,
-            mini_batch=keys.batch_size_per_optimize,
-            passes=keys.mu_iterations,
-            shuffle_seed=config.effective_seed if keys.mini_batch_shuffle else None,
-        )
+        self._critic, self._keys, self._policy = critic, config.critic, policy
+        self._batching = batching_of(config, batching)
+        self._pass = self._batching.cut_to(config.critic.forward_mini_batch, None)
 
     @property
     def _is_own(self) -> bool:

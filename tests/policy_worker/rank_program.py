@@ -3,10 +3,11 @@
 OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
 save_step, staged, export, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
 `mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `pipe` are further
-keys of the mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank. `model` are arguments of `tiny_family`; other models have as many `layers`.
-`exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of its first fetches of
-payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). `ahead` says what
-the controller guesses of the next batch: "right", "partly" (but for one group), "wrong".
+keys of the mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
+`model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
+float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
+assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
+"right", "partly" (but for one group), "wrong".
 
 Each rank writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the metrics as JSON; all
 ranks of a stage come to the same.
