@@ -25,10 +25,11 @@ from policy_worker.model.model import DTYPES, Lead, PolicyModel, ValueModel, alo
 from policy_worker.model.pretrained import Weights, skeleton, weight_files
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
+from schema.config.layout import mesh_of
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.config.rules.teacher import tokens_are_those_of_the_policy
 from schema.config.sections.model_keys import ModelKeys
-from schema.config.sections.policy import LoraConfig, PolicyConfig
+from schema.config.sections.policy import LoraConfig, ParallelismConfig, PolicyConfig
 from schema.config.sections.teacher import TeacherConfig
 from weight_sync.errors import WeightError
 
@@ -61,7 +62,9 @@ def load_model(
         freeze(loaded.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
     if loaded.weights is not None:  # a checkpoint of adapters does not hold the rest of the model
         loaded.weights.restored = restored and adapters is None
-    model = _policy_like(loaded, config, config.policy.model_gradient_checkpointing, lead)
+    model = _policy_like(
+        loaded, config, config.policy.parallelism, config.policy.model_gradient_checkpointing, lead
+    )
     if adapters is not None:
         lora.widen(model, master)
     return model
@@ -77,7 +80,7 @@ def load_reference(config: Config, policy: PolicyModel, *, lead: Lead = alone) -
     if config.reference.model_name_or_path not in (None, source.name):
         name = str(config.reference.model_name_or_path)
         source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
-    model = _load_frozen(config, source, lead)
+    model = _load_frozen(config, source, mesh_of(config, "reference"), lead)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(
             f"reference.model_name_or_path = {config.reference.model_name_or_path!r} has {model.vocabulary} tokens, "
@@ -97,7 +100,8 @@ def load_teacher(
     """
     name = str(teacher.model)
     what = f"teacher {teacher.name}: model = {name!r}"
-    model = _load_frozen(config, Source(what, name, None, config.policy.trust_remote_code), lead)
+    source = Source(what, name, None, config.policy.trust_remote_code)
+    model = _load_frozen(config, source, config.policy.parallelism, lead)
     for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
         raise SettingsError(problem.render())
     whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
@@ -155,7 +159,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
         model,
         packed=config.train.sequence_packing,
         recompute=critic.model_gradient_checkpointing,
-        pieces=config.policy.parallelism.cp_size,
+        pieces=mesh_of(config, "critic").cp_size,
         lead=lead,
     )
     if critic.lora is not None:
@@ -164,27 +168,25 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
 
 
 def _is_whole(adapters: LoraConfig | None) -> bool:
-    """Whether weights are needed before the model is sharded: some adapters begin with a part of them."""
-    return adapters is not None and adapters.alters_base
+    """Whether weights are needed before the model is sharded: some adapters begin with numbers of them."""
+    return adapters is not None and adapters.begins_with_base
 
 
-def _load_frozen(config: Config, source: Source, lead: Lead) -> PolicyModel:
+def _load_frozen(config: Config, source: Source, mesh: ParallelismConfig, lead: Lead) -> PolicyModel:
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     dtype = DTYPES[config.train.param_dtype]
     loaded = source.load(AutoModelForCausalLM, dtype)
-    return _policy_like(loaded, config, False, lead)
+    return _policy_like(loaded, config, mesh, False, lead)
 
 
-def _policy_like(loaded: Loaded, config: Config, recompute: bool, lead: Lead) -> PolicyModel:
+def _policy_like(
+    loaded: Loaded, config: Config, mesh: ParallelismConfig, recompute: bool, lead: Lead
+) -> PolicyModel:
     _choose_experts(loaded.lm, config.policy)
     model = PolicyModel(loaded.lm, loaded.dropout)
     model.weights = loaded.weights
     return prepare_model(
-        model,
-        packed=config.train.sequence_packing,
-        recompute=recompute,
-        pieces=config.policy.parallelism.cp_size,
-        lead=lead,
+        model, packed=config.train.sequence_packing, recompute=recompute, pieces=mesh.cp_size, lead=lead
     )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from policy_worker.errors import SampleTooLongError
 from schema.config import Config
+from schema.config.sections.policy import ParallelismConfig
 
 Rows = list[int]
 LEAST_UNITS = 4
@@ -55,8 +56,9 @@ class Batching:
         return self if samples is None else replace(self, samples=samples, max_tokens=None)
 
     @staticmethod
-    def of_config(config: Config) -> Batching:
-        policy, mesh = config.train.train_policy, config.policy.parallelism
+    def of_config(config: Config, mesh: ParallelismConfig | None = None) -> Batching:
+        """That of the policy's training; mesh: of another model, if it is not the policy's."""
+        policy, mesh = config.train.train_policy, mesh or config.policy.parallelism
         batching = Batching(
             samples=policy.mini_batch if mesh.pp_size == 1 else mesh.pp_micro_batch_size,
             max_tokens=policy.max_token_len_per_mini_batch,
@@ -153,14 +155,27 @@ def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
 
 
 def plan_pass(
-    plan: Sequence[MiniBatch], tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None = None
+    plan: Sequence[MiniBatch],
+    tokens: Sequence[int],
+    batching: Batching,
+    alike: Sequence[int] | None = None,
+    data_ranks: int | None = None,
 ) -> list[list[Rows]]:
     """Micro-batches of a forward-only pass over the samples of a plan, for each data rank (all equally many).
 
-    Each rank's are of the samples that it trains on. Raises `SampleTooLongError`, see `plan_step`.
+    Each rank's are of the samples that it trains on; or, with data_ranks, that is how many they are dealt to anew.
+    Raises `SampleTooLongError`, see `plan_step`.
     """
-    ranks = range(len(plan[0].ranks)) if plan else ()
-    return _equally_many([rows_of(plan, rank) for rank in ranks], tokens, batching, alike)
+    if data_ranks is None:
+        shares = [rows_of(plan, rank) for rank in range(len(plan[0].ranks) if plan else 0)]
+    else:
+        shares = _shares(computed_rows(plan), tokens, data_ranks, batching.balance, alike)
+    return _equally_many(shares, tokens, batching, alike)
+
+
+def computed_rows(plan: Sequence[MiniBatch]) -> Rows:
+    """The rows that some data rank trains on, each once, in table order."""
+    return sorted({row for mini_batch in plan for row in mini_batch.computed})
 
 
 def _shares(

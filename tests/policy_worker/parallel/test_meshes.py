@@ -295,6 +295,77 @@ def assert_same_state(found: Path, expected: Path) -> None:
                 assert torch.equal(one.whole(key), other.whole(key)), key
 
 
+@pytest.mark.slow
+def test_a_critic_goes_on_in_another_mesh(tmp_path: Path, group: Group):
+    gae = {"samples": SAMPLES, "exact": True, "grpo": GRPO | {"advantage_estimator": "gae"}}
+    adapters = {"critic": {"lora": {"r": 2, "target_modules": "all-linear"}}}
+    layers, stages = {"roles": {"critic": {"tp_size": 2}}}, {"roles": {"critic": {"pp_size": 2}}}
+    plain = {"whole": gae, "adapters": gae | {"sections": adapters}}
+    cases = []
+    for (name, options), (first, then) in zip(
+        plain.items(), ((layers, stages), (stages, layers)), strict=True
+    ):
+        saved, again = str(tmp_path / name), {"first_step": 2, "steps": 3}
+        begun = options | first | {"steps": 2, "save": saved, "save_step": 2, "mesh": {"dp_shard": 2}}
+        state = {"restore": f"{saved}/step-00000002"}
+        cases += [begun, options | then | again | state, options | again | state]
+    found = run_each(tmp_path / "2", 2, cases)
+    for number, (name, options) in enumerate(plain.items()):
+        expected, _ = train(group, options | {"steps": 3})
+        (_, _), (in_another, _), (like_the_policy, _) = found[3 * number : 3 * number + 3]
+        state = {"restore": str(tmp_path / name / "step-00000002")}
+        alone, _ = train(group, options | state | {"first_step": 2, "steps": 3})
+        for later in (in_another, like_the_policy, alone):
+            assert_equal(later, expected, EXACT)
+
+
 def hub_only(tensors: dict[str, Any]) -> dict[str, Any]:
     """Without gradients."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("grad.")}
+
+
+def with_roles(**roles: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps with a reference model and a critic in meshes of their own: KLs in loss and reward, mini-batches of a
+    larger critic's own, shares without samples, packed rows."""
+    exact = {"exact": True, "steps": 3, "roles": roles}
+    gae = {"advantage_estimator": "gae", "gae_lambda": 0.9, "kl_beta": 0.1}
+    both = {"kl_beta": 0.1, "kl_in_reward": {"beta": 0.1}, "mini_batch_shuffle": True}
+    parted = {"critic": {"batch_size_per_optimize": 3, "mini_batch_shuffle": True, "mu_iterations": 2}}
+    larger = model("llama") | {"layers": 3, "sections": parted}
+    return [
+        exact | {"grpo": GRPO | gae | both | {"batch_size_per_optimize": 4}},
+        exact | {"grpo": GRPO | gae | {"min_filter_prefix_tokens": 2}} | larger,
+        exact | {"grpo": gae, "samples": {"n": 1}},
+        exact | {"grpo": GRPO | both | {"balance_dp_token": True}, "train": {"sequence_packing": True}},
+    ]
+
+
+@pytest.mark.slow
+def test_roles_with_meshes_of_their_own_equal_one(tmp_path: Path, group: Group):
+    shards, layers, stages = {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}
+    cases = with_roles(reference=layers, critic=stages) + with_roles(reference=stages, critic=layers)[:1]
+    assert_one(tmp_path / "shards", group, 2, {"dp_shard": 2}, cases)
+    cases = with_roles(reference=shards, critic=shards)[:2]
+    assert_one(tmp_path / "layers", group, 2, {"tp": 2}, cases)
+
+
+OF_ROLES: list[dict[str, Any]] = [
+    {"dp_shard_size": 4},
+    {"tp_size": 2, "dp_shard_size": 2},
+    {"pp_size": 2, "dp_shard_size": 2, "pp_micro_batch_size": 2},
+    {"cp_size": 2, "dp_shard_size": 2},
+    {"dp_replicate_size": 2, "dp_shard_size": 2},
+    {"tp_size": 2, "cp_size": 2},
+    {"tp_size": 2, "pp_size": 2, "pp_schedule": "GPipe"},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}],
+)
+def test_roles_on_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    pairs = [(one, OF_ROLES[number - 3]) for number, one in enumerate(OF_ROLES)]
+    cases = [case for one, other in pairs for case in with_roles(reference=one, critic=other)[:2]]
+    assert_one(tmp_path / "4", group, 4, mesh, cases)
