@@ -13,8 +13,7 @@ back when they are freed, so nothing that an allocator keeps counts. It is the m
 allocates them.
 
 Ends with one line of JSON: for each mesh the estimate and the most of a rank in MiB, and their ratio; the peak after
-the resumption over that before, and that of the loading itself, in which pages of the checkpoint's mapped files count
-that the kernel can drop.
+the resumption over that before, and that of the loading itself.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import Manifest, look
 from policy_worker.checkpoints.load import load, schedule_facts
-from policy_worker.checkpoints.state import capture_rng, state_to_save
+from policy_worker.checkpoints.state import base_digests, capture_rng, state_to_save
 from policy_worker.checkpoints.storage import pieces_of
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.model.micro_batch import Segment, TrainSample
@@ -165,7 +164,7 @@ def _save(trainer: Trainer, root: Path) -> None:
     manifest = Manifest(
         step=2, timeline=0, lineage=[(0, 0)], world=group.world, written_at=0.0, contents=CONTENTS,
         architecture=type(trainer.model.lm).__name__, exported=False, data=None, files={},
-        schedule=schedule_facts(trainer.schedule, *trainer.optimizer.peak_lrs),
+        schedule=schedule_facts(trainer.schedule, *trainer.optimizer.peak_lrs), bases=base_digests(trainer),
     )  # fmt: skip
     states = capture_rng(group.device)
     write(Draft(unfinished, directory.hold(unfinished), pieces, states, manifest, "{}", None), group)

@@ -366,6 +366,7 @@ class Ema:
 
     def reset(self) -> None:
         """Begin anew with the weights as they are now."""
+        self.average = {}  # not two of them at once
         self.average = {
             name: parameter.detach().to(torch.float32, copy=True)
             for name, parameter in self._model.named_parameters()

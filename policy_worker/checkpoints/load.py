@@ -244,11 +244,12 @@ def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -
                 "the moving average in %s is left out: train.ema_decay is not written", resumption.path
             )
         return
-    trainer.ema.reset()
     if files:
         with StateFiles(files) as opened:
             load_average_state(trainer, opened)
-    elif trainer.group.leads:
+        return
+    trainer.ema.reset()
+    if trainer.group.leads:
         log.warning(
             "no moving average is taken from %s: train.ema_decay begins with its weights", resumption.path
         )

@@ -23,13 +23,11 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -37,7 +35,10 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from policy_worker.checkpoints.layout import FileFacts
 from policy_worker.errors import DamagedCheckpointError
-from weight_sync.layout import dtype_name, tensor_bytes, torch_dtype
+from policy_worker.model.stored import StoredTensor, all_of, open_file
+from weight_sync.errors import WeightError
+from weight_sync.layout import dtype_name, tensor_bytes
+from weight_sync.publishing.gather import Box
 
 State = dict[str, Tensor]
 """Tensors by key: whole ones, or DTensors of which each rank holds a piece."""
@@ -142,8 +143,8 @@ class StateFiles:
 
     def __init__(self, files: list[Path]) -> None:
         """Raises `DamagedCheckpointError` unless the headers name whole tensors."""
-        self._open: dict[Path, Any] = {}
-        self._place: dict[str, tuple[Path, str]] = {}
+        self._files = files
+        self._pieces: dict[str, StoredTensor] = {}
         self.tensors: dict[str, TensorStorageMetadata] = {}
         for path in files:
             self._read_header(path)
@@ -158,40 +159,27 @@ class StateFiles:
 
     def _read_header(self, path: Path) -> None:
         try:
-            file = self._open[path] = safe_open(path, framework="pt")
-            chunks = json.loads((file.metadata() or {})[CHUNKS])
-            for name, (key, offsets, size) in chunks.items():
-                if piece_name(key, tuple(offsets)) in self._place:
+            metadata, stored = open_file(path)
+            for name, (key, offsets, size) in json.loads(metadata[CHUNKS]).items():
+                if piece_name(key, tuple(offsets)) in self._pieces:
                     continue  # a replica of what another rank wrote
-                piece = file.get_slice(name)
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.get_shape()))
-                properties = TensorProperties(dtype=torch_dtype(piece.get_dtype(), name))
+                piece = self._pieces[piece_name(key, tuple(offsets))] = stored[name]
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape))
+                properties = TensorProperties(dtype=piece.dtype)
                 tensor = self.tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(size), []))
                 tensor.chunks.append(chunk)
-                self._place[piece_name(key, tuple(offsets))] = path, name
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        except (OSError, WeightError, KeyError, ValueError, TypeError) as error:
             self.close()
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-
-    def read(self, index: MetadataIndex, offsets: torch.Size, lengths: torch.Size) -> Tensor:
-        """A box of one piece. Only its bytes are read."""
-        path, name = self._place[piece_name(index.fqn, tuple(index.offset or ()))]
-        file = self._open[path]
-        if not lengths:
-            scalar: Tensor = file.get_tensor(name)
-            return scalar
-        box = tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
-        part: Tensor = file.get_slice(name)[box]
-        return part
 
     def whole(self, key: str) -> Tensor:
         """One tensor, put together. Raises `KeyError`."""
         meta = self.tensors[key]
         result = torch.empty(meta.size, dtype=meta.properties.dtype)
         for chunk in meta.chunks:
-            box = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            zero = torch.Size([0] * len(chunk.sizes))
-            result[box] = self.read(MetadataIndex(key, chunk.offsets), zero, chunk.sizes)
+            place = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            piece = self._pieces[piece_name(key, place.starts)]
+            piece.read_into(result[place.slices()], all_of(piece.shape))
         return result
 
     def load(self, state: State) -> None:
@@ -200,15 +188,16 @@ class StateFiles:
         try:
             planner.set_up_planner(dict(state), Metadata(dict(self.tensors)), is_coordinator=True)
             for item in planner.create_local_plan().items:
-                part = self.read(item.storage_index, item.storage_offsets, item.lengths)
-                planner.resolve_tensor(item).detach().copy_(part)
+                piece = piece_name(item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                self._pieces[piece].read_into(planner.resolve_tensor(item).detach(), box)
         except Exception as error:  # of the files, and whatever the planner makes of them
             raise DamagedCheckpointError(
-                f"{', '.join(map(str, self._open))} cannot be read: {error}"
+                f"{', '.join(map(str, self._files))} cannot be read: {error}"
             ) from error
 
     def close(self) -> None:
-        self._open.clear()
+        self._pieces.clear()
 
     def __enter__(self) -> StateFiles:
         return self

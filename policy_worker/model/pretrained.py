@@ -17,16 +17,12 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import mmap
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -45,16 +41,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from policy_worker.model.lora import plain_name
-from schema.wire.frame import FrameError, read_header
-from weight_sync.layout import size_of, torch_dtype
+from policy_worker.model.stored import StoredTensor, all_of, blocks, stored_tensors
 from weight_sync.publishing.gather import Box, box_at
 
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 ADAPTER = "adapter_config.json"
-BLOCK = 1 << 20
-"""Numbers that are read, cast and compared at once, or one row where that has more."""
 
 
 def skeleton(
@@ -211,7 +204,7 @@ class Weights:
     def _are_equal(self, one: str, other: str) -> bool:
         """Whether two tensors are stored with the same values, as the model has them."""
         held = self._held[one]
-        for rows in _blocks(held.shape):
+        for rows in blocks(held.shape):
             first, *rest = held.shape
             box = Box((rows.start, *[0] * len(rest)), (len(range(first)[rows]), *rest))
             a, b = (self._read(name, box, held.dtype, CPU) for name in (one, other))
@@ -230,7 +223,7 @@ class Weights:
     def _part(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
         """This rank's part of a tensor, on its device."""
         if not isinstance(tensor, DTensor):
-            return self._read(name, _all_of(tensor.shape), tensor.dtype, device)
+            return self._read(name, all_of(tensor.shape), tensor.dtype, device)
         mesh = tensor.device_mesh
         place = mesh.get_coordinate()
         assert place is not None
@@ -261,7 +254,7 @@ class Weights:
         if self._last[0] != (first, rows):
             self._last = ("", None), {}
             kind = self._held[first].dtype
-            made = self._convert(first, lambda stored: stored.read(_all_of(stored.shape), kind, CPU), rows)
+            made = self._convert(first, lambda stored: stored.read(all_of(stored.shape), kind, CPU), rows)
             self._last = (first, rows), made
         return self._last[1][name][slices].to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -283,59 +276,6 @@ class Weights:
         return (isinstance(merge, MergeModulelist) and merge.dim == 0) and all(
             isinstance(each, Concatenate) and each.dim > 0 for each in others
         )
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file, of which any part can be read."""
-
-    file: mmap.mmap
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A box of it, contiguous, in memory of its own."""
-        made = torch.empty(box.sizes or (1,), dtype=dtype, device=device)
-        bits = f"u{self.dtype.itemsize}"
-        stored = np.ndarray(self.shape or (1,), bits, self.file, self.offset)[box.slices()]
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "The given NumPy array is not writable"
-            )  # nothing is written to it
-            for rows in _blocks(made.shape):
-                made[rows].copy_(torch.from_numpy(stored[rows]).view(self.dtype))
-                self.file.madvise(mmap.MADV_DONTNEED)  # what was read of it leaves this process's memory
-        return made.view(box.sizes)
-
-
-def _all_of(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
-
-
-def _blocks(shape: Sequence[int]) -> Iterator[slice]:
-    """Of the first dimension, one after the other."""
-    rows = max(BLOCK // max(math.prod(shape[1:]), 1), 1)
-    return (slice(start, start + rows) for start in range(0, shape[0], rows) if math.prod(shape))
-
-
-def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Those of the files, by name.
-
-    Raises:
-        OSError, FrameError, WeightError: a file cannot be read.
-    """
-    found = {}
-    for path in files:
-        with path.open("rb") as stream:
-            file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        with memoryview(file) as data:
-            header = read_header(data)
-        for name, entry in header.entries.items():
-            dtype = torch_dtype(entry.dtype, name)
-            if size_of(name, dtype, entry.shape) != entry.end - entry.start:
-                raise FrameError(f"{name!r} has not the size of its shape in {path}")
-            found[name] = StoredTensor(file, header.body + entry.start, entry.shape, dtype)
-    return found
 
 
 def _targets(converter: WeightConverter, first: str) -> list[str]:

@@ -38,7 +38,7 @@ from policy_worker.checkpoints.state import (
     state_to_save,
     write_rng,
 )
-from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of
+from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
@@ -46,6 +46,7 @@ from policy_worker.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire.messages import LedgerSnapshot
 from tests.policy_worker.checkpoint_material import load_state, make_checkpoint, save_state
+from tests.policy_worker.load_program import memory
 from tests.policy_worker.material import make_config, tiny_model
 from tests.support.waiting import PATIENCE
 
@@ -115,6 +116,23 @@ def test_a_missing_piece_is_noticed(tmp_path: Path, group: Group):
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DamagedCheckpointError, match=str(path)):
         StateFiles([path])
+
+
+def test_what_is_read_takes_a_block_of_memory(tmp_path: Path):
+    """Of 64 MB and 32; the largest resident memory counts pages of files."""
+    saved = {
+        "matrix": torch.arange(16 << 20, dtype=torch.float32).view(-1, 1024),
+        "number": torch.tensor(3.0),
+    }
+    saved["halves"] = torch.full((16 << 20,), 0.5, dtype=torch.bfloat16)
+    write_pieces(tmp_path / "model-00000.safetensors", pieces_of(saved))
+    read = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+    with StateFiles([tmp_path / "model-00000.safetensors"]) as files:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory()["VmRSS"]
+        files.load(read)
+        assert memory()["VmHWM"] - before < 24 << 20
+    assert all(torch.equal(tensor, saved[key]) for key, tensor in read.items())
 
 
 def test_another_optimizer_is_named(tmp_path: Path, group: Group):
