@@ -159,7 +159,7 @@ class CriticTraining:
             sums.end_step(critic.step(table.step))
             tokens.append(norm.tokens)
         found = sums.reduce(critic.group)
-        mine = rows_of(own, critic.data_rank)
+        mine = sorted(row for row, rank in owners_of(own).items() if rank == critic.data_rank)
         n = max(len(found), 1)
         return {
             "critic/lr": critic.lr(table.step),
