@@ -94,8 +94,9 @@ class TrainedModel(ABC):
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
+        spared, piece = self.least_spared, sizes.piece(group.rank)
         self._layout = Layout(
-            packed, model.vocabulary, device, self.least_spared, reshaping, sizes.cp, sizes.piece(group.rank)
+            packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts
         )
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         self._pipeline: Pipeline | None = None

@@ -156,6 +156,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
         packed=config.train.sequence_packing,
         recompute=critic.model_gradient_checkpointing,
         pieces=config.policy.parallelism.cp_size,
+        parted=config.policy.parallelism.sequence_parallel,
         lead=lead,
     )
     if critic.lora is not None:
@@ -185,6 +186,7 @@ def _policy_like(loaded: Loaded, config: Config, recompute: bool, lead: Lead) ->
         packed=config.train.sequence_packing,
         recompute=recompute,
         pieces=config.policy.parallelism.cp_size,
+        parted=config.policy.parallelism.sequence_parallel,
         lead=lead,
     )
 
