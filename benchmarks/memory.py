@@ -76,7 +76,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Case:
-    """mesh: keys of `[policy.parallelism]`. train, policy: further keys of these sections."""
+    """mesh: keys of `[policy.parallelism]`, sizes and switches. train, policy: further keys of these sections."""
 
     mesh: Mapping[str, int]
     model: str = "dense"
@@ -108,6 +108,8 @@ CASES = {
     "dp_replicate 2": Case({"dp_replicate_size": 2}),
     "tp 2": Case({"tp_size": 2}),
     "tp 2, activations kept": Case({"tp_size": 2}, policy=KEPT),
+    "tp 2, split sequences": Case({"tp_size": 2, "sequence_parallel": True}),
+    "tp 2, split sequences, activations kept": Case({"tp_size": 2, "sequence_parallel": True}, policy=KEPT),
     "cp 2": Case({"cp_size": 2}),
     "cp 2, activations kept": Case({"cp_size": 2}, policy=KEPT),
     "tp 2, adapters": Case({"tp_size": 2}, policy={"lora": {"r": 16, "lora_alpha": 32}}),

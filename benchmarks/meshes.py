@@ -1,6 +1,6 @@
 """What it costs to cut a policy over ranks: a training step on each mesh, over the step of one rank.
 
-    python benchmarks/meshes.py [--meshes dp_shard=2 cp=2 pp=2] [--rounds 5] [--answer 96]
+    python benchmarks/meshes.py [--meshes dp_shard=2 cp=2 tp=2,sequence=1] [--rounds 5] [--answer 96]
 
 GRPO on 8 groups of 8 samples, prompts of 32 tokens and answers of up to `--answer`, packed, in micro-batches of 16
 samples, with stages of 8; a model of random weights with 20M parameters, float32, gloo, one thread for each rank. A
@@ -51,7 +51,9 @@ def train(sizes: dict[str, int], rounds: int) -> None:
         num_attention_heads=8, num_key_value_heads=4,
     )  # fmt: skip
     lm = AutoModelForCausalLM.from_config(shape)
-    model = prepare_model(PolicyModel(lm), packed=True, recompute=False, pieces=group.sizes.cp)
+    model = prepare_model(
+        PolicyModel(lm), packed=True, recompute=False, pieces=group.sizes.cp, parted=group.sizes.sequence
+    )
     stages = {"pp_size": group.sizes.pp, "pp_micro_batch_size": 8}
     config = algorithms.config_of({"train": {"sequence_packing": True}, "policy.parallelism": stages})
     made = algorithms.samples()
@@ -73,7 +75,7 @@ def train(sizes: dict[str, int], rounds: int) -> None:
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
-    """`dp_shard=2,cp=2` as the sizes of a mesh; "" is one rank."""
+    """`dp_shard=2,cp=2` as the sizes of a mesh, with `sequence=1` for its switch; "" is one rank."""
     pairs = (part.split("=") for part in filter(None, mesh.split(",")))
     return {name: int(size) for name, size in pairs}
 

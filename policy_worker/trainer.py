@@ -183,9 +183,8 @@ class TrainedModel(ABC):
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
-        layout = Layout(
-            packed, model.vocabulary, device, self.least_spared, reshaping, sizes.cp, sizes.piece(group.rank)
-        )
+        spared, piece = self.least_spared, sizes.piece(group.rank)
+        layout = Layout(packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts)
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         self._pipeline = Pipeline(group, Pipe.of_config(mesh)) if sizes.pp > 1 else None
         self.place = Place(group, layout, numbers_of(keys), self._pipeline)
@@ -506,7 +505,8 @@ class Trainer(TrainedModel):
     def _own_place(self, config: Config) -> Place:
         """That of a reference model with a mesh of its own. A collective."""
         mesh, group = mesh_of(config, "reference"), arranged(config, "reference", self.group)
-        layout = replace(self.place.layout, pieces=group.sizes.cp, piece=group.sizes.piece(group.rank))
+        sizes = group.sizes
+        layout = replace(self.place.layout, pieces=sizes.cp, piece=sizes.piece(group.rank), parts=sizes.parts)
         pipeline = Pipeline(group, Pipe.of_config(mesh)) if mesh.pp_size > 1 else None
         return self.place._replace(group=group, layout=layout, pipeline=pipeline)
 

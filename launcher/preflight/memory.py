@@ -9,7 +9,8 @@ shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-bat
                              micro-batches
                              + activations + output layer
     activations              T·param·(L·H + A) when recomputed in backward, else T·param·L·A, where
-                             A = 6·H + (2·heads·dim + 2·kv·dim + 4·I) / tp numbers of one layer are kept per token
+                             A = 6·H + (2·heads·dim + 2·kv·dim + 4·I) / tp numbers of one layer are kept per token;
+                             both H divided by tp where sequences are split between layers
     output layer             4·min(2^25, T·V) / tp bytes of logits + 4·V·H / tp bytes of the gradient of the matrix
                              + N'·param/W of each local teacher, which has N' parameters
     with adapters            weights N·param/W, and weights, gradients and moments as above of the A that train;
@@ -272,9 +273,10 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     mesh, hidden = config.policy.parallelism, shape.hidden
     tokens = -(-micro_batch_tokens(config, data_ranks) // mesh.cp_size)
     inner = 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.intermediate
-    layer, layers = 6 * hidden + inner // mesh.tp_size, -(-shape.layers // mesh.pp_size)
+    between = hidden // mesh.tp_size if mesh.sequence_parallel else hidden
+    layer, layers = 6 * between + inner // mesh.tp_size, -(-shape.layers // mesh.pp_size)
     if config.policy.model_gradient_checkpointing:
-        numbers, words = layers * hidden + layer, f"({layers} x {hidden} + {layer})"
+        numbers, words = layers * between + layer, f"({layers} x {between} + {layer})"
     else:
         numbers, words = layers * layer, f"{layers} x {layer}"
     lora, by = config.policy.lora, f" / {mesh.tp_size}" if mesh.tp_size > 1 else ""

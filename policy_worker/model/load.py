@@ -155,11 +155,13 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
             f"{config.policy.model_name_or_path!r} has {policy.vocabulary}: a critic reads what the policy writes; "
             f"choose a model of the same tokenizer"
         )
+    mesh = mesh_of(config, "critic")
     prepare_model(
         model,
         packed=config.train.sequence_packing,
         recompute=critic.model_gradient_checkpointing,
-        pieces=mesh_of(config, "critic").cp_size,
+        pieces=mesh.cp_size,
+        parted=mesh.sequence_parallel,
         lead=lead,
     )
     if critic.lora is not None:
@@ -186,7 +188,12 @@ def _policy_like(
     model = PolicyModel(loaded.lm, loaded.dropout)
     model.weights = loaded.weights
     return prepare_model(
-        model, packed=config.train.sequence_packing, recompute=recompute, pieces=mesh.cp_size, lead=lead
+        model,
+        packed=config.train.sequence_packing,
+        recompute=recompute,
+        pieces=mesh.cp_size,
+        parted=mesh.sequence_parallel,
+        lead=lead,
     )
 
 

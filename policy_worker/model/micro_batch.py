@@ -179,7 +179,8 @@ class Layout:
 
     least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
     models whose attention takes no blocks. reshaping: what changes the distribution that tokens are drawn from.
-    pieces: into how many the rows are cut, which makes their length a multiple of it. piece: this rank's.
+    pieces: into how many the rows are cut. piece: this rank's. parts: into how many a piece is cut within the model.
+    The length of rows is a multiple of both together.
     """
 
     packed: bool
@@ -189,6 +190,7 @@ class Layout:
     reshaping: Reshaping = field(default_factory=Reshaping)
     pieces: int = 1
     piece: int = 0
+    parts: int = 1
 
 
 Columns = Mapping[str, Mapping[int, Tensor]]
@@ -210,13 +212,13 @@ def collate(
             a token id that the model has no embedding for.
         BadBatchError: see `drawn_of`.
     """
-    device = layout.device
+    device, parts = layout.device, layout.pieces * layout.parts
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
     segments = [segment for sample in samples for segment in sample.segments]
     if not layout.packed and len(segments) > len(samples):
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
-    width = _multiple(int(lengths.max(initial=1)), layout.pieces)
+    width = _multiple(int(lengths.max(initial=1)), parts)
     prompts = _prompts(segments) if layout.least_spared is not None else [(0, list(range(len(segments))))]
     spared = sum(shared * (len(members) - 1) for shared, members in prompts)
     one_row = layout.packed or spared >= (layout.least_spared or 0.0) * lengths.sum() > 0
@@ -225,7 +227,7 @@ def collate(
     else:
         places, blocks = [number * width + np.arange(length) for number, length in enumerate(lengths)], []
     ends = [int(place[-1]) + 1 for place in places if len(place)]
-    row = (1, _multiple(max(ends, default=1), layout.pieces))
+    row = (1, _multiple(max(ends, default=1), parts))
     shape = row if one_row else (max(len(segments), 1), width)
     input_ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     if not one_row:

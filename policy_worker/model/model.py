@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention, probe
+from policy_worker.model import attention, probe, sequence
 from policy_worker.model.attention import Block, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
@@ -53,6 +53,8 @@ class Backbone(nn.Module):
         """Whose piece of the rows this process has; None: they are whole."""
         self.stages: Stages | None = None
         """Those of a pipeline that are left of the model; None: it is whole."""
+        self.gather: sequence.Exchange | None = None
+        """Of this process' part of the last hidden states all positions (see `sequence`); None: it has them."""
 
     def read_weights(self, device: torch.device) -> Self:
         """Read this rank's part of the weights to a device; a model that has them stays where it is."""
@@ -72,7 +74,8 @@ class Backbone(nn.Module):
 
         No mask and no cache: sequences in a row are kept apart by blocks, or by their positions.
 
-        entry: the stage that runs, of a model that is cut into some; those before the last end before the norm.
+        entry: the stage that runs, of a model that is cut into some; those before the last end before the norm, and
+        have a part of the positions alone where these are split between layers.
         """
         more: dict[str, Any] = {"blocks": blocks} if blocks and self.takes_blocks else {}
         if self.context is not None:
@@ -83,7 +86,10 @@ class Backbone(nn.Module):
         else:
             more["inputs_embeds"] = entry.received
         outputs = self.lm.base_model(position_ids=position_ids, attention_mask=None, use_cache=False, **more)
-        return cast(Tensor, outputs.last_hidden_state if entry is None or entry.is_last else entry.passed)
+        if entry is not None and not entry.is_last:
+            return cast(Tensor, entry.passed)
+        last = cast(Tensor, outputs.last_hidden_state)
+        return last if self.gather is None else self.gather(last)
 
     def _of_batch(self, batch: MicroBatch, entry: Entry | None) -> Tensor:
         """The states that predict the batch's labels, [K, D], of this process' piece [k, D]; those behind a stage
@@ -247,19 +253,26 @@ def alone(decide: Callable[[], Any]) -> Any:
 
 
 def prepare_model(
-    model: AnyModel, *, packed: bool, recompute: bool, pieces: int = 1, lead: Lead = alone
+    model: AnyModel,
+    *,
+    packed: bool,
+    recompute: bool,
+    pieces: int = 1,
+    parted: bool = False,
+    lead: Lead = alone,
 ) -> AnyModel:
     """Prove that the shortcuts of this trainer are right for this architecture, and switch it to training.
 
     A model that has no weights yet is proved by a small one of its architecture (see `probe`).
 
-    pieces: into how many its rows are cut (context parallelism).
+    pieces: into how many its rows are cut (context parallelism). parted: whether ranks that share its layers have a
+    part of the positions each between them (sequence parallelism).
 
     Raises:
         SettingsError: they are not.
     """
     lm = model.lm
-    if lead(lambda: _prove(model, packed, pieces)):
+    if lead(lambda: _prove(model, packed, pieces, parted)):
         lm.set_attn_implementation(attention.NAME)
     if recompute:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -267,11 +280,11 @@ def prepare_model(
     return model
 
 
-def _prove(model: Backbone, packed: bool, pieces: int) -> bool:
+def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> bool:
     """Whether its attention takes blocks. Raises `SettingsError` as `prepare_model`."""
     if model.weights is None:
-        return _prove_on(model, packed, pieces)
-    return on_copy(model, lambda copy: _prove_on(copy, packed, pieces, random=True))
+        return _prove_on(model, packed, pieces, parted)
+    return on_copy(model, lambda copy: _prove_on(copy, packed, pieces, parted, random=True))
 
 
 def on_copy(model: AnyModel, find: Callable[[AnyModel], Found], layers: int = 1) -> Found:
@@ -291,11 +304,13 @@ def on_copy(model: AnyModel, find: Callable[[AnyModel], Found], layers: int = 1)
 
 
 @torch.no_grad()
-def _prove_on(model: Backbone, packed: bool, pieces: int, *, random: bool = False) -> bool:
+def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, random: bool = False) -> bool:
     lm = model.lm.eval()
     refused = _use_blocks(model)
     if refused:
         log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, refused)
+    if parted:
+        _check_parts(model, refused)
     if pieces > 1:
         _check_pieces(model, pieces, refused)
     elif packed and refused:
@@ -384,6 +399,25 @@ def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
             f"{key} = {pieces} does not divide the {min(probe.heads)} attention heads of {name}: write {key} = "
             f"{' or '.join(fitting)}"
         )
+
+
+@torch.no_grad()
+def _check_parts(model: Backbone, refused: str) -> None:
+    """Between layers each rank has a part of the positions: there, a position may not depend on others."""
+    name, remedy = type(model.lm).__name__, f"write {sequence.KEY} = false"
+    (ids, positions), places = _probe(model, 8), torch.tensor([5, 1, 9, 7, 3, 11, 8, 2])
+    expected = model._hidden(ids, positions)
+    if not refused:
+        try:
+            with sequence.scattered(model.lm, places, 12):
+                found = model._hidden(ids, positions).index_select(1, places)
+        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+            refused = " ".join(str(error).split())
+    if refused:
+        raise SettingsError(
+            f"{sequence.KEY} = true: sequences of {name} cannot be split between its layers: {refused:.300}; {remedy}"
+        )
+    _compare(model, found, expected, f"positions see others between its layers; {remedy}")
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def distribute(
         mesh = group.mesh() if device is None else group.second_mesh()
         apply_context(model, mesh)
         if group.sizes.tp > 1:
-            apply_tp(model, mesh[TP])
+            apply_tp(model, mesh[TP], dispatcher if group.sizes.sequence else None)
         elif group.sizes.ep > 1:
             apply_ep(model, mesh[EP], dispatcher)
         if shards:

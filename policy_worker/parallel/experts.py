@@ -1,6 +1,7 @@
 """Expert parallelism: each rank has some experts of a mixture, whole, and computes what they say to all tokens.
 
     shared       ranks of tensor parallelism have the same tokens: each computes its experts', and all are added up
+                 (not with sequence parallelism, where they have other ones)
     allgather    every rank gets the tokens of all; what its experts say to them is added up where they are from
     alltoall     each token travels to the ranks of its experts, and what they say back
 
@@ -10,7 +11,6 @@ experts skip. Every rank takes part in every exchange, with or without tokens, a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import AnyModel
+from policy_worker.model.sequence import pattern
 from policy_worker.parallel.parts import ROWS, Add, Copy, Gather, Scatter, Travel, cut, gathered, wrap
 
 EXPERTS = "moe_tp_experts"
@@ -41,8 +42,7 @@ def apply_ep(model: AnyModel, mesh: DeviceMesh, dispatcher: str) -> AnyModel:
 def expert_layers(lm: PreTrainedModel) -> list[nn.Module]:
     """The layers of experts, as the model's plan for tensor parallelism names them."""
     plan = lm.tp_plan or {}
-    named = ((re.sub(r"\.\d+(?=\.|$)", ".*", name), layer) for name, layer in lm.named_modules())
-    return [layer for name, layer in named if plan.get(name) == EXPERTS]
+    return [layer for name, layer in lm.named_modules() if plan.get(pattern(name)) == EXPERTS]
 
 
 def spread_experts(layer: nn.Module, mesh: DeviceMesh, dispatcher: str) -> None:

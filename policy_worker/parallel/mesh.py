@@ -6,6 +6,8 @@
     cp               pieces of a sequence
     tp               pieces of a matrix
 
+Ranks of tp may have a part of the positions each between layers (sequence parallelism).
+
 Where the shares of a batch have some experts each, `ep` ranks of dp_shard are a dimension of their own inside of it.
 
 Ranks that differ only in pp, cp and tp are a *unit*: together they train one share of the batch. Its first rank leads
@@ -32,7 +34,10 @@ PP, DP_REPLICATE, DP_SHARD, EP, CP, TP = "pp", "dp_replicate", "dp_shard", "ep",
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each dimension, in the order of the mesh. ep: of those of dp_shard, how many share the experts."""
+    """Ranks along each dimension, in the order of the mesh. ep: of those of dp_shard, how many share the experts.
+
+    sequence: whether those of tp have a part of the positions each between layers.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -40,6 +45,7 @@ class MeshSizes:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    sequence: bool = False
 
     @staticmethod
     def of_config(mesh: ParallelismConfig, world: int, section: str = "policy.parallelism") -> MeshSizes:
@@ -52,7 +58,9 @@ class MeshSizes:
         """
         # Where layers are cut, each of these ranks has some experts anyway.
         ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size
-        one = MeshSizes(mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size, ep)
+        one = MeshSizes(
+            mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size, ep, mesh.sequence_parallel
+        )
         shards = max(world // one.ranks, 1) if mesh.dp_shard_size == -1 else mesh.dp_shard_size
         sizes = replace(one, dp_shard=shards)
         if sizes.ranks != world:
@@ -82,6 +90,11 @@ class MeshSizes:
     def fsdp_ranks(self) -> int:
         """Over how many FSDP averages gradients: the pieces of a sequence have a part of one each."""
         return self.data_ranks * self.cp
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a piece of a sequence is cut between layers."""
+        return self.tp if self.sequence else 1
 
     def piece(self, rank: int) -> int:
         """Which of the `cp` pieces of its sequences a rank has."""

@@ -8,6 +8,7 @@ pairs that are each other's transposes:
     add       the sum over the ranks          backward: copy        part      own part of x, alike on every rank
     gather    rows of all ranks               backward: scatter     travel    rows to the ranks that they are for
     scatter   own rows of the sum             backward: gather                backward: travel back
+    unite     rows of all ranks, of which all make the same                   backward: own rows
 """
 
 from __future__ import annotations
@@ -167,6 +168,17 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return gathered(grad, ctx.group), None
+
+
+class Unite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 class Travel(torch.autograd.Function):

@@ -47,7 +47,7 @@ class Pipeline:
 
     def __init__(self, group: Group, pipe: Pipe) -> None:
         """A collective."""
-        self.pipe, self._device, self._pieces = pipe, group.device, group.sizes.cp
+        self.pipe, self._device, self._parts = pipe, group.device, group.sizes.cp * group.sizes.parts
         self._ranks, self._lead = group.mesh()[PP].get_group(), group.lead
         self.rank = dist.get_rank(self._ranks)
         self._add_up(torch.zeros(1))  # NCCL: before the first messages between some of the ranks, one of all
@@ -151,11 +151,9 @@ class Pipeline:
         return works if len(works) == len(messages) else works * len(messages)  # NCCL has one of all
 
     def buffer(self, model: Backbone, batch: MicroBatch) -> Tensor:
-        """For states of a micro-batch that come from another rank, [R, L, D] or of a piece of its rows."""
+        """For states of a micro-batch that come from another rank, [R, L, D] or of a part of its rows."""
         stages, (rows, length) = _stages_of(model), batch.input_ids.shape
-        return torch.empty(
-            rows, length // self._pieces, stages.width, dtype=stages.dtype, device=self._device
-        )
+        return torch.empty(rows, length // self._parts, stages.width, dtype=stages.dtype, device=self._device)
 
     def _add_up(self, number: Tensor) -> Tensor:
         total = number.to(self._device)

@@ -14,21 +14,24 @@ exchanged by four functions, in pairs that are each other's transposes:
     copy      x, alike on every rank     backward: add         join      the ranks' parts side by side
     add       the sum over the ranks     backward: copy        part      own part of x, alike on every rank
 
+With sequence parallelism (`policy_worker.model.sequence`) what passes between blocks is cut by positions: a block
+gathers them where `copy` stands here, and where `add` stands each rank gets its part of the sum. That is as much to
+send. Ranks have other tokens then, which reach experts by the exchanges of expert parallelism.
+
 An adapter of a layer (`policy_worker.model.lora`) is cut as the layer is.
 
-Gradients of copies are alike on all ranks, but where a copy serves own heads alone (norms of queries and keys): these
-are partial sums until `finish_gradients`, once per optimizer step.
+Gradients of copies are alike on all ranks, but where a copy serves own heads (norms of queries and keys) or own
+positions alone: these are partial sums until `finish_gradients`, once per optimizer step.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -37,9 +40,23 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import VocabularyShard
 from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
+from policy_worker.model.sequence import blocks_of, gather_into, pattern
 from policy_worker.model.stages import Elsewhere
 from policy_worker.parallel.experts import EXPERTS, spread_experts
-from policy_worker.parallel.parts import COLUMNS, COPY, ROWS, Add, Copy, Join, Part, cut, wrap
+from policy_worker.parallel.parts import (
+    COLUMNS,
+    COPY,
+    ROWS,
+    Add,
+    Copy,
+    Gather,
+    Join,
+    Part,
+    Scatter,
+    Unite,
+    cut,
+    wrap,
+)
 from weight_sync.publishing.gather import box_at
 
 
@@ -60,15 +77,18 @@ STYLES = {
 """By their names in a plan of transformers, which speaks of Wᵀ."""
 OWN_HEADS = "replicated_with_grad_allreduce"
 """That of copies that serve the heads of a rank alone."""
+SHARED = {*STYLES, OWN_HEADS}
 
 
-def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
+def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -> AnyModel:
     """Cut `model` in place over the tp dimension; every rank has all of it before.
+
+    dispatcher: with sequence parallelism, how tokens reach experts (see `experts`); None: without it.
 
     Raises:
         SettingsError: the model has no plan, or one of a kind that is not known here.
     """
-    lm, plan, ranks = model.lm, model.lm.tp_plan, _Ranks(mesh)
+    lm, plan, ranks = model.lm, model.lm.tp_plan, _Ranks(mesh, sequence=dispatcher is not None)
     if not plan:
         raise SettingsError(
             f"{type(lm).__name__} does not say how tensor parallelism cuts it: write tp_size = 1 for it"
@@ -83,16 +103,18 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
         cut(head, mesh, ROWS)
         head.weight = embeddings.weight if is_tied else head.weight
         model.vocabulary_shard = ranks.shard_of(head.weight)
-    copies: dict[str, _Copies] = {}
+    blocks = {
+        name: _Block(block, ranks, _is_all_cut(block, name, plan), keeps=lm.is_gradient_checkpointing)
+        for name, block in blocks_of(lm).items()
+    }
     for name, layer in lm.named_modules():
-        style = plan.get(_pattern(name))
+        style = plan.get(pattern(name))
         if style is None or layer in ends:
             continue
         if style in STYLES and (isinstance(layer, nn.Linear) or adapted(layer)):
-            block = name.rpartition(".")[0]
-            ranks.cut_linear(layer, STYLES[style], copies.setdefault(block, _Copies(lm.get_submodule(block))))
+            ranks.cut_linear(layer, STYLES[style], blocks.get(name.rpartition(".")[0]))
         elif style == EXPERTS:
-            spread_experts(layer, mesh, "shared")
+            spread_experts(layer, mesh, dispatcher or "shared")
         elif style == OWN_HEADS:
             cut(layer, mesh, COPY)
             wrap(layer, lambda forward, *inputs: forward(*inputs), partial=True)
@@ -101,23 +123,28 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
                 f"{type(lm).__name__} is cut in a way that tensor parallelism does not know here: {name} is "
                 f"{style!r}; write tp_size = 1 for it"
             )
+    see_all = {model, *(layer for name in blocks for layer in lm.get_submodule(name).modules())}
     for layer in model.modules():
         if any(not isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             cut(layer, mesh, COPY)
-            wrap(layer, lambda forward, *inputs, **named: forward(*inputs, **named))
+            partial = ranks.sequence and layer not in see_all
+            wrap(layer, lambda forward, *inputs, **named: forward(*inputs, **named), partial=partial)
+    if ranks.sequence:
+        model.gather = ranks.unite
     return model
 
 
-def _pattern(name: str) -> str:
-    """The name of a module as a plan has it."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+def _is_all_cut(block: nn.Module, name: str, plan: Mapping[str, str]) -> bool:
+    """Whether ranks share all that a block computes: what each finds of a gradient of its input are then shares."""
+    layers = (layer for own, layer in block.named_modules() if plan.get(pattern(f"{name}.{own}")) in SHARED)
+    return {*block.parameters()} <= {parameter for layer in layers for parameter in layer.parameters()}
 
 
 def _check_adapters(lm: PreTrainedModel, plan: Mapping[str, str]) -> None:
     """Raises `SettingsError`: an adapter is where layers are cut in a way of their own, or one is trained whole."""
     apart = lm.get_input_embeddings(), lm.get_output_embeddings()
     for name, layer in lm.named_modules():
-        cut_so = any(layer is one for one in apart) or plan.get(_pattern(name)) is not None
+        cut_so = any(layer is one for one in apart) or plan.get(pattern(name)) is not None
         if cut_so and hasattr(layer, "modules_to_save"):
             raise SettingsError(
                 f"tensor parallelism cannot cut {name}, of which there are two with modules_to_save: leave it out of "
@@ -133,9 +160,28 @@ def _check_adapters(lm: PreTrainedModel, plan: Mapping[str, str]) -> None:
 class _Ranks:
     """Those that share the layers, seen from one of them."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self._group = mesh, mesh.get_group()
+    def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
+        self._mesh, self._group, self.sequence = mesh, mesh.get_group(), sequence
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Of what is alike on all ranks."""
+        return cast(Tensor, Copy.apply(x, self._group))
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; with sequence parallelism that of this rank's positions."""
+        return self._by_position(Scatter, x) if self.sequence else cast(Tensor, Add.apply(x, self._group))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All positions, of whose gradient each rank will find a share."""
+        return self._by_position(Gather, x)
+
+    def unite(self, x: Tensor) -> Tensor:
+        """All positions, of which all ranks will compute the same."""
+        return self._by_position(Unite, x)
+
+    def _by_position(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
+        return function.apply(x.movedim(-2, 0), self._group).movedim(0, -2).contiguous()
 
     def shard_of(self, weight: Tensor) -> VocabularyShard:
         """Which tokens the rows of this rank are of."""
@@ -153,11 +199,11 @@ class _Ranks:
         def embed(forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
             others = (ids < first) | (ids >= first + n)
             found = forward((ids - first).masked_fill(others, 0)).masked_fill(others[..., None], 0)
-            return Add.apply(found, self._group)
+            return self.add(found)
 
         wrap(layer, embed)
 
-    def cut_linear(self, layer: Any, style: Style, copies: _Copies) -> None:
+    def cut_linear(self, layer: Any, style: Style, block: _Block | None) -> None:
         """One matrix, with its adapter if it has one; its bias is added once.
 
         An adapter's matrix at the side that is cut is cut likewise. The other one is a copy, to which a share of its
@@ -182,10 +228,14 @@ class _Ranks:
 
         def compute(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             if style.before:
-                x = copies.of(x, self._group) if style.before is Copy else style.before.apply(x, self._group)
+                x = block.copy_of(x) if block and style.before is Copy else style.before.apply(x, self._group)
             y = nn.functional.linear(x, base.weight) if adds_bias and base is layer else forward(x)
-            y = style.after.apply(y, self._group) if style.after else y
-            return y + _local(base.bias) if adds_bias else y
+            if style.after:
+                y = self.add(y) if style.after is Add else style.after.apply(y, self._group)
+            if adds_bias:
+                bias = _local(base.bias)
+                y = y + (self.copy(bias) if self.sequence else bias)
+            return y
 
         wrap(layer, compute)
 
@@ -198,19 +248,66 @@ def _plain(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return forward(x)
 
 
-class _Copies:
-    """The copy of what several layers of one block read, whose gradients are then added up in one exchange."""
+class _Again:
+    """What a block keeps for its backward: of states that it gathered this rank's part alone."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, own: Tensor, gathered: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+        self._own, self._gather, self._place = own, gather, gathered.untyped_storage().data_ptr()
+        self._views = 0
+        self._gathered: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != self._place:
+            return tensor
+        self._views += 1
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, kept: Any) -> Tensor:
+        """A collective for the first of the views that are kept; it is given back with the last one."""
+        if isinstance(kept, Tensor):
+            return kept
+        gathered = self._gather(self._own) if self._gathered is None else self._gathered
+        self._views -= 1
+        self._gathered = gathered if self._views else None
+        return gathered.as_strided(*kept)
+
+
+class _Block:
+    """A module whose layers read all positions.
+
+    What several of its layers read is one copy, whose gradients are then added up in one exchange. Where it gathers
+    positions and is all cut, these are added up where it gathered. keeps: what it gathered stays for its backward,
+    which is near where layers are computed again; else it is gathered again.
+    """
+
+    def __init__(self, block: nn.Module, ranks: _Ranks, is_all_cut: bool, *, keeps: bool) -> None:
         self._source: Tensor | None = None
         self._copy: Tensor | None = None
+        self._copies: Callable[[Tensor], Tensor] = ranks.copy
+        if ranks.sequence:
+            gather = ranks.gather if is_all_cut else ranks.unite
+            self._copies = (lambda x: x) if is_all_cut else ranks.copy
+            own: list[Tensor] = []
+
+            def enter(states: Tensor) -> Tensor:
+                own.append(states.detach())
+                return gather(states)
+
+            def compute(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+                again = _Again(own.pop(), inputs[0] if inputs else named["hidden_states"], ranks.unite)
+                with saved_tensors_hooks(again.pack, again.unpack):
+                    return forward(*inputs, **named)
+
+            gather_into(block, gather if keeps else enter)
+            if not keeps:
+                wrap(block, compute)
 
         def forget(*_: Any) -> None:
             self._source = self._copy = None
 
         block.register_forward_hook(forget, always_call=True)
 
-    def of(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def copy_of(self, x: Tensor) -> Tensor:
         if x is not self._source or self._copy is None:
-            self._source, self._copy = x, Copy.apply(x, group)
+            self._source, self._copy = x, self._copies(x)
         return self._copy

@@ -58,9 +58,8 @@ def _rows(
             elif whole:
                 yield key, Unavailable((default,), whole[1], section=whole[0])
             elif facts.unbuilt:
-                missing = facts.unbuilt.format(role=key.partition(".")[0])
                 neutral = facts.neutral or (default,)
-                yield key, Unavailable(neutral, missing, facts.only or only)
+                yield key, Unavailable(neutral, facts.unbuilt, facts.only or only)
 
 
 UNAVAILABLE: dict[str, Unavailable] = dict(_rows([Config]))

@@ -49,7 +49,7 @@ class KeyFacts:
     acts: `kind: sentence`, what the key changes that one can see; empty for what is only refused.
     inside: of a section: `acts` of single keys in it, where this place differs.
     example: a value to show, where the default is unset, empty or a poor example.
-    unbuilt: the part that this build lacks; `{role}` is the section at the top. For a section: all of it is unbuilt.
+    unbuilt: the part that this build lacks. For a section: all of it is unbuilt.
     neutral: values that need nothing of that part, the first to recommend; empty: the default.
     only: the kind of job in which the key means anything, where not in both.
     """

@@ -38,6 +38,7 @@ from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
+from policy_worker.parallel.tensor import apply_tp
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Critic, TrainedModel, Trainer
@@ -733,6 +734,25 @@ def implementation_of_experts(config: Config, place: Place) -> str:
 def held_experts(config: Config, place: Place) -> int:
     """By how many ranks the experts of a layer are shared where a replica has two."""
     return MeshSizes.of_config(config.policy.parallelism, 2).ep
+
+
+def exchanges_of_layers(config: Config, place: Place) -> int:
+    """How often sums are scattered over tensor-parallel ranks, of which a replica has two, in a forward of one."""
+    model, sizes = load_model(config), MeshSizes.of_config(config.policy.parallelism, 2)
+    mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("tp",))
+    apply_tp(model, mesh, config.policy.moe_token_dispatcher if sizes.sequence else None)
+    model.read_weights(place.group.device)
+    exchange = torch.distributed.reduce_scatter_single
+    with patch.object(torch.distributed, "reduce_scatter_single", wraps=exchange) as seen:
+        model.lm.base_model(input_ids=torch.arange(3, 8)[None])
+    return seen.call_count
+
+
+watch(
+    exchanges_of_layers,
+    changed(grpo, {"policy.parallelism.tp_size": 2}),
+    {"policy.parallelism.sequence_parallel": (False, True)},
+)
 
 
 def exchanges_of_experts(config: Config, place: Place) -> int:

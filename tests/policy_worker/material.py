@@ -47,6 +47,12 @@ def tiny_lm(seed: int = 0, *, layers: int = 2, tie: bool = True) -> PreTrainedMo
     return AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=VOCABULARY, **shape))
 
 
+MIXTURE = {
+    **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    "experts_implementation": "eager",  # the only one that takes float64
+}
+
+
 def tiny_family(
     family: str,
     seed: int = 0,
@@ -66,10 +72,9 @@ def tiny_family(
             "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
         },
         "phi3": {"sliding_window": 5},
-        "qwen3_moe": {
-            **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-            "experts_implementation": "eager",  # the only one that takes float64
-        },
+        "qwen3_moe": MIXTURE | {"num_experts": 4},
+        "ernie4_5_moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2},
+        "glm4_moe": MIXTURE | {"n_routed_experts": 4, "n_shared_experts": 2},
     }
     shape = TINY | {
         "num_attention_heads": heads,
@@ -81,7 +86,7 @@ def tiny_family(
     for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
-    return lm
+    return lm.to(torch.get_default_dtype())  # some routers say which type theirs are of
 
 
 def tiny_experts(seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel:

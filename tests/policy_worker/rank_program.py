@@ -2,8 +2,8 @@
 
 OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
 save_step, staged, export, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
-`mesh` has the sizes of dimensions, by default all ranks shard; of a list that of the first holds. `pipe` are further
-keys of the mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
+`mesh` are `MeshSizes`, by default all ranks shard; of a list that of the first holds. `pipe` are further keys of the
+mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
 `model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
 float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
 assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
@@ -63,7 +63,7 @@ def train(group: Group, options: dict[str, Any]) -> Result:
         return _train(group, options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DTYPES, "float32", torch.float64)
-        for place, name in ((torch.Tensor, "to"), (torch.nn.functional, "softmax")):
+        for place, name in ((torch.Tensor, "to"), (torch.Tensor, "type"), (torch.nn.functional, "softmax")):
             patch.setattr(place, name, _widened(getattr(place, name)))  # norms and routers compute in float32
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         torch.set_default_dtype(torch.float64)
@@ -100,6 +100,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             packed=config.train.sequence_packing,
             recompute=config.policy.model_gradient_checkpointing,
             pieces=group.sizes.cp,
+            parted=group.sizes.sequence,
         )
     trainer = make_trainer(config, group, model, layers=options.get("layers", 2))
     assert trainer.sharded == (

@@ -230,10 +230,10 @@ def experts_have_ranks(config: Config) -> Iterator[Problem]:
 
 
 def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
-    """How tokens travel between experts matters when experts are on several ranks."""
+    """How tokens travel between experts matters when these are on several ranks, which have other tokens."""
     policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
-    if any(one.mesh.ep_size > 1 for one in trainer_meshes(config)):
+    if any(one.mesh.ep_size > 1 or one.mesh.sequence_parallel for one in trainer_meshes(config)):
         if policy.moe_shared_expert_overlap and dispatcher == "allgather":
             key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
             message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'

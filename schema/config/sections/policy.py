@@ -87,8 +87,8 @@ class ParallelismConfig(Section):
     )
     sequence_parallel: bool = key(
         False,
-        "Whether tensor parallelism also splits norms and dropout along the sequence.",
-        unbuilt="sequence parallelism of a {role} replica",
+        "Whether tensor-parallel ranks have a part of the positions each between layers, instead of all of them.",
+        acts="number: Which exchanges tensor-parallel ranks make.",
     )
 
 

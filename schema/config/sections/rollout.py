@@ -67,6 +67,11 @@ class RolloutParallelismConfig(ParallelismConfig):
     virtual_pp_size: Ranks = key(
         1, "Must be 1: an engine has one stage per rank.", unbuilt="pipeline parallelism of a rollout replica"
     )
+    sequence_parallel: bool = key(
+        False,
+        "Must be false: an engine splits what it can by itself.",
+        unbuilt="sequence parallelism of a rollout replica",
+    )
     dp_replicate_size: Ranks = cosmos_key(
         1,
         "Must be 1: more replicas are n_init_replicas.",

@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    OPTConfig,
     PhiConfig,
     Qwen2Config,
 )
@@ -29,7 +30,7 @@ from policy_worker.model import attention
 from policy_worker.model.load import load_model
 from policy_worker.model.logprobs import Head
 from policy_worker.model.micro_batch import Layout, collate
-from policy_worker.model.model import PolicyModel, _check_pieces, prepare_model
+from policy_worker.model.model import PolicyModel, _check_parts, _check_pieces, prepare_model
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of
@@ -184,6 +185,37 @@ def test_a_layer_that_looks_at_neighbours_cannot_be_cut():
             _check_pieces(model, 2, "")
         hook.remove()
         assert model.context is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (OPTConfig(**SMALL, ffn_dim=48), r"OPTForCausalLM cannot be split between its layers: .*"),
+        (
+            MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2),
+            "Mamba.* cannot be split",
+        ),
+        (
+            GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1),
+            r"layers: its attention is eager",
+        ),
+    ],
+    ids=["learned positions", "state", "sinks"],
+)
+def test_sequences_that_cannot_be_split_between_layers_are_refused(config, reason: str):
+    with pytest.raises(SettingsError, match=f"sequence_parallel = true: .*{reason}.*write .* = false"):
+        prepare_model(from_config(config), packed=False, recompute=False, parted=True)
+
+
+def test_a_layer_that_looks_at_neighbours_cannot_be_split():
+    model = from_config(LlamaConfig(**SMALL))
+    prepare_model(model, packed=True, recompute=False, parted=True)
+    norm = model.lm.model.layers[0].input_layernorm
+    hook = norm.register_forward_hook(lambda _, __, out: out + 0.3 * out.roll(1, 1))
+    with pytest.raises(SettingsError, match="positions see others between its layers; write"):
+        _check_parts(model, "")
+    hook.remove()
+    _check_parts(model, "")
 
 
 HEADS = {

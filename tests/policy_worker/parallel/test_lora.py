@@ -123,6 +123,7 @@ def test_what_tensor_parallelism_cannot_cut_is_named(group: Group, keys: dict[st
 
 
 MESHES = [
+    {"tp": 2, "sequence": True, "dp_shard": 2},
     {"tp": 2, "dp_shard": 2},
     {"cp": 2, "tp": 2},
     {"dp_replicate": 2, "dp_shard": 2},

@@ -82,6 +82,34 @@ def test_two_ranks_that_share_layers_equal_one(tmp_path: Path, group: Group):
     assert_one(tmp_path / "2", group, 2, {"tp": 2}, [*everything(), exact])
 
 
+SPLIT: dict[str, Any] = {"tp": 2, "sequence": True}
+"""Positions between layers are, too."""
+
+
+def split() -> list[dict[str, Any]]:
+    """Each family; both ways to reach experts, without and with shared ones; layers that are computed again, adapters
+    and a critic, and copies in the middle of a layer (OLMo 2)."""
+    exact = {"exact": True, "steps": 3, "grpo": GRPO}
+    again = {"model_gradient_checkpointing": True, "moe_token_dispatcher": "allgather"}
+    lora = {"policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}}
+    taught = {"grpo": GRPO | EVERYTHING, "train": {"sequence_packing": True}}
+    return [
+        model("llama") | exact | {"train": {"sequence_packing": True}},
+        model("olmo2", tie=False) | exact | {"sections": {"policy": again}},
+        model("gemma3_text") | with_critic()[1] | {"exact": True},
+        model("phi3", tie=False) | exact | {"sections": lora},
+        model("qwen3_moe") | exact | {"sections": {"policy": again}},
+        model("ernie4_5_moe", tie=False) | exact,
+        model("glm4_moe") | {"sections": {"teacher": TEACHERS}} | taught,
+        model("qwen3") | {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}},
+    ]
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_positions_between_layers_equal_one(tmp_path: Path, group: Group):
+    assert_one(tmp_path / "2", group, 2, SPLIT, split())
+
+
 def experts() -> list[dict[str, Any]]:
     """Both ways to reach experts, a rank without a sample, and a dense critic next to the mixture."""
     exact = model("qwen3_moe") | {"exact": True, "steps": 3, "grpo": GRPO}
@@ -110,6 +138,32 @@ TRIPLES = [
     {"pp": 2, "tp": 2, "cp": 2},
     {"pp": 2, "cp": 2, "dp_shard": 2},
 ]
+
+
+MORE_SPLIT = [
+    {"tp": 4},
+    {"dp_shard": 2},
+    {"dp_replicate": 2},
+    {"cp": 2},
+    {"pp": 2},
+    {"cp": 2, "dp_shard": 2},
+    {"pp": 2, "dp_shard": 2},
+    {"pp": 2, "cp": 2},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MORE_SPLIT, ids=str)
+def test_more_ranks_that_share_positions_between_layers_equal_one(
+    tmp_path: Path, group: Group, mesh: dict[str, int]
+):
+    mesh = SPLIT | mesh
+    exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
+    cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
+    cases += split() if mesh["tp"] == 2 and MeshSizes(**mesh).ranks == 4 else []
+    world = MeshSizes(**mesh).ranks
+    cases = [staged(case) for case in cases] if "pp" in mesh else cases
+    assert_one(tmp_path / str(world), group, world, mesh, cases)
 
 
 def staged(case: dict[str, Any], **pipe: Any) -> dict[str, Any]:

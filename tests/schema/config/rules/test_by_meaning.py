@@ -700,6 +700,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (GRPO, {M: {"ep_size": 2, "dp_shard_size": 4, "tp_size": 1}, "policy.moe_token_dispatcher": "allgather"}),
+    (GRPO, {M: {"tp_size": 2, "sequence_parallel": True}, "policy.moe_token_dispatcher": "allgather"}),
     (GRPO, VLLM | {f"{R}.tp_size": 4, f"{R}.ep_size": 4, f"{R}.pp_size": 2}),
     (GRPO, VLLM | {"rollout.max_num_batched_tokens": 4096}),
     (SFT, {f"{R}.cp_size": 4}),

@@ -167,7 +167,7 @@ CORRECTION = {
 GREEDY = "actor_rollout_ref: {rollout: {val_kwargs: {do_sample: false, temperature: 1.0, top_p: 0.5}}}"
 MEGATRONS_MESH = {
     **{"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 4, "dp_shard_size": 4},
-    **{"virtual_pp_size": 2, "pp_micro_batch_size": 1, "sequence_parallel": False},
+    **{"virtual_pp_size": 2, "pp_micro_batch_size": 1, "sequence_parallel": True},
 }
 FACTS: list[tuple[str, str, dict[str, Any]]] = [
     # batches count samples, budgets of tokens those of all ranks of a sequence; the critic's own switch is off
