@@ -6,7 +6,7 @@
     weights.changes_since(content_hash)      for engines that change in place, each by `open_delta`
     with weights.reading(): …                the whole
 
-stores       where versions lie                     layout, manifest  what the bytes are, what is hashed
+stores       where versions lie                     layout, manifest  what the bytes are, what is hashed; `stored` reads some
 publishing   the trainer's half, with `chain`       delta             what a delta holds, and applying it
 host         the one copy of a host                 download_plan     which forms are read
 transport    from host to host, past the store      hf_names, lora    the names of the hub checkpoint

@@ -41,8 +41,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from policy_worker.model.lora import plain_name
-from policy_worker.model.stored import StoredTensor, all_of, blocks, stored_tensors
 from weight_sync.publishing.gather import Box, box_at
+from weight_sync.stored import StoredTensor, all_of, blocks, stored_tensors
 
 log = logging.getLogger(__name__)
 

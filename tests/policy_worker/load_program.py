@@ -27,7 +27,6 @@ from policy_worker.model.load import load_critic, load_model, load_reference
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.stages import Stages
-from policy_worker.model.stored import stored_tensors
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
@@ -37,6 +36,7 @@ from schema.config.layout import reference_is_within
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.material import make_config
+from weight_sync.stored import stored_tensors
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
