@@ -264,7 +264,7 @@ class Critic(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=model.takes_blocks,
             device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
-            dispatcher=config.policy.moe_token_dispatcher,
+            dispatcher=config.policy.dispatcher,
         )
         if apart:
             log.info("critic: on %s", self._layout.device)
@@ -404,6 +404,13 @@ class Trainer(TrainedModel):
                 f"policy.parallelism.ep_size = {group.sizes.ep}: {type(model.lm).__name__} names no layers "
                 f"of experts that ranks could share: write policy.parallelism.ep_size = 1"
             )
+        if config.policy.moe_shared_expert_overlap and not any(
+            shared for _, shared in expert_layers(model.lm)
+        ):
+            raise SettingsError(
+                f"policy.moe_shared_expert_overlap = true: {type(model.lm).__name__} has no shared expert next to "
+                f"others: write false"
+            )
         models = (model, reference, None if critic is None else critic.model, *teachers.values())
         super().__init__(
             model,
@@ -414,7 +421,7 @@ class Trainer(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=all(one.takes_blocks for one in models if one is not None),
             reshaping=Reshaping.of_config(config),
-            dispatcher=config.policy.moe_token_dispatcher,
+            dispatcher=config.policy.dispatcher,
         )
         self.critic, self.vocabulary = critic, self._layout.vocabulary
         self._reference_is_apart = reference_layout(config) is not None
@@ -454,7 +461,7 @@ class Trainer(TrainedModel):
         model.requires_grad_(False).eval()
         if self._pipeline is not None:
             self._pipeline.cut(model)
-        dispatcher = config.policy.moe_token_dispatcher
+        dispatcher = config.policy.dispatcher
         return distribute(
             model, self.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
         )

@@ -42,7 +42,7 @@ from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
 from policy_worker.model.sequence import blocks_of, gather_into, pattern
 from policy_worker.model.stages import Elsewhere
-from policy_worker.parallel.experts import EXPERTS, spread_experts
+from policy_worker.parallel.experts import EXPERTS, shared_expert, spread_experts
 from policy_worker.parallel.parts import (
     COLUMNS,
     COPY,
@@ -114,7 +114,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
         if style in STYLES and (isinstance(layer, nn.Linear) or adapted(layer)):
             ranks.cut_linear(layer, STYLES[style], blocks.get(name.rpartition(".")[0]))
         elif style == EXPERTS:
-            spread_experts(layer, mesh, dispatcher or "shared")
+            spread_experts(layer, shared_expert(lm, name), mesh, dispatcher or "shared")
         elif style == OWN_HEADS:
             cut(layer, mesh, COPY)
             wrap(layer, lambda forward, *inputs: forward(*inputs), partial=True)

@@ -115,9 +115,17 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when these are on several ranks, which have other tokens."""
     policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
+    key, mesh = "policy.moe_shared_expert_overlap", policy.parallelism
     if policy.parallelism.ep_size > 1 or policy.parallelism.sequence_parallel:
-        if policy.moe_shared_expert_overlap and dispatcher == "allgather":
-            key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
+        if policy.moe_shared_expert_overlap and mesh.tp_size > 1 and not mesh.sequence_parallel:
+            other = "policy.parallelism.sequence_parallel"
+            message = (
+                f"true has no effect: the {mesh.tp_size} ranks of policy.parallelism.tp_size have the same tokens, "
+                "which travel nowhere"
+            )
+            yield Problem(key, message, True, f"write {key} = false, or {other} = true", related=(other,))
+        elif policy.moe_shared_expert_overlap and dispatcher == "allgather":
+            other = "policy.moe_token_dispatcher"
             message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
             hint = f'write {other} = "alltoall", or {key} = false'
             yield Problem(key, message, True, hint, related=(other,))
