@@ -136,7 +136,7 @@ def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[Pol
         update={"init_lora_weights": True}
     )  # others may take minutes, for nothing
     policy = config.policy.model_copy(update={"lora": plain})
-    model = load_model(config.model_copy(update={"policy": policy}))
+    model = load_model(config.model_copy(update={"policy": policy})).read_weights(torch.device("cpu"))
     settings = adapters_of(model.lm)
     assert settings is not None
     settings.init_lora_weights = config.policy.lora.init_lora_weights

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +34,21 @@ from policy_worker.model.drawn import Reshaping
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
-from policy_worker.model.model import Backbone, More, PolicyModel, ValueModel
+from policy_worker.model.model import DTYPES, Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
 from policy_worker.model.stages import Entry, Stages
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
 from policy_worker.parallel.fsdp import local_of, needs_sharding, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.parts import finish_gradients
 from policy_worker.parallel.pipeline import Pipeline, copies_in
 from policy_worker.parallel.pipeline_schedule import Pipe
 from policy_worker.ranges import span
 from schema.config import Config, CriticConfig, TrainingConfig
-from schema.config.layout import critic_layout, reference_is_within, reference_layout
+from schema.config.layout import critic_layout, mesh_of, reference_is_within, reference_layout
+from schema.config.sections.optimizer import PrecisionKeys
 from schema.config.sections.policy import ParallelismConfig
 from weight_sync.hf_names import Gather
 
@@ -67,11 +69,98 @@ def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
     return None if head is None else Beside(batch.of_piece(batch.columns[HIDDEN]), head)
 
 
+class Place(NamedTuple):
+    """Where a model is computed. All its ranks call alike.
+
+    group: the ranks, with the coordinates that they have for it. layout: of its micro-batches on this rank. pipeline:
+    of its stages; None: all ranks have all of it. numbers: the type of what it says of a token.
+    """
+
+    group: Group
+    layout: Layout
+    numbers: torch.dtype
+    pipeline: Pipeline | None = None
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank has the last stage of the model, or all of it."""
+        return self.pipeline is None or self.pipeline.is_last
+
+    def laid_out(
+        self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]], columns: Columns
+    ) -> Iterator[MicroBatch]:
+        """Micro-batches; columns are where outputs are."""
+        for rows in batches:
+            yield collate(
+                [samples[row] for row in rows], rows, self.layout, columns if self.has_outputs else {}
+            )
+
+    def score(
+        self,
+        model: Backbone,
+        batches: Iterable[MicroBatch],
+        compute: Callable[..., Any],
+        keep: Callable[[MicroBatch, Any], None],
+    ) -> None:
+        """Forwards alone: hand what `compute` finds of each micro-batch to `keep`, where outputs are."""
+        if self.pipeline is not None:
+            self.pipeline.score(model, batches, compute, keep)
+        else:
+            for batch in batches:
+                keep(batch, compute(batch))
+
+    def in_unit(
+        self,
+        found: Mapping[int, Tensor],
+        samples: Mapping[int, TrainSample],
+        batches: Sequence[Sequence[int]],
+    ) -> dict[int, Tensor]:
+        """By row a number for each learned token, where the last stage is, on all ranks of its unit."""
+        rows = list(dict.fromkeys(row for rows in batches for row in rows))
+        if self.pipeline is None or not rows:
+            return dict(found)
+        mine = [torch.cat([found[row] for row in rows])] if self.group.counts else []
+        (numbers,) = self.group.tensors_from_last_stage(mine)
+        return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
+
+    def to_all_ranks(self, found: Mapping[int, Tensor], lengths: Mapping[int, int]) -> dict[int, Tensor]:
+        """By row a number for each learned token, on ranks that have another model's share too. lengths: how many
+        tokens each row has, of all rows of the pass."""
+        return self.group.to_all_ranks(found, lengths, self.numbers)
+
+
+def arranged(config: Config, role: str, group: Group) -> Group:
+    """The ranks as they stand for the reference model or the critic. A collective.
+
+    Raises:
+        SettingsError: its sizes are of another number of ranks.
+    """
+    if mesh_of(config, role) is config.policy.parallelism:
+        return group
+    section = f"{role}.parallelism"
+    return group.arranged(MeshSizes.of_config(mesh_of(config, role), group.world, section))
+
+
+def check_experts(model: Backbone, group: Group, section: str) -> None:
+    """Raises `SettingsError`: ranks are to share experts, and the model has none."""
+    if group.sizes.ep > 1 and not expert_layers(model.lm):
+        raise SettingsError(
+            f"{section}.ep_size = {group.sizes.ep}: {type(model.lm).__name__} names no layers of experts that ranks "
+            f"could share: write {section}.ep_size = 1"
+        )
+
+
+def numbers_of(keys: PrecisionKeys) -> torch.dtype:
+    """The type of log-probs and values of a model that computes as these keys say."""
+    return torch.promote_types(DTYPES[keys.param_dtype], DTYPES["float32"])
+
+
 class TrainedModel(ABC):
     """A model that learns, on this rank: sharded, with optimizer and schedule.
 
-    mesh: of the policy. takes_blocks: whether every model that the layout serves does. device: where it is; None:
-    that of the rank. reshaping: what its log-probs are of. dispatcher: see `policy_worker.parallel.experts`.
+    group: the ranks as they stand for it. mesh: its own. takes_blocks: whether every model that the layout serves
+    does. device: where it is; None: that of the rank. reshaping: what its log-probs are of. dispatcher: see
+    `policy_worker.parallel.experts`.
     """
 
     def __init__(
@@ -95,13 +184,11 @@ class TrainedModel(ABC):
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
         spared, piece = self.least_spared, sizes.piece(group.rank)
-        self._layout = Layout(
-            packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts
-        )
+        layout = Layout(packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts)
         section = "critic" if isinstance(keys, CriticConfig) else "train"
-        self._pipeline: Pipeline | None = None
-        if group.sizes.pp > 1:
-            self._pipeline = Pipeline(group, Pipe.of_config(mesh))
+        self._pipeline = Pipeline(group, Pipe.of_config(mesh)) if sizes.pp > 1 else None
+        self.place = Place(group, layout, numbers_of(keys), self._pipeline)
+        if self._pipeline is not None:
             self._pipeline.cut(model)
         with torch.accelerator.device_index(device.index):
             self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)
@@ -118,8 +205,8 @@ class TrainedModel(ABC):
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has the last stage of the model, or all of it."""
-        return self._pipeline is None or self._pipeline.is_last
+        """See `Place.has_outputs`."""
+        return self.place.has_outputs
 
     @property
     def data_ranks(self) -> int:
@@ -139,7 +226,7 @@ class TrainedModel(ABC):
         """
         for number, rows in enumerate(batches, 1):
             set_last_micro_batch(self.model, number == len(batches))
-            yield collate([samples[row] for row in rows], rows, self._layout, columns)
+            yield collate([samples[row] for row in rows], rows, self.place.layout, columns)
 
     def learn(
         self,
@@ -166,47 +253,8 @@ class TrainedModel(ABC):
             with span("loss"):
                 return loss_of(batch, outputs) * self.group.sizes.fsdp_ranks
 
-        laid_out = self._laid_out(samples, batches, self._layout, columns)
+        laid_out = self.place.laid_out(samples, batches, columns)
         self._pipeline.learn(self.model, laid_out, partial(self.forward, **asked), loss_share)
-
-    def _laid_out(
-        self,
-        samples: Mapping[int, TrainSample],
-        batches: Sequence[Sequence[int]],
-        layout: Layout,
-        columns: Columns,
-    ) -> Iterator[MicroBatch]:
-        """Micro-batches; columns are where outputs are."""
-        for rows in batches:
-            yield collate([samples[row] for row in rows], rows, layout, columns if self.has_outputs else {})
-
-    def _score(
-        self,
-        model: Backbone,
-        batches: Iterable[MicroBatch],
-        compute: Callable[..., Any],
-        keep: Callable[[MicroBatch, Any], None],
-    ) -> None:
-        """Forwards alone: hand what `compute` finds of each micro-batch to `keep`, where outputs are."""
-        if self._pipeline is not None:
-            self._pipeline.score(model, batches, compute, keep)
-        else:
-            for batch in batches:
-                keep(batch, compute(batch))
-
-    def _everywhere(
-        self,
-        found: Mapping[int, Tensor],
-        samples: Mapping[int, TrainSample],
-        batches: Sequence[Sequence[int]],
-    ) -> dict[int, Tensor]:
-        """By row a number for each learned token, where the last stage is, on all ranks of its unit."""
-        rows = list(dict.fromkeys(row for rows in batches for row in rows))
-        if self._pipeline is None or not rows:
-            return dict(found)
-        mine = [torch.cat([found[row] for row in rows])] if self.group.counts else []
-        (numbers,) = self.group.tensors_from_last_stage(mine)
-        return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
 
     @abstractmethod
     def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Any:
@@ -254,20 +302,20 @@ class Critic(TrainedModel):
     """The value model. With devices of its own (`placement.critic`) it is sharded over those of all data ranks."""
 
     def __init__(self, model: ValueModel, config: Config, group: Group, schedule: Schedule) -> None:
-        apart = critic_layout(config) is not None
+        apart, group = critic_layout(config) is not None, arranged(config, "critic", group)
         super().__init__(
             model,
             config.critic,
             group,
             schedule,
-            mesh=config.policy.parallelism,
+            mesh=mesh_of(config, "critic"),
             packed=config.train.sequence_packing,
             takes_blocks=model.takes_blocks,
             device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
             dispatcher=config.policy.dispatcher,
         )
         if apart:
-            log.info("critic: on %s", self._layout.device)
+            log.info("critic: on %s", self.place.layout.device)
 
     @torch.no_grad()
     def values(
@@ -281,8 +329,9 @@ class Critic(TrainedModel):
             found.update(zip(batch.rows, values.cpu().split(sizes), strict=True))
 
         with self.without_dropout():
-            self._score(self.model, self._laid_out(samples, batches, self._layout, {}), self.forward, keep)
-        return self._everywhere(found, samples, batches)
+            laid_out = self.place.laid_out(samples, batches, {})
+            self.place.score(self.model, laid_out, self.forward, keep)
+        return self.place.in_unit(found, samples, batches)
 
     def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""
@@ -299,7 +348,7 @@ class Critic(TrainedModel):
             return super().step(step)
 
     def _here(self) -> AbstractContextManager[None]:
-        return torch.accelerator.device_index(self._layout.device.index)
+        return torch.accelerator.device_index(self.place.layout.device.index)
 
 
 class Ema:
@@ -399,11 +448,7 @@ class Trainer(TrainedModel):
         critic: Critic | None = None,
         teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
     ) -> None:
-        if group.sizes.ep > 1 and not expert_layers(model.lm):
-            raise SettingsError(
-                f"policy.parallelism.ep_size = {group.sizes.ep}: {type(model.lm).__name__} names no layers "
-                f"of experts that ranks could share: write policy.parallelism.ep_size = 1"
-            )
+        check_experts(model, group, "policy.parallelism")
         if config.policy.moe_shared_expert_overlap and not any(
             shared for _, shared in expert_layers(model.lm)
         ):
@@ -423,18 +468,23 @@ class Trainer(TrainedModel):
             reshaping=Reshaping.of_config(config),
             dispatcher=config.policy.dispatcher,
         )
-        self.critic, self.vocabulary = critic, self._layout.vocabulary
+        self.critic, self.vocabulary = critic, self.place.layout.vocabulary
         self._reference_is_apart = reference_layout(config) is not None
-        self._reference_layout = replace(
-            self._layout, device=group.other_device(1) if self._reference_is_apart else group.device
-        )
+        self.reference_place = self.place
+        if self._reference_is_apart:
+            layout = replace(self.place.layout, device=group.other_device(1))
+            self.reference_place = self.place._replace(layout=layout)
+        elif config.has_reference and mesh_of(config, "reference") is not config.policy.parallelism:
+            self.reference_place = self._own_place(config)
         self.reference: PolicyModel | EarlierPolicy | None
         if reference_is_within(config):
             self.reference = EarlierPolicy(model)
         else:
             self.reference = None if reference is None else self._frozen(reference, config)
         offloads = {one.name: one.offload for one in config.local_teachers}
-        self.teachers = {name: self._spread(one, config, offloads[name]) for name, one in teachers.items()}
+        self.teachers = {
+            name: self._spread(one, config, offloads[name], self.place) for name, one in teachers.items()
+        }
         """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
         self.reset_interval = (
@@ -451,20 +501,34 @@ class Trainer(TrainedModel):
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         if self._reference_is_apart:
-            log.info("reference model: on %s, whole", self._reference_layout.device)
-            device = self._reference_layout.device
+            device = self.reference_place.layout.device
+            log.info("reference model: on %s, whole", device)
             return model.requires_grad_(False).eval().read_weights(device).to(device)
-        return self._spread(model, config, config.reference.offload)
+        if self.reference_place.group is not self.group:
+            check_experts(model, self.reference_place.group, "reference.parallelism")
+        return self._spread(model, config, config.reference.offload, self.reference_place)
 
-    def _spread(self, model: PolicyModel, config: Config, offload: bool) -> PolicyModel:
-        """A frozen model on the policy's devices, cut and sharded like it."""
+    def _own_place(self, config: Config) -> Place:
+        """That of a reference model with a mesh of its own. A collective."""
+        mesh, group = mesh_of(config, "reference"), arranged(config, "reference", self.group)
+        sizes, piece = group.sizes, group.sizes.piece(group.rank)
+        layout = replace(self.place.layout, pieces=sizes.cp, piece=piece, parts=sizes.parts)
+        pipeline = Pipeline(group, Pipe.of_config(mesh)) if mesh.pp_size > 1 else None
+        return self.place._replace(group=group, layout=layout, pipeline=pipeline)
+
+    def _spread(self, model: PolicyModel, config: Config, offload: bool, place: Place) -> PolicyModel:
+        """A frozen model on the policy's devices, cut and sharded as it is there."""
         model.requires_grad_(False).eval()
-        if self._pipeline is not None:
-            self._pipeline.cut(model)
+        if place.pipeline is not None:
+            place.pipeline.cut(model)
         dispatcher = config.policy.dispatcher
         return distribute(
-            model, self.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
+            model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
         )
+
+    def place_of(self, model: PolicyModel | EarlierPolicy) -> Place:
+        """Where the policy, or a frozen model next to it, is computed."""
+        return self.reference_place if model is self.reference else self.place
 
     def _check_alike(self, reference: PolicyModel) -> None:
         mine, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (self.model, reference))
@@ -514,10 +578,10 @@ class Trainer(TrainedModel):
         `forward`.
         """
         found: list[dict[int, Tensor]] = [{} for _ in fields]
-        layout = self._reference_layout if model is self.reference else self._layout
+        place = self.place_of(model)
 
         def compute(batch: MicroBatch, entry: Entry | None = None) -> Any:
-            with torch.accelerator.device_index(layout.device.index):
+            with torch.accelerator.device_index(place.layout.device.index):
                 return model(batch, temperature, beside(batch, head), "hidden" in fields, more, entry)
 
         def keep(batch: MicroBatch, outputs: TokenOutputs) -> None:
@@ -526,9 +590,9 @@ class Trainer(TrainedModel):
                 of_rows.update(zip(batch.rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
 
         with self.without_dropout():
-            self._score(model, self._laid_out(samples, batches, layout, columns), compute, keep)
+            place.score(model, place.laid_out(samples, batches, columns), compute, keep)
         return [
-            self._everywhere(of_rows, samples, batches) if field in NUMBERS else of_rows
+            place.in_unit(of_rows, samples, batches) if field in NUMBERS else of_rows
             for field, of_rows in zip(fields, found, strict=True)
         ]
 

@@ -3,8 +3,11 @@
     merged    W + Σ over active adapters of scaling · B A, in float32, rounded once     under the model's own names
     adapter   A and B as they are, and whole modules that are trained with them       under peft's saved names
 
-To publish them the model is only read: what it consists of follows from its modules' attributes. Variants whose
-product is not B A (DoRA, biases of adapters, convolutions) are refused instead of merged wrongly.
+With DoRA each row of that sum is divided by its length, and multiplied by a trained one.
+
+To publish them the model is only read: what it consists of follows from its modules' attributes. Other variants
+(biases of adapters, convolutions, DoRA of several adapters or of other than linear layers) are refused instead of
+merged wrongly.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from weight_sync.errors import WeightError
 Publishes = Literal["merged", "adapter"]
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])\.(?P<adapter>[^.]+)(?:\.weight)?")
+_LENGTHS = re.compile(r"(?P<module>.*)\.lora_magnitude_vector\.(?P<adapter>[^.]+)\.weight")
 _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 
 
@@ -33,10 +37,13 @@ class Source:
     stored: str
     factors: list[tuple[str, str, float, bool]] = field(default_factory=list)
     """Stored names of A and B, their scaling, and whether the product is transposed."""
+    lengths: str | None = None
+    """Stored name of the lengths that rows get."""
 
     @property
     def names(self) -> list[str]:
-        return [self.stored, *(name for a, b, _, _ in self.factors for name in (a, b))]
+        factors = [name for a, b, _, _ in self.factors for name in (a, b)]
+        return [self.stored, *factors, *([] if self.lengths is None else [self.lengths])]
 
     def value(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
         """The tensor; where adapters are merged in `dtype`, else as it is stored."""
@@ -47,6 +54,8 @@ class Source:
         for a, b, scaling, transposed in self.factors:
             product = tensors[b].float() @ tensors[a].float()
             total = total + (product.T if transposed else product) * scaling
+        if self.lengths is not None:
+            total = total * (tensors[self.lengths].float() / torch.linalg.norm(total, dim=1))[:, None]
         return total.to(dtype or weight.dtype)
 
 
@@ -67,6 +76,7 @@ def inject(model: Any, keys: LoraConfig) -> None:
         if keys.target_modules == "all-linear"
         else keys.target_modules,
         "use_rslora": keys.use_rslora,
+        "use_dora": keys.use_dora,
         "modules_to_save": keys.modules_to_save,
         "rank_pattern": keys.r_pattern or {},
         "alpha_pattern": keys.alpha_pattern or {},
@@ -120,16 +130,18 @@ def _adapter(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]
         raise WeightError(f"the adapters {active} are active at once: only one can be published alone")
     front = "" if hasattr(model, "get_base_model") else _PREFIX
     for name in stored:
-        saved, factor = _SAVED.fullmatch(name), _FACTOR.fullmatch(name)
+        saved, factor, lengths = (kind.fullmatch(name) for kind in (_SAVED, _FACTOR, _LENGTHS))
         if saved is not None and saved["adapter"] == active[0]:
             yield Source(f"{front}{saved['module']}.{saved['rest']}", name)
         elif factor is not None and factor["adapter"] == active[0]:
             yield Source(front + re.sub(rf"\.{re.escape(active[0])}(?=$|\.weight$)", "", name), name)
+        elif lengths is not None and lengths["adapter"] == active[0]:
+            yield Source(f"{front}{lengths['module']}.lora_magnitude_vector", name)
 
 
 def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
     modules = dict(model.named_modules())
-    factors = _factors(modules, stored)
+    factors, lengths = _factors(modules, stored), _lengths(modules, stored)
     for name, tensor in stored.items():
         module, _, last = name.rpartition(".")
         saved = _SAVED.fullmatch(name)
@@ -146,7 +158,7 @@ def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
                     raise WeightError(
                         f"the adapter of {outer!r}, a weight of {tensor.ndim} dimensions, cannot be merged"
                     )
-                source.factors = factors.get(outer, [])
+                source.factors, source.lengths = factors.get(outer, []), lengths.get(outer)
             yield source
         else:
             yield Source(name.removeprefix(_PREFIX), name)
@@ -161,10 +173,10 @@ def _factors(
         found = _FACTOR.fullmatch(name)
         if found is not None:
             sides.setdefault((found["module"], found["adapter"]), {})[found["side"]] = name
-        elif ".lora_" in name:
+        elif ".lora_" in name and not _LENGTHS.fullmatch(name):
             raise WeightError(
-                f"{name!r} is of an adapter that is more than the product B A (DoRA, a bias of it): it cannot be "
-                f"merged here; publish the adapter itself"
+                f"{name!r} is of an adapter that is more than the product B A (a bias of it): it cannot be merged "
+                f"here; publish the adapter itself"
             )
     result: dict[str, list[tuple[str, str, float, bool]]] = {}
     for (module, adapter), names in sides.items():
@@ -178,6 +190,24 @@ def _factors(
             result.setdefault(module, []).append(
                 (names["A"], names["B"], float(layer.scaling[adapter]), turned)
             )
+    return result
+
+
+def _lengths(modules: Mapping[str, Any], stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By module: where the lengths of its rows are stored, if its active adapter has some."""
+    result = {}
+    for name in stored:
+        found = _LENGTHS.fullmatch(name)
+        if found is None:
+            continue
+        layer = modules[found["module"]]
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear) or len(layer.active_adapters) > 1:
+            raise WeightError(
+                f"{name!r} are lengths (DoRA) of something else than one adapter of a linear layer: they cannot be "
+                f"merged here; publish the adapter itself"
+            )
+        if found["adapter"] in layer.active_adapters and not layer.disable_adapters:
+            result[found["module"]] = name
     return result
 
 

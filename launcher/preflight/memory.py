@@ -30,10 +30,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from launcher.preflight.models import LocalModel
 from schema.config import Config, CriticConfig, TrainingConfig
-from schema.config.layout import reference_is_within
+from schema.config.layout import mesh_of, reference_is_within
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.sections.policy import LoraConfig, ParallelismConfig
 
@@ -105,6 +106,7 @@ def trainer(
         words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
         parts.append(Part("moving average of the weights", learns * 4 // shards, words))
     if config.has_critic:
+        cut = _cut_of(config, "critic", shards, fsdp_ranks)
         own = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
         parts += [
             replace(
@@ -113,7 +115,9 @@ def trainer(
                 formula=part.formula + (", if as large" if own else ""),
                 device=apart.get("critic", ""),
             )
-            for part in _trained(config.critic, model, gathered, shards, fsdp_ranks, config.critic.lora)
+            for part in _trained(
+                config.critic, model, _gathered_on(cut.mesh, model), *cut[1:], config.critic.lora
+            )
         ]
     if reference_is_within(config):
         master = BYTES[config.train.master_dtype]
@@ -122,7 +126,7 @@ def trainer(
     elif config.has_reference:
         alone = apart.get("reference", "")
         own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
-        parted = 1 if alone else shards
+        parted = 1 if alone else _cut_of(config, "reference", shards, fsdp_ranks).shards
         words = (
             f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
         )
@@ -135,6 +139,23 @@ def trainer(
         size = count * param // shards
         parts.append(Part(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
     return (*parts, *_activations(config, model, param, data_ranks))
+
+
+class _Cut(NamedTuple):
+    """A model on a mesh. shards: ranks that share one copy. fsdp_ranks: see `trainer`."""
+
+    mesh: ParallelismConfig
+    shards: int
+    fsdp_ranks: int
+
+
+def _cut_of(config: Config, role: str, shards: int, fsdp_ranks: int) -> _Cut:
+    """That of the reference model or the critic. shards, fsdp_ranks: of the policy, on whose ranks it is."""
+    mesh, policy = mesh_of(config, role), config.policy.parallelism
+    if mesh is policy:
+        return _Cut(policy, shards, fsdp_ranks)
+    ranks = shards * policy.dp_replicate_size
+    return _Cut(mesh, max(1, ranks // mesh.dp_replicate_size), max(1, ranks // (mesh.tp_size * mesh.pp_size)))
 
 
 def _is_cast(keys: PrecisionKeys, fsdp_ranks: int) -> bool:

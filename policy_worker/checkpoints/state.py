@@ -155,14 +155,11 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
         found[CRITIC] = model_state(trainer.critic.model, CRITIC)
         if OPTIMIZER in contents:
             found[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
-    return {
-        kind: {
-            key: tensor
-            for key, tensor in state.items()
-            if _is_first(trainer.model, trainer.group, key, tensor)
-        }
-        for kind, state in found.items()
-    }
+    written: dict[str, State] = {}
+    for kind, state in found.items():
+        of: TrainedModel = trainer.critic if trainer.critic and kind.startswith(CRITIC) else trainer
+        written[kind] = {key: t for key, t in state.items() if _is_first(of.model, of.group, key, t)}
+    return written
 
 
 def _is_first(model: Backbone, group: Group | None, key: str, tensor: Tensor) -> bool:

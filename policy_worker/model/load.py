@@ -4,8 +4,8 @@
     [ the trainer shards it ]
     read_weights                      each rank reads its part
 
-Each rank reads all weights of a source that cannot be read in parts, of a model with adapters, which may begin with
-parts of the base, and of one that will be cut into stages, which are proved with its own numbers.
+Each rank reads all weights of a source that cannot be read in parts, and of a model whose adapters begin with parts
+of the base.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from policy_worker.model.model import DTYPES, Lead, PolicyModel, ValueModel, alo
 from policy_worker.model.pretrained import Weights, skeleton, weight_files
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
+from schema.config.layout import mesh_of
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.config.rules.teacher import tokens_are_those_of_the_policy
 from schema.config.sections.model_keys import ModelKeys
-from schema.config.sections.policy import LoraConfig, PolicyConfig
+from schema.config.sections.policy import LoraConfig, ParallelismConfig, PolicyConfig
 from schema.config.sections.teacher import TeacherConfig
 from weight_sync.errors import WeightError
 
@@ -54,14 +55,16 @@ def load_model(
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     adapters, master = config.policy.lora, DTYPES[config.train.master_dtype]
     dtype = master if adapters is None else DTYPES[config.train.param_dtype]
-    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(config, adapters))
+    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(adapters))
     if adapters is not None:
         lora.inject(loaded.lm, adapters, "policy.lora")
     else:
         freeze(loaded.lm, config.policy.trainable_map, routers=config.policy.freeze_moe_router)
-    if loaded.weights is not None:
-        loaded.weights.restored = restored
-    model = _policy_like(loaded, config, config.policy.model_gradient_checkpointing, lead)
+    if loaded.weights is not None:  # a checkpoint of adapters does not hold the rest of the model
+        loaded.weights.restored = restored and adapters is None
+    model = _policy_like(
+        loaded, config, config.policy.parallelism, config.policy.model_gradient_checkpointing, lead
+    )
     if adapters is not None:
         lora.widen(model, master)
     return model
@@ -77,7 +80,7 @@ def load_reference(config: Config, policy: PolicyModel, *, lead: Lead = alone) -
     if config.reference.model_name_or_path not in (None, source.name):
         name = str(config.reference.model_name_or_path)
         source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
-    model = _load_frozen(config, source, lead)
+    model = _load_frozen(config, source, mesh_of(config, "reference"), lead)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(
             f"reference.model_name_or_path = {config.reference.model_name_or_path!r} has {model.vocabulary} tokens, "
@@ -97,7 +100,8 @@ def load_teacher(
     """
     name = str(teacher.model)
     what = f"teacher {teacher.name}: model = {name!r}"
-    model = _load_frozen(config, Source(what, name, None, config.policy.trust_remote_code), lead)
+    source = Source(what, name, None, config.policy.trust_remote_code)
+    model = _load_frozen(config, source, config.policy.parallelism, lead)
     for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
         raise SettingsError(problem.render())
     whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
@@ -137,7 +141,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     _import_modules("critic", critic, source.name)
     master = DTYPES[critic.master_dtype]
     dtype = master if critic.lora is None else DTYPES[critic.param_dtype]
-    loaded = source.load(AutoModel, dtype, whole=_is_whole(config, critic.lora))
+    loaded = source.load(AutoModel, dtype, whole=_is_whole(critic.lora))
     _choose_experts(loaded.lm, config.policy)
     if critic.lora is not None:
         lora.inject(loaded.lm, critic.lora, "critic.lora")
@@ -155,8 +159,8 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
         model,
         packed=config.train.sequence_packing,
         recompute=critic.model_gradient_checkpointing,
-        pieces=config.policy.parallelism.cp_size,
-        parted=config.policy.parallelism.sequence_parallel,
+        pieces=mesh_of(config, "critic").cp_size,
+        parted=mesh_of(config, "critic").sequence_parallel,
         lead=lead,
     )
     if critic.lora is not None:
@@ -164,20 +168,21 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     return model
 
 
-def _is_whole(config: Config, adapters: LoraConfig | None = None) -> bool:
-    """Whether weights are needed before the model is sharded: some adapters begin with what they are, and stages of a
-    pipeline are proved with them."""
-    return adapters is not None or config.policy.parallelism.pp_size > 1
+def _is_whole(adapters: LoraConfig | None) -> bool:
+    """Whether weights are needed before the model is sharded: some adapters begin with numbers of them."""
+    return adapters is not None and adapters.begins_with_base
 
 
-def _load_frozen(config: Config, source: Source, lead: Lead) -> PolicyModel:
+def _load_frozen(config: Config, source: Source, mesh: ParallelismConfig, lead: Lead) -> PolicyModel:
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     dtype = DTYPES[config.train.param_dtype]
-    loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(config))
-    return _policy_like(loaded, config, False, lead)
+    loaded = source.load(AutoModelForCausalLM, dtype)
+    return _policy_like(loaded, config, mesh, False, lead)
 
 
-def _policy_like(loaded: Loaded, config: Config, recompute: bool, lead: Lead) -> PolicyModel:
+def _policy_like(
+    loaded: Loaded, config: Config, mesh: ParallelismConfig, recompute: bool, lead: Lead
+) -> PolicyModel:
     _choose_experts(loaded.lm, config.policy)
     model = PolicyModel(loaded.lm, loaded.dropout)
     model.weights = loaded.weights
@@ -185,8 +190,8 @@ def _policy_like(loaded: Loaded, config: Config, recompute: bool, lead: Lead) ->
         model,
         packed=config.train.sequence_packing,
         recompute=recompute,
-        pieces=config.policy.parallelism.cp_size,
-        parted=config.policy.parallelism.sequence_parallel,
+        pieces=mesh.cp_size,
+        parted=mesh.sequence_parallel,
         lead=lead,
     )
 

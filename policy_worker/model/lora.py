@@ -4,6 +4,8 @@
                          A [r, in], B [out, r]: trained, in `master_dtype`
                          s = lora_alpha / r (arXiv 2106.09685), or / √r (arXiv 2312.03732)
 
+With DoRA (arXiv 2402.09353) the rows of W + s B A have trained lengths m [out], which begin as those of W.
+
 The model keeps its class and its modules their names: what was `q_proj.weight` is `q_proj.base_layer.weight`, next to
 `q_proj.lora_A.default.weight`, and `weight_sync.HubNames` turns these names back. Of a module that is trained whole
 the base's weights stay as `lm_head.original_module.weight`, next to `lm_head.modules_to_save.default.weight`.
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -28,6 +31,7 @@ from weight_sync import lora as injecting
 
 log = logging.getLogger(__name__)
 
+_AROUND = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 ADAPTABLE = (nn.Linear, Conv1D, nn.Embedding)
 """What an adapter can be merged into: its weight is one matrix."""
 
@@ -53,7 +57,8 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
             f'write {section}.target_modules = "all-linear", or their names'
         )
     try:
-        injecting.inject(lm, keys)
+        with _on_the_cpu(lm, keys.modules_to_save or ()):
+            injecting.inject(lm, keys)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise SettingsError(f"{section}: {type(lm).__name__} cannot have these adapters: {error}") from error
     layers = {name: module for name, module in lm.named_modules() if adapted(module)}
@@ -61,6 +66,29 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
     numbers = sum(p.numel() for p in lm.parameters() if p.requires_grad)
     total = sum(p.numel() for p in lm.parameters())
     log.info("%s: adapters on %d modules; %d of %d numbers train", section, len(layers), numbers, total)
+
+
+@contextmanager
+def _on_the_cpu(lm: PreTrainedModel, saved: Sequence[str]) -> Iterator[None]:
+    """Let what is on the meta device be on the CPU meanwhile, without taking memory, so that peft begins its adapters
+    there as it does next to weights. Not of modules that are trained whole: peft copies these."""
+    ends = tuple(saved)
+    copied = {
+        id(parameter)
+        for name, module in lm.named_modules()
+        if ends and name.endswith(ends)  # also "layernorm" for "norm", as peft has it
+        for parameter in module.parameters()
+    }
+    replaced = [p for p in lm.parameters() if p.is_meta and id(p) not in copied]
+    for parameter in replaced:
+        nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        torch.utils.swap_tensors(parameter, nn.Parameter(nothing, parameter.requires_grad))
+    try:
+        yield
+    finally:
+        for parameter in replaced:
+            nothing = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            torch.utils.swap_tensors(parameter, nn.Parameter(nothing, parameter.requires_grad))
 
 
 def widen(model: nn.Module, dtype: torch.dtype) -> None:
@@ -74,6 +102,11 @@ def adapters_of(lm: nn.Module) -> Any | None:
     """The settings of peft's with which adapters were injected into a model, if there are any."""
     settings: Mapping[str, Any] = getattr(lm, "peft_config", None) or {}
     return next(iter(settings.values()), None)
+
+
+def plain_name(name: str) -> str:
+    """What a tensor of the model was called before adapters were put around it."""
+    return _AROUND.sub("", name)
 
 
 def adapted(layer: nn.Module) -> bool:
@@ -142,6 +175,12 @@ def _named(modules: Iterable[str], entries: Iterable[str]) -> list[str]:
 def _check_adapted(lm: PreTrainedModel, layers: Mapping[str, Any], keys: LoraConfig, section: str) -> None:
     """Raises `SettingsError`: an adapter could not be merged, or a pattern is of none of them."""
     for name, layer in layers.items():
+        if keys.use_dora and not isinstance(layer.get_base_layer(), nn.Linear):
+            raise SettingsError(
+                f"{section}.use_dora is for linear layers, and {name} of {type(lm).__name__} is a "
+                f"{type(layer.get_base_layer()).__name__}: leave it out of {section}.target_modules, or write "
+                f"{section}.use_dora = false"
+            )
         if not isinstance(layer.get_base_layer(), ADAPTABLE):
             raise SettingsError(
                 f"{section}.target_modules names {name} of {type(lm).__name__}, a "

@@ -240,6 +240,7 @@ def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 AnyModel = TypeVar("AnyModel", bound=Backbone)
+Found = TypeVar("Found")
 
 
 Lead = Callable[[Callable[[], Any]], Any]
@@ -283,11 +284,16 @@ def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> bool:
     """Whether its attention takes blocks. Raises `SettingsError` as `prepare_model`."""
     if model.weights is None:
         return _prove_on(model, packed, pieces, parted)
-    layers = model._named_layers()
-    for shrink in (probe.small, probe.few_layers, probe.as_it_is)[0 if layers else -1 :]:
+    return on_copy(model, lambda copy: _prove_on(copy, packed, pieces, parted, random=True))
+
+
+def on_copy(model: AnyModel, find: Callable[[AnyModel], Found], layers: int = 1) -> Found:
+    """What is found of a small random copy of a model that has no weights yet (see `probe`); of a larger one where
+    this fails in another way than by a `SettingsError`. layers: of the copy at least, of those that there are."""
+    named = model._named_layers()
+    for shrink in (probe.small, probe.few_layers, probe.as_it_is)[0 if named else -1 :]:
         try:
-            copy = probe.random_copy(model.lm, layers, shrink)
-            return _prove_on(type(model)(copy), packed, pieces, parted, random=True)
+            return find(type(model)(probe.random_copy(model.lm, named, shrink, layers)))
         except SettingsError:
             raise
         except Exception as error:  # whatever an architecture makes of sizes that it was not made for

@@ -44,6 +44,7 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from policy_worker.model.lora import plain_name
 from schema.wire.frame import FrameError, read_header
 from weight_sync.layout import size_of, torch_dtype
 from weight_sync.publishing.gather import Box, box_at
@@ -138,12 +139,12 @@ class Weights:
     def fill(self, lm: nn.Module, device: torch.device) -> None:
         """Make what is on the meta device on this one, and read this rank's part of it.
 
-        lm: the model of the skeleton, sharded or not.
+        lm: the model of the skeleton, sharded or not, cut or not, with adapters that have numbers or without.
         """
         tensors = itertools.chain(lm.named_parameters(), lm.named_buffers())
         with torch.no_grad():
             for name, tensor in [(name, tensor) for name, tensor in tensors if tensor.is_meta]:
-                made = self._part(name, tensor, device)
+                made = self._part(plain_name(name), tensor, device)
                 if isinstance(tensor, nn.Parameter):
                     made = nn.Parameter(made, tensor.requires_grad)
                 torch.utils.swap_tensors(tensor, made)  # who has the tensor, such as a tie, keeps it
@@ -246,6 +247,9 @@ class Weights:
             nothing = math.nan if dtype.is_floating_point else 0
             return torch.full(box.sizes, nothing, dtype=dtype, device=device)
         name = self._stored_as.get(name, name)
+        own = self._held[name].dtype
+        if dtype is not own:  # trained whole next to adapters: begins as the rest of the model has it
+            return self._read(name, box, own, device).to(dtype)
         if name in self._moved:
             return self._stored[self._moved[name]].read(box, dtype, device)
         if not box.count:

@@ -9,7 +9,7 @@ can be made, one of all experts and tokens is tried, then one of the full size: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -29,14 +29,16 @@ Shrink = Callable[[PretrainedConfig, int], None]
 """Makes a configuration smaller in place, with only the first so many layers."""
 
 
-def random_copy(lm: PreTrainedModel, layers: list[nn.Module], shrink: Shrink) -> PreTrainedModel:
+def random_copy(
+    lm: PreTrainedModel, layers: list[nn.Module], shrink: Shrink, least: int = 1
+) -> PreTrainedModel:
     """A model of this one's class with random weights, in float32 on the CPU. Random states are left alone.
 
-    layers: its repeated blocks, for which it may be on the meta device.
+    layers: its repeated blocks, for which it may be on the meta device. least: how many the copy has, if there are.
     """
     kinds = [_kind(layer) for layer in layers]
     config = deepcopy(lm.config)
-    shrink(config, max(map(kinds.index, kinds), default=0) + 1)
+    shrink(config, max(max(map(kinds.index, kinds), default=0) + 1, min(least, len(layers))))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         copy: PreTrainedModel = type(lm)._from_config(config, dtype=torch.float32)
@@ -89,11 +91,26 @@ def enlarge_logits(head: Any, logits: torch.Tensor) -> None:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What two layers that compute alike have in common: their modules, and what those say of themselves in words."""
+    """What two layers that compute alike have in common: their modules, and what those say of themselves in words.
+
+    Modules that adapters were put around count as they were without.
+    """
     return tuple(
         (name, type(module).__name__, *((key, _word(value)) for key, value in sorted(_facts(module).items())))
-        for name, module in layer.named_modules()
+        for name, module in _without_adapters(layer)
     )
+
+
+def _without_adapters(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and those in it, by name."""
+    for around in ("base_layer", "original_module"):
+        inner = module._modules.get(around)
+        if inner is not None:
+            yield from _without_adapters(inner, name)
+            return
+    yield name, module
+    for last, child in module.named_children():
+        yield from _without_adapters(child, f"{name}.{last}" if name else last)
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:

@@ -7,7 +7,7 @@ last one the norm and the head.
 A stage runs by the model's own forward, in which the layers of other stages let states through: so a layer keeps its
 number, and with it its kind of attention and its mask. Whatever else the forward does to embeddings or behind the
 layers meets states that nobody reads. That stages in a row then compute what the whole model does is proven before
-anything is taken away, with the model's own weights.
+anything is taken away: with the model's own weights, or on a small copy of one that will read its weights.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.model import PROBE_TOLERANCE, Backbone
+from policy_worker.model.model import PROBE_TOLERANCE, Backbone, Lead, alone, on_copy
 from weight_sync import HubNames
 from weight_sync.lora import Publishes
 
 KEY = "policy.parallelism.pp_size"
 LENGTH = 8
 """Tokens of the probe."""
+COPIED = 3
+"""Layers of a copy at least, each a stage: the first, one in between, and the last."""
 
 
 @dataclass
@@ -153,8 +155,10 @@ def parts_of(layers: int, stages: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def cut(model: Backbone, rank: int, ranks: int, chunks: int = 1) -> None:
+def cut(model: Backbone, rank: int, ranks: int, chunks: int = 1, lead: Lead = alone) -> None:
     """Leave of a model what a rank's stages need, in place.
+
+    lead: proves for all ranks what is proven on a copy.
 
     Raises:
         SettingsError: it has fewer layers than stages, or its stages would not compute what it computes.
@@ -168,9 +172,15 @@ def cut(model: Backbone, rank: int, ranks: int, chunks: int = 1) -> None:
         )
     parts, whole = parts_of(len(layers), stages), _without_numbers(model.lm)
     holders = form.holders(model, parts, ranks)
-    states = _proven(model, form, layers, parts)
+    if model.weights is None:
+        states = _proven(model, form, layers, parts)
+        width, dtype = states.shape[-1], states.dtype
+    else:
+        width = lead(lambda: on_copy(model, _width_of_copy, COPIED))
+        dtype = model.lm.get_input_embeddings().weight.dtype
+        _install(model, form, layers)
     tied = f"{form.embeddings}.weight" if form.is_tied(model) else ""
-    model.stages = Stages(rank, ranks, parts, layers, holders, tied, states.shape[-1], states.dtype, whole)
+    model.stages = Stages(rank, ranks, parts, layers, holders, tied, width, dtype, whole)
     layers.keep({number for part in parts[rank::ranks] for number in part})
     if rank and not (model.stages.has_last and tied):
         _replace(model, form.embeddings)
@@ -265,6 +275,20 @@ def _replace(model: Backbone, name: str) -> None:
     setattr(parent, last, None if isinstance(held, nn.Parameter) else Elsewhere(held))
 
 
+def _install(model: Backbone, form: _Form, layers: StageLayers) -> None:
+    setattr(model.get_submodule(form.base), form.layers_name, layers)
+
+
+def _width_of_copy(copy: Backbone) -> int:
+    """Prove a small model, each layer of which is a stage; the width of its states, which is that of the large one.
+
+    Raises `SettingsError` as `_proven`.
+    """
+    form = _Form.of(copy)
+    layers = StageLayers(form.layers)
+    return int(_proven(copy, form, layers, parts_of(len(layers), len(layers))).shape[-1])
+
+
 @torch.no_grad()
 def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[range]) -> Tensor:
     """Put the layers into the model, and show that its stages in a row compute what it did; the last states.
@@ -286,7 +310,7 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
         if window:
             facts.sliding_window = LENGTH // 2
         expected = model._hidden(ids, positions)
-        setattr(model.get_submodule(form.base), form.layers_name, layers)
+        _install(model, form, layers)
         states: list[Tensor | None] = [None]
         for stage in range(len(parts)):
             states.append(run(ids, stage, states[-1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
 from itertools import accumulate
@@ -116,6 +116,16 @@ class Group:
                 sizes.stage_ranks(self.rank), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
             )
 
+    def arranged(self, sizes: MeshSizes) -> Group:
+        """The same ranks with other coordinates, for a model with a mesh of its own; this group where they are the
+        same. A collective."""
+        if sizes == self.sizes:
+            return self
+        other = copy(self)
+        other._mesh = other._second_mesh = other._unit = other.stage_group = None
+        other.arrange(sizes)
+        return other
+
     def gathering(self, names: HubNames) -> Gathering:
         """How whole tensors of a model come to one rank each, of those that have the same stage of it."""
         ranks = self.sizes.stage_ranks(self.rank)
@@ -216,6 +226,23 @@ class Group:
             else torch.empty(shape, dtype=getattr(torch, dtype))
             for (dtype, shape), frame in zip(facts, found[1:], strict=True)
         ]
+
+    def to_all_ranks(
+        self, found: Mapping[int, Tensor], lengths: Mapping[int, int], dtype: torch.dtype
+    ) -> dict[int, Tensor]:
+        """By row a number for each of its tokens, from the rank that counts for its share, on all ranks: bit for bit,
+        as one rank adds them to zeros. A collective.
+
+        found: [n_i] each, of this rank's share; no row is in two of them. lengths: n_i of the rows of all shares.
+        """
+        numbers = torch.zeros(sum(lengths.values()), dtype=dtype)
+        of_rows = dict(zip(lengths, numbers.split([*lengths.values()]), strict=True))
+        if self.counts:
+            for row, tensor in found.items():
+                of_rows[row].copy_(tensor)
+        if self.world > 1:
+            dist.all_reduce(numbers, group=self._control)
+        return of_rows
 
     @property
     def _last_stage(self) -> int:

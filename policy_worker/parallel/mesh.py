@@ -48,8 +48,10 @@ class MeshSizes:
     sequence: bool = False
 
     @staticmethod
-    def of_config(mesh: ParallelismConfig, world: int) -> MeshSizes:
+    def of_config(mesh: ParallelismConfig, world: int, section: str = "policy.parallelism") -> MeshSizes:
         """The configured sizes on `world` ranks; -1 shards over those that the other sizes leave.
+
+        section: that the sizes are from.
 
         Raises:
             SettingsError: they are of another number of ranks.
@@ -63,13 +65,13 @@ class MeshSizes:
         sizes = replace(one, dp_shard=shards)
         if sizes.ranks != world:
             raise SettingsError(
-                f"policy.parallelism.dp_shard_size = {mesh.dp_shard_size} makes a mesh of {sizes.ranks} ranks "
+                f"{section}.dp_shard_size = {mesh.dp_shard_size} makes a mesh of {sizes.ranks} ranks "
                 f"({mesh_text(mesh)}), but this replica has {world}: start as many ranks, or write sizes whose "
                 f"product is {world} (dp_shard_size = -1 takes those that the others leave)"
             )
         if sizes.dp_shard % ep:
             raise SettingsError(
-                f"policy.parallelism.ep_size = {ep} does not divide the {sizes.dp_shard} shards of a parameter on "
+                f"{section}.ep_size = {ep} does not divide the {sizes.dp_shard} shards of a parameter on "
                 f"{world} ranks ({mesh_text(mesh)}): write one that does"
             )
         return sizes

@@ -48,7 +48,7 @@ class Pipeline:
     def __init__(self, group: Group, pipe: Pipe) -> None:
         """A collective."""
         self.pipe, self._device, self._parts = pipe, group.device, group.sizes.cp * group.sizes.parts
-        self._ranks = group.mesh()[PP].get_group()
+        self._ranks, self._lead = group.mesh()[PP].get_group(), group.lead
         self.rank = dist.get_rank(self._ranks)
         self._add_up(torch.zeros(1))  # NCCL: before the first messages between some of the ranks, one of all
 
@@ -58,8 +58,8 @@ class Pipeline:
         return self.rank == self.pipe.ranks - 1
 
     def cut(self, model: Backbone) -> None:
-        """Leave this rank's stages of a model. Raises `SettingsError`, see `stages.cut`."""
-        cut(model, self.rank, self.pipe.ranks, self.pipe.chunks)
+        """Leave this rank's stages of a model. A collective. Raises `SettingsError`, see `stages.cut`."""
+        cut(model, self.rank, self.pipe.ranks, self.pipe.chunks, self._lead)
 
     def learn(
         self,

@@ -45,7 +45,7 @@ class Pipe:
 
     @staticmethod
     def of_config(mesh: ParallelismConfig) -> Pipe:
-        """That of the policy, which its other models share."""
+        """That of a mesh."""
         return Pipe(mesh.pp_size, mesh.virtual_pp_size, mesh.pp_schedule)
 
     @property

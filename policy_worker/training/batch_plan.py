@@ -23,6 +23,7 @@ import numpy as np
 
 from policy_worker.errors import SampleTooLongError
 from schema.config import Config
+from schema.config.sections.policy import ParallelismConfig
 
 Rows = list[int]
 LEAST_UNITS = 4
@@ -55,8 +56,9 @@ class Batching:
         return self if samples is None else replace(self, samples=samples, max_tokens=None)
 
     @staticmethod
-    def of_config(config: Config) -> Batching:
-        policy, mesh = config.train.train_policy, config.policy.parallelism
+    def of_config(config: Config, mesh: ParallelismConfig | None = None) -> Batching:
+        """That of the policy's training; mesh: of another model, if it is not the policy's."""
+        policy, mesh = config.train.train_policy, mesh or config.policy.parallelism
         batching = Batching(
             samples=policy.mini_batch if mesh.pp_size == 1 else mesh.pp_micro_batch_size,
             max_tokens=policy.max_token_len_per_mini_batch,
@@ -134,8 +136,7 @@ def plan_step(
                 shares = _shares(computed, tokens, data_ranks, batching.balance, alike)
                 if owners is not None:
                     shares = [[row for row in computed if owners[row] == rank] for rank in range(data_ranks)]
-                cut = [micro_batches(share, tokens, batching, alike) for share in shares]
-                plan.append(MiniBatch(rows, _equally_many(cut)))
+                plan.append(MiniBatch(rows, _equally_many(shares, tokens, batching, alike)))
     return plan
 
 
@@ -154,14 +155,27 @@ def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
 
 
 def plan_pass(
-    plan: Sequence[MiniBatch], tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None = None
+    plan: Sequence[MiniBatch],
+    tokens: Sequence[int],
+    batching: Batching,
+    alike: Sequence[int] | None = None,
+    data_ranks: int | None = None,
 ) -> list[list[Rows]]:
     """Micro-batches of a forward-only pass over the samples of a plan, for each data rank (all equally many).
 
-    Each rank's are of the samples that it trains on. Raises `SampleTooLongError`, see `plan_step`.
+    Each rank's are of the samples that it trains on; or, with data_ranks, that is how many they are dealt to anew.
+    Raises `SampleTooLongError`, see `plan_step`.
     """
-    ranks = range(len(plan[0].ranks)) if plan else ()
-    return _equally_many([micro_batches(rows_of(plan, rank), tokens, batching, alike) for rank in ranks])
+    if data_ranks is None:
+        shares = [rows_of(plan, rank) for rank in range(len(plan[0].ranks) if plan else 0)]
+    else:
+        shares = _shares(computed_rows(plan), tokens, data_ranks, batching.balance, alike)
+    return _equally_many(shares, tokens, batching, alike)
+
+
+def computed_rows(plan: Sequence[MiniBatch]) -> Rows:
+    """The rows that some data rank trains on, each once, in table order."""
+    return sorted({row for mini_batch in plan for row in mini_batch.computed})
 
 
 def _shares(
@@ -196,10 +210,21 @@ def spared_tokens(batches: Iterable[Rows], groups: Sequence[int], prompts: Seque
     return sum(prompts[same[0]] * (len(same) - 1) for rows in batches for same in _units(rows, groups))
 
 
-def _equally_many(ranks: list[list[Rows]]) -> list[list[Rows]]:
-    """With empty micro-batches where a rank has fewer than another."""
-    longest = max(map(len, ranks), default=0)
-    return [micro + [[] for _ in range(longest - len(micro))] for micro in ranks]
+def _equally_many(
+    shares: Sequence[Rows], tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None
+) -> list[list[Rows]]:
+    """The micro-batches of each rank's share, of all as many as of the one that needs most.
+
+    All ranks wait for each other at each micro-batch, so one that needs fewer fills as many evenly; where it cannot,
+    the last ones are empty.
+    """
+    cut = [micro_batches(share, tokens, batching, alike) for share in shares]
+    most = max(map(len, cut), default=0)
+    filled = (
+        micro if len(micro) == most else micro_batches(share, tokens, batching, alike, least=most)
+        for share, micro in zip(shares, cut, strict=True)
+    )
+    return [micro + [[] for _ in range(most - len(micro))] for micro in filled]
 
 
 def equal_shares(rows: Rows, n: int) -> list[Rows]:
@@ -209,9 +234,9 @@ def equal_shares(rows: Rows, n: int) -> list[Rows]:
 
 
 def micro_batches(
-    rows: Rows, tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None = None
+    rows: Rows, tokens: Sequence[int], batching: Batching, alike: Sequence[int] | None = None, least: int = 0
 ) -> list[Rows]:
-    """Cut one rank's rows of an optimizer step into micro-batches."""
+    """Cut one rank's rows of an optimizer step into micro-batches; into at least so many, if they are packed."""
     ordered = sorted(rows, key=lambda row: (-tokens[row], row))  # alike lengths together: little padding
     if alike is not None:
         ordered = [row for unit in _units(ordered, alike) for row in unit]
@@ -219,7 +244,7 @@ def micro_batches(
         return [ordered[i : i + batching.samples] for i in range(0, len(ordered), batching.samples)]
     _check_fits(ordered, tokens, batching.max_tokens)
     if batching.packed and alike is None:
-        return _packed(ordered, tokens, batching.max_tokens)
+        return _packed(ordered, tokens, batching.max_tokens, least)
     return _runs(ordered, tokens, batching.max_tokens, batching.packed)
 
 
@@ -231,8 +256,9 @@ def _check_fits(ordered: Rows, tokens: Sequence[int], cap: int) -> None:
         )
 
 
-def _packed(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
-    """Few bins, then even ones: first-fit decreasing says how many are enough, longest-first fills them evenly.
+def _packed(ordered: Rows, tokens: Sequence[int], cap: int, least: int) -> list[Rows]:
+    """Few bins, then even ones: first-fit decreasing says how many are enough, longest-first fills them evenly, or
+    `least` if that is more.
 
     Where the even filling breaks the cap, first-fit's own bins are taken.
     """
@@ -246,7 +272,7 @@ def _packed(ordered: Rows, tokens: Sequence[int], cap: int) -> list[Rows]:
             slot = len(bins) - 1
         bins[slot].append(row)
         space[slot] -= tokens[row]
-    even = _longest_first([[row] for row in ordered], tokens, len(bins)) if bins else []
+    even = _longest_first([[row] for row in ordered], tokens, max(len(bins), least)) if bins else []
     fits = all(sum(tokens[row] for row in share) <= cap for share in even)
     return even if fits else bins
 

@@ -5,11 +5,13 @@
         clip the gradient, AdamW
 
 The critic learns before the policy does, from the samples that are on a rank anyway: its mini-batches are cut by its
-own keys, and each row is trained where the policy's plan has it first.
+own keys, and each row is trained where the policy's plan has it first. With a mesh of its own they are dealt to the
+shares of that instead, and values and returns travel between the ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,9 +21,19 @@ from torch import Tensor
 
 from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
+from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from policy_worker.trainer import Critic
-from policy_worker.training.batch_plan import Batching, MiniBatch, owners_of, plan_pass, plan_step, rows_of
+from policy_worker.training.batch_plan import (
+    Batching,
+    MiniBatch,
+    Rows,
+    computed_rows,
+    owners_of,
+    plan_pass,
+    plan_step,
+    rows_of,
+)
 from policy_worker.training.metrics import Metrics, PartSums
 from schema.config import Config
 from schema.wire.batch import StepTable
@@ -30,20 +42,75 @@ VALUE, RETURN = "value", "return"
 """Columns: what the critic expected of each token before the step, and what it should have expected."""
 
 
+def lengths_of(table: StepTable, plan: Sequence[MiniBatch]) -> dict[int, int]:
+    """How many learned tokens each row has that some rank computes."""
+    return {row: table.response_tokens[row] for row in computed_rows(plan)}
+
+
+def batching_of(config: Config, batching: Batching) -> Batching:
+    """How the critic's optimizer steps are cut. batching: the policy's."""
+    keys, mesh = config.critic, config.critic.parallelism
+    return replace(
+        batching,
+        samples=keys.mini_batch if mesh is None or mesh.pp_size == 1 else mesh.pp_micro_batch_size,
+        max_tokens=keys.max_token_len_per_mini_batch,
+        mini_batch=keys.batch_size_per_optimize,
+        passes=keys.mu_iterations,
+        shuffle_seed=config.effective_seed if keys.mini_batch_shuffle else None,
+    )
+
+
 class CriticTraining:
     """See the module's docstring. All ranks call alike."""
 
-    def __init__(self, config: Config, critic: Critic, batching: Batching) -> None:
-        """batching: the policy's, of which the critic's differs in what `[critic]` says."""
-        keys = config.critic
-        self._critic, self._keys = critic, keys
-        cut = replace(batching, samples=keys.mini_batch, max_tokens=keys.max_token_len_per_mini_batch)
-        self._pass = cut.cut_to(keys.forward_mini_batch, None)
-        self._batching = replace(
-            cut,
-            mini_batch=keys.batch_size_per_optimize,
-            passes=keys.mu_iterations,
-            shuffle_seed=config.effective_seed if keys.mini_batch_shuffle else None,
+    def __init__(self, config: Config, critic: Critic, batching: Batching, policy: Group) -> None:
+        """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks."""
+        self._critic, self._keys, self._policy = critic, config.critic, policy
+        self._batching = batching_of(config, batching)
+        self._pass = self._batching.cut_to(config.critic.forward_mini_batch, None)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the critic's shares of a batch are others than the policy's."""
+        return self._critic.group is not self._policy
+
+    def rows(
+        self,
+        table: StepTable,
+        plan: Sequence[MiniBatch],
+        counted: Sequence[bool],
+        alike: Sequence[int] | None,
+    ) -> list[set[int]]:
+        """The rows that the ranks of each of its shares compute, where these are others than the policy's; else none.
+        Of the table alone. See `train_on`."""
+        if not self._is_own:
+            return []
+        passed, own = self._planned_pass(table, plan, alike), self._planned(table, plan, counted, alike)
+        shares = [set(itertools.chain(*batches)) for batches in passed]
+        return [rows.union(rows_of(own, rank)) for rank, rows in enumerate(shares)]
+
+    def _planned_pass(
+        self, table: StepTable, plan: Sequence[MiniBatch], alike: Sequence[int] | None
+    ) -> list[list[Rows]]:
+        ranks = self._critic.data_ranks if self._is_own else None
+        return plan_pass(plan, table.total_tokens, self._pass, alike, ranks)
+
+    def _planned(
+        self,
+        table: StepTable,
+        plan: Sequence[MiniBatch],
+        counted: Sequence[bool],
+        alike: Sequence[int] | None,
+    ) -> list[MiniBatch]:
+        return plan_step(
+            table.total_tokens,
+            counted,
+            self._batching,
+            data_ranks=self._critic.data_ranks,
+            step=table.step,
+            dealt=table.sampled,
+            alike=alike,
+            owners=None if self._is_own else owners_of(plan),
         )
 
     def values(
@@ -55,8 +122,9 @@ class CriticTraining:
     ) -> dict[int, Tensor]:
         """By row, what is expected of each token of this rank's samples. plan: the policy's. A collective."""
         with span(VALUE):
-            batches = plan_pass(plan, table.total_tokens, self._pass, alike)
-            return self._critic.values(samples, batches[self._critic.data_rank] if batches else [])
+            batches = self._planned_pass(table, plan, alike)
+            found = self._critic.values(samples, batches[self._critic.data_rank] if batches else [])
+            return self._critic.place.to_all_ranks(found, lengths_of(table, plan)) if self._is_own else found
 
     def train_on(
         self,
@@ -76,16 +144,12 @@ class CriticTraining:
             NonFiniteGradientError: see `Optimizer.step`.
         """
         critic, sums = self._critic, PartSums()
-        own = plan_step(
-            table.total_tokens,
-            counted,
-            self._batching,
-            data_ranks=critic.data_ranks,
-            step=table.step,
-            dealt=table.sampled,
-            alike=alike,
-            owners=owners_of(plan),
-        )
+        own = self._planned(table, plan, counted, alike)
+        if self._is_own:
+            owners = owners_of(plan)
+            returns = {row: r for row, r in columns[RETURN].items() if owners[row] == self._policy.data_rank}
+            everywhere = self._policy.to_all_ranks(returns, lengths_of(table, plan), torch.float64)
+            columns = {**columns, RETURN: everywhere}
         tokens = []
         for mini_batch in own:
             rows = mini_batch.rows

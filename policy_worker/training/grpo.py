@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,11 +43,13 @@ from policy_worker.algorithms.mismatch import mismatch_sums
 from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
+from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from policy_worker.trainer import HIDDEN, EarlierPolicy, Trainer
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,
+    Rows,
     alike_of,
     plan_pass,
     plan_step,
@@ -54,7 +57,7 @@ from policy_worker.training.batch_plan import (
     spared_tokens,
 )
 from policy_worker.training.batch_source import Batches, DataEnded, counts
-from policy_worker.training.critic import RETURN, VALUE, CriticTraining
+from policy_worker.training.critic import RETURN, VALUE, CriticTraining, lengths_of
 from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
 from policy_worker.training.teachers import Teachers
 from schema.config import Config, GrpoConfig
@@ -86,6 +89,11 @@ class Planned(NamedTuple):
     alike: Sequence[int] | None
     plan: list[MiniBatch]
 
+    @property
+    def counted(self) -> list[bool]:
+        """Whether each row takes part in the loss, and is not masked."""
+        return [one and row not in self.masked for row, one in enumerate(self.learned)]
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -114,7 +122,7 @@ class Grpo:
         self._advantages = advantage_config(config.grpo)
         self._loss = loss_config(config.grpo)
         self._batching = Batching.of_config(config)
-        self._reference_batching = self._batching.cut_to(
+        self._reference_batching = Batching.of_config(config, config.reference.parallelism).cut_to(
             config.reference.mini_batch, config.reference.max_token_len_per_mini_batch
         )
         old = config.grpo.old_log_prob
@@ -124,7 +132,9 @@ class Grpo:
         self._masks = SampleMasks(**config.grpo.sample_masks.model_dump())
         self._cap = config.grpo.rollout_correction.cap
         self._min_prefix = config.grpo.min_filter_prefix_tokens
-        self._critic = CriticTraining(config, trainer.critic, self._batching) if trainer.critic else None
+        self._critic = (
+            CriticTraining(config, trainer.critic, self._batching, trainer.group) if trainer.critic else None
+        )
         self._warmup = config.critic.warmup_steps if self._critic else 0
         self._skips_idle = (
             not config.train.metrics_of_all_samples
@@ -157,18 +167,19 @@ class Grpo:
         """One training step: advantages, then one optimizer step per mini-batch. None: its payloads are gone, or this
         replica was asked to leave while a teacher did not answer."""
         trainer = self._trainer
-        learned, masks, masked, idle, alike, plan = self._planned(table)
+        planned = self._planned(table)
+        learned, masks, masked, idle, alike, plan = planned
         mine = rows_of(plan, trainer.data_rank)
         with span("fetch"):
-            samples = self._source.payloads(table, self._with_peers(table, learned, mine))
-        if samples is None or not self.teachers.prepare(table, samples, plan, alike):
+            fetched = self._source.payloads(table, self._needed(table, planned))
+        if fetched is None or not self.teachers.prepare(table, fetched, plan, alike):
             return None
         if trainer.reset_interval and table.step and table.step % trainer.reset_interval == 0:
             trainer.reset_reference(self._resets_optimizer)
             log.info("the reference model is now the policy of step %d", table.step)
-        prefixes = self._prefixes(table, samples)
-        samples = {row: samples[row] for row in mine}
-        columns, head = self._passes(table, samples, plan, alike)
+        prefixes = self._prefixes(table, fetched)
+        samples = {row: fetched[row] for row in mine}
+        columns, head = self._passes(table, fetched, plan, alike)
         columns[FRESH] = {
             row: torch.from_numpy(sample.versions == table.step).float() for row, sample in samples.items()
         }
@@ -181,7 +192,7 @@ class Grpo:
             self._token_rewards(samples, kl := self._kl(samples, columns)),
             table.baseline,
             table.source,
-            values := self._critic.values(table, samples, plan, alike) if self._critic else None,
+            values := self._critic.values(table, fetched, plan, alike) if self._critic else None,
         )
         tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
         metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
@@ -192,9 +203,8 @@ class Grpo:
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }
         if self._critic and values is not None:
-            counted = [one and row not in masked for row, one in enumerate(learned)]
             by_row = {VALUE: values, RETURN: advantages.returns}
-            metrics.facts |= self._critic.train_on(table, samples, plan, counted, by_row, alike)
+            metrics.facts |= self._critic.train_on(table, fetched, plan, planned.counted, by_row, alike)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         warms_up = table.step < self._warmup
         if not warms_up:
@@ -246,8 +256,30 @@ class Grpo:
 
     def rows_needed(self, table: StepTable) -> Sequence[int]:
         """The rows of a table whose payloads this rank needs. Of the table alone, so any thread may ask."""
-        planned = self._planned(table)
-        return self._with_peers(table, planned.learned, rows_of(planned.plan, self._trainer.data_rank))
+        return self._needed(table, self._planned(table))
+
+    def _needed(self, table: StepTable, planned: Planned) -> Sequence[int]:
+        """With those that a rank of this unit computes for a model with a mesh of its own."""
+        trainer = self._trainer
+        rows = self._with_peers(table, planned.learned, rows_of(planned.plan, trainer.data_rank))
+        others: list[tuple[Group, Sequence[Collection[int]]]] = []
+        if (place := trainer.reference_place).group is not trainer.group:
+            passed = self._reference_pass(table, planned.plan, planned.alike)
+            others.append((place.group, [set(chain(*batches)) for batches in passed]))
+        if self._critic and trainer.critic:
+            shares = self._critic.rows(table, planned.plan, planned.counted, planned.alike)
+            others += [(trainer.critic.group, shares)] if shares else []
+        unit = trainer.group.sizes.unit(trainer.group.rank)
+        more = (share[group.sizes.data_rank(rank)] for group, share in others for rank in unit)
+        return sorted({*rows, *chain(*more)}) if others else rows
+
+    def _reference_pass(
+        self, table: StepTable, plan: Sequence[MiniBatch], alike: Sequence[int] | None
+    ) -> list[list[Rows]]:
+        """Micro-batches of the reference model's shares, which are the policy's but with a mesh of its own."""
+        group = self._trainer.reference_place.group
+        ranks = None if group is self._trainer.group else group.data_ranks
+        return plan_pass(plan, table.total_tokens, self._reference_batching, alike, ranks)
 
     def _planned(self, table: StepTable) -> Planned:
         learned = [counts(table, row) for row in range(table.n_samples)]
@@ -370,7 +402,8 @@ class Grpo:
     ) -> tuple[dict[str, dict[int, Tensor]], Head | None]:
         """What is computed of all samples before any is trained on, by name and row; and the reference's head.
 
-        The head only where a KL is over the whole vocabulary. A collective.
+        The head only where a KL is over the whole vocabulary. samples: also those of other models' shares. A
+        collective.
         """
         trainer = self._trainer
         columns: dict[str, dict[int, Tensor]] = {}
@@ -378,30 +411,32 @@ class Grpo:
         full = in_reward or (bool(self._loss.kl_beta) and self._loss.kl_type == "full")
 
         def score(
-            model: PolicyModel | EarlierPolicy, batching: Batching, names: Mapping[str, str], **more: Any
+            model: PolicyModel | EarlierPolicy,
+            batches: list[list[Rows]],
+            names: Mapping[str, str],
+            **more: Any,
         ) -> None:
             """names: columns and what of `TokenOutputs` they are."""
+            place = trainer.place_of(model)
             with span(next(iter(names))):
-                batches = plan_pass(plan, table.total_tokens, batching, alike)
-                mine = batches[trainer.data_rank] if batches else []
+                mine = batches[place.group.data_rank] if batches else []
                 found = trainer.score(model, samples, mine, self._temperature, list(names.values()), **more)
+                if place.group is not trainer.group:
+                    found = [place.to_all_ranks(one, lengths_of(table, plan)) for one in found]
                 columns.update(zip(names, found, strict=True))
 
         if trainer.reference:
             hidden = {HIDDEN: "hidden"} if full else {}
-            score(trainer.reference, self._reference_batching, {REFERENCE: "logprobs"} | hidden)
+            batches = self._reference_pass(table, plan, alike)
+            score(trainer.reference, batches, {REFERENCE: "logprobs"} | hidden)
         head = trainer.head_of(trainer.reference) if full and trainer.reference else None
         wanted = {OLD: "logprobs"} if self._correction or self._rejection else {}
+        names, more = wanted, dict[str, Any]()
         if in_reward:
-            score(
-                trainer.model,
-                self._old_batching,
-                {REWARD_KL: "kl"} | wanted,
-                columns={HIDDEN: columns[HIDDEN]},
-                head=head,
-            )
-        elif wanted:
-            score(trainer.model, self._old_batching, wanted)
+            names, more = {REWARD_KL: "kl"} | wanted, {"columns": {HIDDEN: columns[HIDDEN]}, "head": head}
+        if names:
+            batches = plan_pass(plan, table.total_tokens, self._old_batching, alike)
+            score(trainer.model, batches, names, **more)
         return columns, head
 
     def _token_rewards(

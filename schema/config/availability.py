@@ -52,6 +52,9 @@ def _rows(
             if isinstance(default, BaseModel):
                 around = whole or ((key, facts.unbuilt) if facts.unbuilt else None)
                 yield from _rows(section_classes(info.annotation), f"{key}.", facts.only or only, around)
+            elif default is None and not (whole or facts.unbuilt) and any(section_classes(info.annotation)):
+                inner = _rows(section_classes(info.annotation), f"{key}.", facts.only or only)
+                yield from ((k, row) for k, row in inner if k.rpartition(".")[2] not in facts.inside)
             elif whole:
                 yield key, Unavailable((default,), whole[1], section=whole[0])
             elif facts.unbuilt:

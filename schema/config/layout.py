@@ -58,11 +58,39 @@ class RoleLayout:
         return [tuple(devices[i * part : (i + 1) * part]) for i in range(self.replicas)]
 
 
+def mesh_of(config: Config, role: str) -> ParallelismConfig:
+    """The mesh of a model of the policy's ranks: `policy`, `reference` or `critic`."""
+    own = {"reference": config.reference.parallelism, "critic": config.critic.parallelism}.get(role)
+    return own or config.policy.parallelism
+
+
+def own_mesh(config: Config, role: str) -> ParallelismConfig | None:
+    """That of the reference model or the critic, if it is another one than the policy's."""
+    own, ranks = mesh_of(config, role), policy_ranks(config)
+    same = _whole(own, ranks).model_dump() == _whole(config.policy.parallelism, ranks).model_dump()
+    return None if same else own
+
+
+def policy_ranks(config: Config) -> int | None:
+    """The ranks of one policy replica; None while they are as many as there are devices."""
+    policy = policy_layout(config)
+    return policy.size or (len(policy.devices) // policy.replicas if policy.listed else None)
+
+
+def _whole(mesh: ParallelismConfig, ranks: int | None) -> ParallelismConfig:
+    """The mesh without -1, as far as the number of its ranks is known."""
+    if mesh.dp_shard_size != -1 or ranks is None or ranks % unit_of(mesh):
+        return mesh
+    return mesh.model_copy(update={"dp_shard_size": ranks // unit_of(mesh)})
+
+
 def policy_layout(config: Config) -> RoleLayout:
     """The policy replicas."""
     mesh = config.policy.parallelism
     shards = None if mesh.dp_shard_size == -1 else mesh.dp_shard_size
-    return RoleLayout("policy", mesh.n_init_replicas, _unit(mesh), shards, config.placement.policy, "policy")
+    return RoleLayout(
+        "policy", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.policy, "policy"
+    )
 
 
 def rollout_layout(config: Config) -> RoleLayout:
@@ -70,7 +98,7 @@ def rollout_layout(config: Config) -> RoleLayout:
     mesh = config.rollout.parallelism
     shards = max(1, mesh.dp_shard_size)
     return RoleLayout(
-        "rollout", mesh.n_init_replicas, _unit(mesh), shards, config.placement.rollout, "rollout"
+        "rollout", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.rollout, "rollout"
     )
 
 
@@ -118,7 +146,13 @@ def placed_roles(config: Config) -> list[RoleLayout]:
     return [*layouts(config), *apart_layouts(config)]
 
 
-def _unit(mesh: ParallelismConfig) -> int:
+def ranks_of(mesh: ParallelismConfig) -> int | None:
+    """All ranks of a mesh; None while dp_shard_size = -1 leaves them open."""
+    return None if mesh.dp_shard_size == -1 else unit_of(mesh) * mesh.dp_shard_size
+
+
+def unit_of(mesh: ParallelismConfig) -> int:
+    """The ranks of a mesh but for its shards."""
     return mesh.tp_size * mesh.cp_size * mesh.pp_size * mesh.dp_replicate_size
 
 

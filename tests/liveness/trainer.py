@@ -44,6 +44,7 @@ from policy_worker.session import Session
 from policy_worker.trainer import Critic, TrainedModel, Trainer
 from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
 from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.critic import batching_of
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop
 from policy_worker.training.profiles import Profiles
@@ -52,6 +53,8 @@ from policy_worker.training.teacher_client import TeacherClient
 from policy_worker.training.teachers import _key
 from policy_worker.worker import _algorithm, _seed
 from schema.config import Config
+from schema.config.layout import mesh_of, ranks_of
+from schema.config.rules.mesh import roles_have_the_policys_ranks, stages_take_any_shape
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.wire import messages as m
 from schema.wire.batch_file import folder_of, recorded
@@ -803,6 +806,73 @@ watch(
     {"policy.moe_shared_expert_overlap": (False, True)},
 )
 
+# ---- meshes of other models ------------------------------------------------------------------------------------
+
+
+def _role(config: Config) -> str:
+    """The model next to the policy that this job has."""
+    return "critic" if config.has_critic else "reference"
+
+
+def ranks_of_a_role(config: Config, place: Place) -> MeshSizes:
+    """Of the reference model or the critic, as ranks by dimension."""
+    mesh = mesh_of(config, _role(config))
+    return MeshSizes.of_config(mesh, ranks_of(mesh) or 4, "its section")
+
+
+def layers_of_a_role(config: Config, place: Place) -> list[str]:
+    """What a rank has of a reference model or critic of four layers."""
+    policy, pipe = load_model(config), Pipe.of_config(mesh_of(config, _role(config)))
+    model: Backbone = (load_critic if config.has_critic else load_reference)(config, policy)
+    cut(model, 0, pipe.ranks, pipe.chunks)
+    return list(model.state_dict())
+
+
+def work_of_a_role(config: Config, place: Place) -> list[Tick]:
+    """Of four micro-batches."""
+    return Pipe.of_config(mesh_of(config, _role(config))).schedule(4)
+
+
+def batches_of_a_role(config: Config, place: Place) -> list[list[int]]:
+    """How its micro-batches of twelve samples are cut."""
+    batching = Batching.of_config(config, config.reference.parallelism)
+    if config.has_critic:
+        batching = batching_of(config, Batching.of_config(config))
+    return micro_batches(list(range(12)), [10] * 12, batching)
+
+
+def faults_of_a_mesh(config: Config, place: Place) -> list[str]:
+    """Keys that the mesh of a model next to the policy cannot have."""
+    rules = (stages_take_any_shape, roles_have_the_policys_ranks)
+    return [problem.key for rule in rules for problem in rule(config)]
+
+
+for role, on in (
+    ("reference", {f"{POLICY}.kl_beta": 0.1}),
+    ("critic", {f"{POLICY}.advantage_estimator": "gae", "critic.enable": True, "critic.mini_batch": 4}),
+):
+    mesh = f"{role}.parallelism"
+    sizes = ("tp_size", "cp_size", "ep_size", "pp_size", "dp_replicate_size")
+    open_ = on | {"policy.parallelism.dp_shard_size": -1, mesh: {"tp_size": 1, "dp_shard_size": -1}}
+    watch(
+        ranks_of_a_role,
+        changed(grpo, open_ | of_experts),
+        {f"{mesh}.{size}": (1, 2) for size in sizes} | {f"{mesh}.dp_shard_size": (2, 4)},
+    )
+    watch(
+        ranks_of_a_role,
+        changed(grpo, open_ | {mesh: {"tp_size": 2, "dp_shard_size": -1}}),
+        {f"{mesh}.sequence_parallel": (False, True)},
+    )
+    two = on | {"policy.parallelism.dp_shard_size": 2, mesh: {"tp_size": 1, "pp_size": 2}}
+    staged = changed(grpo, two | {f"{POLICY}.mini_batch": 4, "policy.model_name_or_path": Made(_four_layers)})
+    watch(layers_of_a_role, staged, {f"{mesh}.virtual_pp_size": (1, 2)})
+    watch(work_of_a_role, staged, {f"{mesh}.pp_schedule": ("1F1B", "GPipe")})
+    watch(batches_of_a_role, staged, {f"{mesh}.pp_micro_batch_size": (1, 2)})
+    refusals = {"pp_dynamic_shape": (True, False), "n_init_replicas": (1, 2)}
+    watch(faults_of_a_mesh, staged, {f"{mesh}.{n}": v for n, v in refusals.items()}, refused=True)
+
+
 ADAPTERS = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
 
 
@@ -849,6 +919,7 @@ for section, job in (("policy", grpo), ("critic", with_critic)):
             f"{section}.lora.lora_alpha": (8.0, 4.0),
             f"{section}.lora.target_modules": (["q_proj"], "all-linear"),
             f"{section}.lora.use_rslora": (False, True),
+            f"{section}.lora.use_dora": (False, True),
             f"{section}.lora.modules_to_save": (UNSET, ["norm"]),
             f"{section}.lora.alpha_pattern": (UNSET, {".*q_proj": 2.0}),
             f"{section}.lora.r_pattern": (UNSET, {r"layers\.0.*": 2}),

@@ -73,6 +73,7 @@ def save_state(
         manifest=manifest(
             step,
             world=group.world,
+            architecture=type(trainer.model.lm).__name__.removeprefix("FSDP"),
             schedule=schedule,
             critic_schedule=of_critic,
             kl_coefficient=trainer.kl_coefficient,

@@ -1,7 +1,8 @@
 """One rank that loads models as a policy worker does: `python -m tests.policy_worker.load_program OUT OPTIONS`.
 
-OPTIONS is JSON: {models, mesh, config, limit}. Of each of `models`, directories, every tensor of the policy and of
-what `config` asks for besides it must be the one that transformers reads, bit by bit. limit: bytes that this process
+OPTIONS is JSON: {models, mesh, config, lora, limit}. Of each of `models`, directories, every tensor of the policy and
+of what `config` asks for besides it must be the one that transformers reads, bit by bit, and adapters those that peft
+puts next to such a model. lora: of the policy. limit: bytes that this process
 may allocate for the last model above what it has after the others, which must be less than the model has; then
 nothing is compared. Rank 0 writes what was measured to OUT.
 """
@@ -21,15 +22,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from policy_worker.model import lora
 from policy_worker.model.load import load_critic, load_model, load_reference
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import DTYPES
+from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.pretrained import stored_tensors
+from policy_worker.model.stages import Stages
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
 from policy_worker.trainer import Critic, Trainer
 from schema.config import Config
+from schema.config.layout import reference_is_within
+from schema.config.sections.optimizer import PrecisionKeys
+from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.material import make_config
 
 
@@ -50,20 +56,29 @@ def ties_of(model: nn.Module) -> set[frozenset[str]]:
     return {frozenset(each) for each in names.values()}
 
 
-def assert_same(found: nn.Module, expected: PreTrainedModel) -> None:
-    """Of a transformers model, sharded or not. A collective if it is."""
+def assert_same(found: nn.Module, expected: nn.Module, stages: Stages | None = None) -> None:
+    """Of a transformers model, sharded or not. A collective if it is. stages: those that are left of it."""
     loaded, reference = dict(tensors_of(found)), dict(tensors_of(expected))
-    assert loaded.keys() == reference.keys()
-    assert ties_of(found) == ties_of(expected)
-    for name, tensor in reference.items():
-        assert loaded[name].dtype == tensor.dtype, name
-        assert torch.equal(loaded[name], tensor), name
+    here = set(reference)
+    if stages is not None:
+        elsewhere = {name for name in here if stages.has_elsewhere(f"lm.{name}")}
+        elsewhere |= here - expected.state_dict().keys() - loaded.keys()  # buffers that are not stored
+        here -= elsewhere - {name.removeprefix("lm.") for name in stages.copies}
+    assert loaded.keys() == here
+    assert ties_of(found) == {names & here for names in ties_of(expected)} - {frozenset()}
+    trains = {name for name, p in expected.named_parameters() if p.requires_grad}
+    assert {name for name, p in found.named_parameters() if p.requires_grad} == trains & here
+    for name in here:
+        assert loaded[name].dtype == reference[name].dtype, name
+        assert torch.equal(loaded[name], reference[name]), name
 
 
 def trainer_of(config: Config, group: Group) -> Trainer:
     """With the models that the configuration names, as a worker makes it."""
+    torch.manual_seed(0)
     model = load_model(config, lead=group.lead)
-    reference = load_reference(config, model, lead=group.lead) if config.has_reference else None
+    apart = config.has_reference and not reference_is_within(config)
+    reference = load_reference(config, model, lead=group.lead) if apart else None
     critic = None
     if config.has_critic:
         critic = Critic(load_critic(config, model, lead=group.lead), config, group, Schedule(10))
@@ -72,14 +87,33 @@ def trainer_of(config: Config, group: Group) -> Trainer:
 
 def compare(trainer: Trainer, config: Config) -> None:
     """Each model of the trainer with what transformers makes of the policy's directory."""
-    path = config.policy.model_name_or_path
-    frozen, trained = DTYPES[config.train.param_dtype], DTYPES[config.train.master_dtype]
-    assert_same(trainer.model.lm, AutoModelForCausalLM.from_pretrained(path, dtype=trained))
-    if trainer.reference is not None:
-        assert_same(trainer.reference.lm, AutoModelForCausalLM.from_pretrained(path, dtype=frozen))
+    torch.manual_seed(0)
+    expected = read_whole(AutoModelForCausalLM, config, config.train, config.policy.lora)
+    assert_same(trainer.model.lm, expected, trainer.model.stages)
+    if isinstance(trainer.reference, PolicyModel):
+        frozen = DTYPES[config.train.param_dtype]
+        plain = AutoModelForCausalLM.from_pretrained(config.policy.model_name_or_path, dtype=frozen)
+        assert_same(trainer.reference.lm, plain.requires_grad_(False), trainer.reference.stages)
     if trainer.critic is not None:
-        kind = DTYPES[config.critic.master_dtype]
-        assert_same(trainer.critic.model.lm, AutoModel.from_pretrained(path, dtype=kind))
+        expected = read_whole(AutoModel, config, config.critic, config.critic.lora)
+        assert_same(trainer.critic.model.lm, expected, trainer.critic.model.stages)
+
+
+def read_whole(
+    auto: type[AutoModel | AutoModelForCausalLM],
+    config: Config,
+    keys: PrecisionKeys,
+    adapters: LoraConfig | None,
+) -> PreTrainedModel:
+    """What transformers and peft make of the policy's directory."""
+    path, master = config.policy.model_name_or_path, DTYPES[keys.master_dtype]
+    if adapters is None:
+        plain: PreTrainedModel = auto.from_pretrained(path, dtype=master)
+        return plain
+    lm: PreTrainedModel = auto.from_pretrained(path, dtype=DTYPES[keys.param_dtype])
+    lora.inject(lm, adapters, "policy.lora")
+    lora.widen(lm, master)
+    return lm
 
 
 def memory() -> dict[str, int]:
@@ -120,7 +154,7 @@ def main(out: Path, options: dict[str, Any]) -> None:
 
     def config_of(path: str) -> Config:
         mesh = {"tp_size": 1, "dp_shard_size": group.world, **options.get("mesh", {})}
-        policy = {"model_name_or_path": path, "parallelism": mesh}
+        policy = {"model_name_or_path": path, "parallelism": mesh, "lora": options.get("lora")}
         return make_config(**options.get("config", {}), policy=policy)
 
     *compared, last = options["models"]

@@ -1,15 +1,16 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
-OPTIONS is JSON: {mesh, pipe, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
+OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
 save_step, staged, export, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
 `mesh` are `MeshSizes`, by default all ranks shard; of a list that of the first holds. `pipe` are further
-keys of the mesh, of its pipeline. `model` are arguments of `tiny_family`; other models have as many `layers`.
-`exact`: float64 stands in the place of float32. `answers` says for a rank what becomes of its first fetches of
-payloads: "whole", "gone" (the step is not assembled any more), "anew" (it is another batch by now). `ahead` says what
-the controller guesses of the next batch: "right", "partly" (but for one group), "wrong".
+keys of the mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
+`model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
+float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
+assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
+"right", "partly" (but for one group), "wrong".
 
-The first rank of each stage writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the
-metrics as JSON; all ranks of a stage come to the same.
+Each rank writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the metrics as JSON; all
+ranks of a stage come to the same.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
 def _train(group: Group, options: dict[str, Any]) -> Result:
     mesh = {"tp_size": 1, "dp_shard_size": -1, "pp_size": group.sizes.pp, **options.get("pipe", {})}
     sections = options.get("sections", {})
+    for role, own in (options.get("roles", {}) if group.world > 1 else {}).items():
+        sections = {**sections, role: {**sections.get(role, {}), "parallelism": {"tp_size": 1, **own}}}
     config = make_config(
         options.get("grpo"),
         {"optm_grad_norm_clip": 0.5, **options.get("train", {})},
@@ -175,7 +178,9 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
     if "export" in options:
-        export_model(trainer, config, Path(options["export"]), average="ema_decay" in options["train"])
+        export_model(
+            trainer, config, Path(options["export"]), average="ema_decay" in options.get("train", {})
+        )
     weights = dict(hub_tensors(trainer.model.lm))
     published = dict(group.gathering(names_here(trainer.model)).tensors())
     assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())
@@ -185,8 +190,13 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     if trainer.critic is not None:
         tensors |= {f"critic.{name}": whole(p) for name, p in trainer.critic.model.named_parameters()}
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-    digests = group.gather(hashlib.sha256(save(tensors)).hexdigest())
-    assert {digests[rank] for rank in group.sizes.stage_ranks(group.rank)} == {digests[group.rank]}
+    critics = {name for name in tensors if "critic." in name}
+    for of, names in (
+        (group, tensors.keys() - critics),
+        (trainer.critic.group if trainer.critic else group, critics),
+    ):
+        digests = group.gather(hashlib.sha256(save({name: tensors[name] for name in names})).hexdigest())
+        assert {digests[rank] for rank in of.sizes.stage_ranks(group.rank)} == {digests[group.rank]}
     return tensors, metrics
 
 
@@ -202,8 +212,7 @@ def main(out: Path, options: Any) -> None:
             tensors, metrics = train(group, case)
             folder = out / str(number) if several else out
             folder.mkdir(exist_ok=True)
-            if group.leads_stage:
-                save_file(tensors, folder / f"tensors-{group.rank}.safetensors")
+            save_file(tensors, folder / f"tensors-{group.rank}.safetensors")
             if group.leads:
                 (folder / "metrics.json").write_text(json.dumps(metrics))
         group.barrier()

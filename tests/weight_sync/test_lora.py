@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "projections": {"target_modules": ["q_proj", "down_proj"]},
     "everything": {"target_modules": "all-linear"},
     "rank-stabilised": {"target_modules": ["v_proj"], "use_rslora": True},
+    "decomposed": {"target_modules": "all-linear", "use_dora": True},
     "embedding": {"target_modules": ["embed_tokens", "o_proj"]},
     "whole head": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head"]},
 }
@@ -91,7 +92,7 @@ def test_only_active_adapters_count() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "DoRA"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "DoRA"),
         ({"target_modules": ["q_proj"], "lora_bias": True}, "more than the product"),
         ({"target_modules": ["embed_tokens"], "tie": True}, "is tied to"),
     ],

@@ -8,48 +8,166 @@ all.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from schema.config.base import MOST_RANKS
-from schema.config.layout import layouts, mesh_text
+from schema.config.layout import (
+    apart_layouts,
+    layouts,
+    mesh_text,
+    own_mesh,
+    policy_layout,
+    policy_ranks,
+    ranks_of,
+    reference_is_within,
+    unit_of,
+)
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
 from schema.config.sections.policy import ParallelismConfig
 
-_POLICY = "train.train_policy"
+_POLICY, _CAP = "train.train_policy", "max_token_len_per_mini_batch"
 
 
-def trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig, str, int]]:
-    """Each training mesh that is written: section, mesh, key and size of its micro-batch."""
-    data = config.train.train_policy
-    yield "policy.parallelism", config.policy.parallelism, f"{_POLICY}.mini_batch", data.mini_batch
-    if config.is_grpo and config.critic.enable and config.critic.parallelism is not None:
-        yield "critic.parallelism", config.critic.parallelism, "critic.mini_batch", config.critic.mini_batch
+class TrainerMesh(NamedTuple):
+    """One that is written. batch_key, batch: of its micro-batch. instead: what cuts the micro-batches of its pipeline
+    in the place of `pp_micro_batch_size`, if anything."""
+
+    section: str
+    mesh: ParallelismConfig
+    batch_key: str
+    batch: int
+    instead: tuple[str, int] | None
+
+
+def trainer_meshes(config: Config) -> Iterator[TrainerMesh]:
+    """Each training mesh that is written, that of the policy first."""
+    data, critic, reference = config.train.train_policy, config.critic, config.reference
+    batch_key, cap = f"{_POLICY}.mini_batch", f"{_POLICY}.{_CAP}"
+    instead = _first((cap, data.max_token_len_per_mini_batch))
+    yield TrainerMesh("policy.parallelism", config.policy.parallelism, batch_key, data.mini_batch, instead)
+    if config.has_critic and critic.parallelism is not None:
+        own = _first((f"critic.{_CAP}", critic.max_token_len_per_mini_batch))
+        yield TrainerMesh(
+            "critic.parallelism", critic.parallelism, "critic.mini_batch", critic.mini_batch, own
+        )
+    if config.has_reference and reference.parallelism is not None:
+        own = _first(
+            (f"reference.{_CAP}", reference.max_token_len_per_mini_batch),
+            ("reference.mini_batch", reference.mini_batch),
+        )
+        mesh = reference.parallelism
+        yield TrainerMesh("reference.parallelism", mesh, batch_key, data.mini_batch, own or instead)
+
+
+def _first(*pairs: tuple[str, int | None]) -> tuple[str, int] | None:
+    return next(((key, value) for key, value in pairs if value is not None), None)
+
+
+def roles_have_the_policys_ranks(config: Config) -> Iterator[Problem]:
+    """Reference model and critic are on all ranks of a policy replica, whatever their mesh."""
+    policy, apart = config.policy.parallelism, {layout.name for layout in apart_layouts(config)}
+    for section, mesh, *_ in trainer_meshes(config):
+        if section.partition(".")[0] in {"policy", *apart}:
+            continue
+        if mesh.n_init_replicas != policy.n_init_replicas:
+            key, other = f"{section}.n_init_replicas", "policy.parallelism.n_init_replicas"
+            message = (
+                f"{mesh.n_init_replicas} is not {other} = {policy.n_init_replicas}, whose ranks it is on"
+            )
+            yield Problem(key, message, mesh.n_init_replicas, "leave it out", related=(other,))
+        yield from _wrong_ranks(config, section, mesh)
+
+
+def _wrong_ranks(config: Config, section: str, mesh: ParallelismConfig) -> Iterator[Problem]:
+    ranks, unit = policy_ranks(config), unit_of(mesh)
+    found, words = ranks_of(mesh), mesh_text(mesh)
+    other, theirs = "policy.parallelism", mesh_text(config.policy.parallelism)
+    if ranks is None:  # as many as there are devices
+        least = policy_layout(config).unit
+        if found is not None and found % least:
+            key, size = f"{section}.dp_shard_size", mesh.dp_shard_size
+            message = f"{size} makes a mesh of {found} ranks ({words}): no multiple of {least} ({theirs})"
+            yield Problem(key, message, size, f"write {key} = -1, or a multiple", related=(other,))
+        return
+    if found == ranks or (found is None and ranks % unit == 0):
+        return
+    name, hint = (
+        "dp_shard_size",
+        f"write {section}.dp_shard_size = {ranks // unit}, or -1 for all that are left",
+    )
+    if ranks % unit:
+        sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
+        name, *more = [name for name in sizes if getattr(mesh, name) > 1]
+        ones = "".join(f"{section}.{size} = 1 and " for size in (name, *more))
+        hint = f"write {ones}{section}.dp_shard_size = {ranks}, or other sizes whose product is {ranks}"
+    size = getattr(mesh, name)
+    message = (
+        f"{size} makes a mesh of {found or unit} ranks ({words}), and the policy's has {ranks} ({theirs})"
+    )
+    yield Problem(f"{section}.{name}", message, size, hint, related=(other,))
+
+
+def own_meshes_stand_alone(config: Config) -> Iterator[Problem]:
+    """What needs a model where the policy is, or somewhere else altogether, next to a mesh of its own."""
+    for layout in apart_layouts(config):
+        if own_mesh(config, layout.name) is not None:
+            key = f"{layout.name}.parallelism"
+            message = (
+                f"is a mesh over the policy's ranks: this build cannot do one over devices of its own yet "
+                f"({layout.key} = {layout.listed})"
+            )
+            yield Problem(key, message, None, f"leave [{key}] or {layout.key} out", related=(layout.key,))
+    if not config.has_reference or own_mesh(config, "reference") is None:
+        return
+    grpo, key = config.grpo, "reference.parallelism"
+    reasons: list[tuple[str, str]] = []
+    full = "compares probabilities of all tokens, for which the reference's states must be where the policy's are"
+    if grpo.kl_beta and grpo.kl_type == "full":
+        reasons.append((f"{_POLICY}.kl_type", f'"full" {full}'))
+    if grpo.kl_in_reward.beta and grpo.kl_in_reward.type == "full":
+        reasons.append((f"{_POLICY}.kl_in_reward.type", f'"full" {full}'))
+    if reference_is_within(config):
+        reasons.append(("policy.lora", "makes the reference model the policy without its adapters"))
+    if interval := grpo.reference_reset_interval:
+        reason = f"{interval} makes it a copy of the policy, which this build cannot do yet in another mesh"
+        reasons.append((f"{_POLICY}.reference_reset_interval", reason))
+    for other, reason in reasons:
+        hint = f"leave [{key}] out, so that its mesh is the policy's"
+        yield Problem(
+            key,
+            f"is a mesh of the reference model's own, and {other} = {reason}",
+            None,
+            hint,
+            related=(other,),
+        )
 
 
 def stages_have_a_pipeline(config: Config) -> Iterator[Problem]:
     """Options of the pipeline need one, and its micro-batches come out whole."""
-    for section, mesh, batch_key, batch in trainer_meshes(config):
+    for section, mesh, batch_key, batch, instead in trainer_meshes(config):
         size_key = f"{section}.pp_size"
         if mesh.pp_size == 1:
             for name, value in written(mesh, "virtual_pp_size", "pp_micro_batch_size", "pp_schedule"):
                 message = f"{toml_value(value)} belongs to a pipeline, and {size_key} = 1 has none"
                 hint = f"leave it out, or choose a larger {size_key}"
                 yield Problem(f"{section}.{name}", message, value, hint, related=(size_key,))
-        elif (cap := config.train.train_policy.max_token_len_per_mini_batch) is None:
+        elif instead is None:
             yield from _pipeline_batches(section, mesh, batch_key, batch)
         else:
             for name, value in written(mesh, "pp_micro_batch_size"):
-                cap_key = f"{_POLICY}.max_token_len_per_mini_batch"
-                message = f"{value} has no effect: {cap_key} = {cap} cuts micro-batches by their tokens"
+                cap_key, cap = instead
+                by = " by their tokens" if cap_key.endswith(_CAP) else ""
+                message = f"{value} has no effect: {cap_key} = {cap} cuts micro-batches{by}"
                 hint = f"leave it out, or {cap_key}"
                 yield Problem(f"{section}.{name}", message, value, hint, related=(cap_key,))
 
 
 def stages_take_any_shape(config: Config) -> Iterator[Problem]:
     """Micro-batches keep their lengths in a pipeline."""
-    for section, mesh, _, _ in trainer_meshes(config):
+    for section, mesh, *_ in trainer_meshes(config):
         if mesh.pp_size > 1 and not mesh.pp_dynamic_shape:
             key, size_key = f"{section}.pp_dynamic_shape", f"{section}.pp_size"
             message = (
@@ -78,7 +196,7 @@ def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, bat
 
 def sequences_are_split_by_tensors(config: Config) -> Iterator[Problem]:
     """Sequence parallelism is a part of tensor parallelism."""
-    for section, mesh, _, _ in trainer_meshes(config):
+    for section, mesh, *_ in trainer_meshes(config):
         if mesh.sequence_parallel and mesh.tp_size == 1:
             key, size_key = f"{section}.sequence_parallel", f"{section}.tp_size"
             message = f"true splits sequences over tensor-parallel ranks, and {size_key} = 1 has one"
@@ -88,7 +206,7 @@ def sequences_are_split_by_tensors(config: Config) -> Iterator[Problem]:
 
 def experts_have_ranks(config: Config) -> Iterator[Problem]:
     """Experts are shared by ranks with other tokens, of dp_shard_size; or by those of tp_size, with the same."""
-    for section, mesh, _, _ in trainer_meshes(config):
+    for section, mesh, *_ in trainer_meshes(config):
         key, size, tp = f"{section}.ep_size", mesh.ep_size, f"{section}.tp_size"
         shards, pieces = f"{section}.dp_shard_size", f"{section}.cp_size"
         if size in (1, mesh.tp_size):
@@ -115,13 +233,14 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when these are on several ranks, which have other tokens."""
     policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
-    key, mesh = "policy.moe_shared_expert_overlap", policy.parallelism
-    if policy.parallelism.ep_size > 1 or policy.parallelism.sequence_parallel:
-        if policy.moe_shared_expert_overlap and mesh.tp_size > 1 and not mesh.sequence_parallel:
-            other = "policy.parallelism.sequence_parallel"
+    key, meshes = "policy.moe_shared_expert_overlap", [one.mesh for one in trainer_meshes(config)]
+    exchange = any(mesh.sequence_parallel or mesh.ep_size not in (1, mesh.tp_size) for mesh in meshes)
+    if exchange or any(mesh.ep_size > 1 for mesh in meshes):
+        if policy.moe_shared_expert_overlap and not exchange:
+            size, other = policy.parallelism.tp_size, "policy.parallelism.sequence_parallel"
             message = (
-                f"true has no effect: the {mesh.tp_size} ranks of policy.parallelism.tp_size have the same tokens, "
-                "which travel nowhere"
+                f"true has no effect: the {size} ranks of policy.parallelism.tp_size have the same tokens, which "
+                "travel nowhere"
             )
             yield Problem(key, message, True, f"write {key} = false, or {other} = true", related=(other,))
         elif policy.moe_shared_expert_overlap and dispatcher == "allgather":
@@ -181,6 +300,8 @@ def ranks_are_countable(config: Config) -> Iterator[Problem]:
 
 
 MESH_RULES = (
+    roles_have_the_policys_ranks,
+    own_meshes_stand_alone,
     ranks_are_countable,
     stages_have_a_pipeline,
     stages_take_any_shape,

@@ -32,10 +32,10 @@ def model_agrees(config: Config) -> Iterator[Problem]:
     if facts is None:
         yield from problems
         return
-    for section, mesh in _trainer_meshes(config):
-        yield from heads_are_divided(section, mesh, facts)
-        yield from layers_fill_stages(section, mesh, facts)
-        yield from experts_are_divided(section, mesh, facts)
+    mesh, section = config.policy.parallelism, "policy.parallelism"
+    yield from heads_are_divided(section, mesh, facts)
+    yield from layers_fill_stages(section, mesh, facts)
+    yield from experts_are_divided(section, mesh, facts)
     if config.is_grpo:
         yield from engine_divides(config.rollout.parallelism, facts)
         yield from engine_decodes(config, facts)
@@ -63,12 +63,10 @@ def logprobs_are_right(config: Config) -> Iterator[Problem]:
 
 def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
     """Context parallelism: each rank has a piece of the positions, and in the attention some heads of all of them."""
-    mesh, key, other = config.policy.parallelism, "policy.parallelism.cp_size", "policy.parallelism.tp_size"
-    if mesh.cp_size == 1:
-        return
-    for name, (facts, _) in _all_models(config).items():
-        if facts is None:
+    for section, mesh, name, facts in _cut_models(config):
+        if mesh.cp_size == 1:
             continue
+        key, other = f"{section}.cp_size", f"{section}.tp_size"
         model, related = f"{name} = {facts.name}", (name, other)
         if facts.carries_state:
             message = (
@@ -83,21 +81,25 @@ def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, mesh.cp_size, hint, related=related)
 
 
-def every_model_fills_stages(config: Config) -> Iterator[Problem]:
-    """Models next to the policy are cut into as many stages."""
-    for name, (facts, _) in _all_models(config).items():
-        if facts is not None and name != _MODEL:
-            yield from layers_fill_stages("policy.parallelism", config.policy.parallelism, facts, name)
+def other_models_agree(config: Config) -> Iterator[Problem]:
+    """Models next to the policy are cut into as many stages; with a mesh of their own it cuts them."""
+    for section, mesh, name, facts in _cut_models(config):
+        own = section != "policy.parallelism"
+        if own:
+            yield from heads_are_divided(section, mesh, facts, name)
+            yield from experts_are_divided(section, mesh, facts, name)
+        if own or name != _MODEL:
+            yield from layers_fill_stages(section, mesh, facts, name)
 
 
 def model_warnings(config: Config) -> Iterator[Problem]:
     """Warnings: sequences longer than the model was made for, stages of unequal length."""
+    for section, mesh, name, cut in _cut_models(config):
+        if name == _MODEL or section != "policy.parallelism":
+            yield from uneven_stages(section, mesh, cut, name)
     facts, _ = _facts(config)
-    if facts is None:
-        return
-    for section, mesh in _trainer_meshes(config):
-        yield from uneven_stages(section, mesh, facts)
-    yield from long_sequences(config, facts)
+    if facts is not None:
+        yield from long_sequences(config, facts)
 
 
 def engine_replaces_weights(config: Config) -> list[Problem]:
@@ -161,11 +163,17 @@ def _facts_at(
         return None, [Problem(key, str(error), name, hint)]
 
 
-def _trainer_meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
-    """Meshes over which this model is trained: the critic's, if it is the same model."""
-    for section, mesh, _, _ in trainer_meshes(config):
-        if section == "policy.parallelism" or config.critic.model_name_or_path is None:
-            yield section, mesh
+def _cut_models(config: Config) -> Iterator[tuple[str, ParallelismConfig, str, ModelFacts]]:
+    """Each known model with the mesh that cuts it: its section, the mesh, the key that names the model, its facts."""
+    models = _all_models(config)
+    meshes = {one.section.partition(".")[0]: one for one in trainer_meshes(config)}
+    names = {role: f"{role}.model_name_or_path" for role in meshes}
+    cut = [(role, name if name in models else _MODEL) for role, name in names.items()]
+    cut += [("policy", name) for name in models if name not in names.values()]
+    for role, name in cut:
+        known, one = models[name][0], meshes[role]
+        if known is not None:
+            yield one.section, one.mesh, name, known
 
 
 def _divisors(*counts: int | None) -> str:
@@ -175,8 +183,10 @@ def _divisors(*counts: int | None) -> str:
     return fitting[0] if len(fitting) == 1 else f"{', '.join(fitting[:-1])} or {fitting[-1]}"
 
 
-def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> list[Problem]:
-    """Tensor parallelism of a trainer gives each rank whole heads and whole experts."""
+def heads_are_divided(
+    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = _MODEL
+) -> list[Problem]:
+    """Tensor parallelism of a trainer gives each rank whole heads and whole experts. model: the key that names it."""
     key, size = f"{section}.tp_size", mesh.tp_size
     counts = {
         "attention heads": facts.heads,
@@ -185,15 +195,15 @@ def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) 
     }
     for words, count in counts.items():
         if count is not None and count % size:
-            message = f"{size} does not divide the {count} {words} of {_MODEL} = {facts.name}"
+            message = f"{size} does not divide the {count} {words} of {model} = {facts.name}"
             hint = f"write {key} = {_divisors(*counts.values())}"
-            return [Problem(key, message, size, hint, related=(_MODEL,))]
+            return [Problem(key, message, size, hint, related=(model,))]
     if size > 1 and facts.carries_state:
         message = (
-            f"{size} ranks cannot share layers of {_MODEL} = {facts.name} ({facts.kind}) that carry state along the "
+            f"{size} ranks cannot share layers of {model} = {facts.name} ({facts.kind}) that carry state along the "
             "row (state space, linear attention or convolution)"
         )
-        return [Problem(key, message, size, f"write {key} = 1", related=(_MODEL,))]
+        return [Problem(key, message, size, f"write {key} = 1", related=(model,))]
     return []
 
 
@@ -216,28 +226,29 @@ def layers_fill_stages(
     yield Problem(key, message, mesh.pp_size, hint, related=(model, other))
 
 
-def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
+def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts, name: str) -> Iterator[Problem]:
     """Stages of unequal length wait for the longest."""
     stages = mesh.pp_size * mesh.virtual_pp_size
     if facts.layers is None or mesh.pp_size == 1 or stages > facts.layers or facts.layers % stages == 0:
         return
     key = f"{section}.pp_size"
-    model = f"{_MODEL} = {facts.name}"
-    message = f"{facts.layers} layers of {model} make {stages} unequal stages: all wait for the longest"
+    message = f"{facts.layers} layers of {name} = {facts.name} make {stages} unequal stages: all wait for the longest"
     hint = f"write {key} = {_divisors(facts.layers)}"
-    yield Problem(key, message, mesh.pp_size, hint, related=(_MODEL,))
+    yield Problem(key, message, mesh.pp_size, hint, related=(name,))
 
 
-def experts_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
+def experts_are_divided(
+    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = _MODEL
+) -> Iterator[Problem]:
     """Expert parallelism gives each rank whole experts."""
     key, size = f"{section}.ep_size", mesh.ep_size
     if facts.experts is None or size == 1 or (facts.experts and facts.experts % size == 0):
         return
-    message = f"{size} does not divide the {facts.experts} experts of {_MODEL} = {facts.name}"
+    message = f"{size} does not divide the {facts.experts} experts of {model} = {facts.name}"
     hint = f"write {key} = {_divisors(facts.experts)}"
     if not facts.experts:
-        message, hint = f"{size} is for experts, and {_MODEL} = {facts.name} has none", f"write {key} = 1"
-    yield Problem(key, message, size, hint, related=(_MODEL,))
+        message, hint = f"{size} is for experts, and {model} = {facts.name} has none", f"write {key} = 1"
+    yield Problem(key, message, size, hint, related=(model,))
 
 
 def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
@@ -471,7 +482,7 @@ MODEL_RULES = (
     model_agrees,
     logprobs_are_right,
     sequences_can_be_cut,
-    every_model_fills_stages,
+    other_models_agree,
     engine_replaces_weights,
     critic_reads_the_policy,
     kept_sets_are_bounded,

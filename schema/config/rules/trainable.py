@@ -84,6 +84,16 @@ def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, "loftq", hint)
 
 
+def decomposed_rows_are_whole(config: Config) -> Iterator[Problem]:
+    """DoRA takes the length of whole rows of a weight, of which tensor parallelism has a part in some layers."""
+    for section, lora in _adapters(config):
+        mesh = config.policy.parallelism
+        if lora.use_dora and mesh.tp_size > 1:
+            key, size = f"{section}.use_dora", "policy.parallelism.tp_size"
+            message = f"true needs whole rows of each weight, and {size} = {mesh.tp_size} cuts some"
+            yield Problem(key, message, True, f"write {key} = false, or {size} = 1", related=(size,))
+
+
 def modules_are_named_once(config: Config) -> Iterator[Problem]:
     """A module is trained whole or gets an adapter, and an adapter has somewhere to be."""
     for section, lora in _adapters(config):
@@ -204,6 +214,9 @@ def adapters_can_be_published_alone(config: Config) -> Iterator[Problem]:
         message = (
             f'"adapter" is low-rank in vLLM, and {related} = {toml_value(lora.modules_to_save)} are whole'
         )
+    elif config.rollout.backend == "vllm" and lora.use_dora:
+        related = "policy.lora.use_dora"
+        message = f'"adapter" is the product of two matrices in vLLM, and {related} = true is more'
     elif config.rollout.load_format == "dummy":
         related = "rollout.load_format"
         message = f'"adapter" never publishes the base, and {related} = "dummy" does not load it'
@@ -227,6 +240,7 @@ TRAINABLE_RULES = (
     map_freezes_something,
     base_is_not_narrow,
     initialisers_have_what_they_need,
+    decomposed_rows_are_whole,
     modules_are_named_once,
     patterns_are_sound,
     adapters_are_saved_as_such,

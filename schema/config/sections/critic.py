@@ -8,7 +8,7 @@ from schema.config.base import Count, Natural, UnitFloat
 from schema.config.key import cosmos_key, key
 from schema.config.sections.model_keys import CheckpointingKeys, ModelKeys
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
-from schema.config.sections.policy import LoraConfig, ParallelismConfig
+from schema.config.sections.policy import LoraConfig, ParallelismConfig, of_role
 
 _LOSS = "number: Loss and gradient of the critic."
 
@@ -35,7 +35,10 @@ class CriticConfig(CheckpointingKeys, ModelKeys, PrecisionKeys, OptimizerKeys):
         example="Qwen/Qwen3-0.6B",
     )
     parallelism: ParallelismConfig | None = cosmos_key(
-        None, "Its mesh. Unset: it is sharded like the policy.", unbuilt="a mesh of the critic's own"
+        None,
+        "Its mesh: other sizes than the policy's, over the same ranks. Unset: the policy's. With stages (pp_size) "
+        "its micro-batches have pp_micro_batch_size samples in the place of critic.mini_batch.",
+        inside=of_role("critic"),
     )
     lora: LoraConfig | None = cosmos_key(
         None,

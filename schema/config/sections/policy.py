@@ -92,6 +92,13 @@ class ParallelismConfig(Section):
     )
 
 
+def of_role(model: str) -> dict[str, str]:
+    """What the keys of a mesh change where it is that of a model next to the policy."""
+    sizes = ("tp_size", "cp_size", "ep_size", "dp_shard_size", "pp_size", "dp_replicate_size")
+    part = f"number: Which part of the {model} a rank holds."
+    return dict.fromkeys(sizes, part) | {"n_init_replicas": "refusal: Another number than the policy's."}
+
+
 ALTERING = ("pissa", "olora")
 """How initialisers begin that move a part of the base's weights into the adapter."""
 _ADAPTERS = "number: Which weights train, and what they begin with."
@@ -122,6 +129,12 @@ class LoraConfig(Section):
         "Rank-stabilised LoRA: scale alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732).",
         acts="number: Scale of what the adapter adds.",
     )
+    use_dora: bool = key(
+        False,
+        "Weight-decomposed adapters (DoRA): the rows of W + s B A have trained lengths of their own, so that A and B "
+        "turn them alone (arXiv 2402.09353). For linear layers, without tensor parallelism.",
+        acts="number: Length of the rows of adapted weights.",
+    )
     modules_to_save: list[str] | None = cosmos_key(
         None,
         "Further modules that are trained whole and saved with the adapter.",
@@ -147,6 +160,11 @@ class LoraConfig(Section):
         "of the weight, which is taken out of the base; eva, loftq: refused.",
         acts=_ADAPTERS,
     )
+
+    @property
+    def begins_with_base(self) -> bool:
+        """Whether what trains begins with numbers of the base's weights."""
+        return self.use_dora or self.alters_base
 
     @property
     def alters_base(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schema.config.base import Count, Natural, Section
 from schema.config.key import cosmos_key, key
-from schema.config.sections.policy import ParallelismConfig
+from schema.config.sections.policy import ParallelismConfig, of_role
 
 
 class ReferenceConfig(Section):
@@ -18,7 +18,10 @@ class ReferenceConfig(Section):
         example="Qwen/Qwen3-0.6B",
     )
     parallelism: ParallelismConfig | None = cosmos_key(
-        None, "Its mesh. Unset: it is sharded like the policy.", unbuilt="a mesh of the reference model's own"
+        None,
+        "Its mesh: other sizes than the policy's, over the same ranks. Unset: the policy's. With stages (pp_size) "
+        "its micro-batches have pp_micro_batch_size samples, unless reference.mini_batch is written.",
+        inside=of_role("reference model"),
     )
     offload: bool = key(
         False,

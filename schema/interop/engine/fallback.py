@@ -46,7 +46,7 @@ SPEED_ONLY: frozenset[str] = frozenset(
     {f"policy.{key}" for key in _MODEL_SPEED}
     | {f"train.{key}" for key in _TRAINING_SPEED}
     | {f"train.train_policy.{key}" for key in _DATA_SPEED}
-    | {f"reference.{key}" for key in _ROLE_SPEED}
+    | {f"reference.{key}" for key in (*_ROLE_SPEED, "parallelism.sequence_parallel")}
     | {f"reward_model.{key}" for key in _ROLE_SPEED}
     | {f"critic.{key}" for key in (*_MODEL_SPEED, *_TRAINING_SPEED, *_DATA_SPEED)}
     | {

@@ -101,8 +101,11 @@ def _size(context: ConversionContext, key: str) -> int:
 
 
 def mesh(context: ConversionContext, role: str = "actor_train") -> Mesh:
-    """The mesh of a training or log-prob role. Raises BadValue where its sizes contradict each other."""
-    found = devices(context, role)
+    """The mesh of a training or log-prob role; without devices of its own it has those of actor_train.
+
+    Raises BadValue where its sizes contradict each other.
+    """
+    found = devices(context, role) or devices(context, "actor_train")
     world = len(found) if found else 1
     if strategy(context, role).startswith("megatron"):
         return _megatron(context, role, world)

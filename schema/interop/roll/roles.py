@@ -22,6 +22,7 @@ from schema.interop.roll.converters import (
 )
 from schema.interop.roll.facts import (
     SIZES,
+    Mesh,
     devices,
     global_batch,
     has_reference,
@@ -55,14 +56,19 @@ def _role_devices(role: str) -> Converter:
             targets.append((f"placement.{role}", found))
         own = mesh(context, role)
         if own != mesh(context):
-            targets += [(f"{role}.parallelism.{name}", size) for name, size in own.sizes().items()]
+            targets += _sizes(role, own)
         return mapped(*targets) if targets else implicit("devices and mesh are the policy's")
 
     return convert
 
 
+def _sizes(role: str, own: Mesh) -> list[tuple[str, Any]]:
+    """A whole mesh, since the sizes that are not written are not those of ROLL."""
+    return [(f"{role}.parallelism.{name}", size) for name, size in own.sizes().items()]
+
+
 def _role_size(role: str, name: str) -> Converter:
-    """One size of a role's mesh; where the whole mesh is the policy's nothing is written."""
+    """The mesh of a role, of which this is one size; where it is the policy's nothing is written."""
     ours = f"{role}.parallelism.{name}_size"
 
     @computed(ours, words="where the mesh is not the policy's")
@@ -70,7 +76,22 @@ def _role_size(role: str, name: str) -> Converter:
         own = mesh(context, role)
         if own == mesh(context):
             return implicit("the mesh is the policy's")
-        return mapped((ours, getattr(own, name)))
+        return mapped(*_sizes(role, own))
+
+    return convert
+
+
+def _sequence_parallel(role: str) -> Converter:
+    ours = f"{role}.parallelism.sequence_parallel"
+
+    @computed(ours, words="where the mesh is not the policy's")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        own, value = mesh(context, role), values.flag(leaf.value)
+        if own == mesh(context) or own.tp == 1:
+            return implicit(
+                "the mesh is the policy's" if own.tp > 1 else "no effect without tensor parallelism"
+            )
+        return mapped((ours, value))
 
     return convert
 
@@ -249,7 +270,7 @@ _CRITIC: dict[str, Converter] = {
             "reduce_dtype": dtype("critic.fsdp_reduce_dtype"),
             "reshard_after_forward": reshard("critic"),
             "offload_policy": to.flag("critic.fsdp_offload"),
-            "sequence_parallel": to.flag("critic.parallelism.sequence_parallel"),
+            "sequence_parallel": _sequence_parallel("critic"),
             **dict.fromkeys(
                 ("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap"),
                 to.always("the critic's experts run as the policy's"),

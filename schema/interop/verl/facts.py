@@ -54,6 +54,12 @@ def widths(context: ConversionContext, role: str = ACTOR) -> dict[str, int]:
     }
 
 
+def has_adapters(context: ConversionContext) -> bool:
+    """Whether the policy trains adapters, by FSDP's key or Megatron's."""
+    keys = ("lora_rank", "lora.rank")
+    return any((context.integer(f"actor_rollout_ref.model.{key}", 0) or 0) > 0 for key in keys)
+
+
 def data_parallel(context: ConversionContext, role: str = ACTOR) -> int:
     """Ranks with data of their own."""
     size = widths(context, role)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from schema.interop.engine import to, values
-from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.model import Outcome, Result, implicit, mapped
 from schema.interop.engine.rules import (
     ABSENT,
     ConversionContext,
@@ -16,7 +16,7 @@ from schema.interop.engine.rules import (
     computed,
     rules_below,
 )
-from schema.interop.verl.facts import ACTOR, is_megatron, lacking, sharding, widths
+from schema.interop.verl.facts import ACTOR, has_adapters, is_megatron, lacking, sharding, widths
 
 _PADDING = "padding never changes a number here"
 _FORWARD_ONLY = "the reference model never trains, the others always do"
@@ -80,7 +80,19 @@ class Mesh:
         own = parallelism(context, self.role, self.ours)
         if list(own.values()) == list(parallelism(context, ACTOR, "policy").values()):
             return implicit("the same mesh as the policy's")
+        if self.ours == "reference" and has_adapters(context):
+            return implicit("the reference model is the policy without its adapters, in its mesh")
         return mapped(*own.items())
+
+    def _virtual(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        """Stages of each rank: of another role than the policy only next to a mesh of its own."""
+        size = 1 if leaf.value is None else values.integer(leaf.value)
+        if self.ours != "policy":
+            if (found := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
+                return found
+        elif size == 1:
+            return implicit("one stage per rank")
+        return mapped((self._ours("virtual_pp_size")[0], max(size, 1)))
 
     def _width(self, short: str, megatron: bool, words: str = "") -> Converter:
         @computed(*self._ours(_SIZES[short]), words=words)
@@ -185,15 +197,13 @@ class Mesh:
     # --- Megatron -----------------------------------------------------------------------------------------
 
     def _megatron(self) -> tuple[Rule, ...]:
-        prefix, size = f"{self.role}.megatron", self._ours("virtual_pp_size")[0]
-        words = "with tensor parallelism only"
+        prefix, words = f"{self.role}.megatron", "with tensor parallelism only"
+        virtual = Converter(self._virtual, self._ours("virtual_pp_size"), "null: one stage per rank")
         sequence = Converter(self._sequence_parallel, self._ours("sequence_parallel"), words)
         sizes = {name: self._width(short, megatron=True) for name, short in _MEGATRON_SIZES.items()}
         table = {
             **sizes,
-            "virtual_pipeline_model_parallel_size": to.unless(
-                [None, 1], "one stage per rank", to.integer(size)
-            ),
+            "virtual_pipeline_model_parallel_size": virtual,
             "expert_tensor_parallel_size": lacking(1),
             "sequence_parallel": sequence,
             "use_distributed_optimizer": to.always("the optimizer's state is sharded like the parameters"),
@@ -270,9 +280,11 @@ class Mesh:
 
     def _sequence_parallel(self, context: ConversionContext, leaf: KeyPath) -> Result:
         value = False if leaf.value is None else values.flag(leaf.value)
-        if widths(context, self.role)["tp"] == 1 or self.ours != "policy":
+        if widths(context, self.role)["tp"] == 1:
             return implicit("no effect without tensor parallelism of its own")
-        return mapped(("policy.parallelism.sequence_parallel", value))
+        if self.ours != "policy" and (found := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
+            return found
+        return mapped((self._ours("sequence_parallel")[0], value))
 
 
 def _wrapped(ours: str) -> Converter:

@@ -132,7 +132,7 @@ def test_json_is_the_whole_account() -> None:
     assert (found["system"], found["kind"], found["valid"]) == ("roll", "rlvr", False)
     assert sum(found["counts"].values()) == len(found["entries"]) == 149
     assert tomllib.loads(found["toml"]) == found["config"]
-    assert any(problem["key"] == "reference.parallelism" for problem in found["problems"])
+    assert any(problem["key"] == "placement.nodes" for problem in found["problems"])
 
 
 def test_all_systems_are_known_by_their_keys() -> None:

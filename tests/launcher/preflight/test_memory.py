@@ -119,6 +119,27 @@ def test_a_critic_is_trained_as_well() -> None:
     assert there == {"GPU 4"}
 
 
+def test_models_with_a_mesh_of_their_own_are_cut_by_it() -> None:
+    with_critic = job(
+        param_dtype="bfloat16", train_policy={"mini_batch": 4, "advantage_estimator": "gae", "kl_beta": 0.1}
+    )
+    mesh = with_critic.policy.parallelism.model_copy(update={"tp_size": 1})
+    stages, copies = (mesh.model_copy(update=size) for size in ({"pp_size": 2}, {"dp_replicate_size": 2}))
+    critic = {"enable": True, "parallelism": stages}
+    config = with_critic.model_copy(
+        update={
+            "critic": with_critic.critic.model_copy(update=critic),
+            "reference": with_critic.reference.model_copy(update={"parallelism": copies}),
+        }
+    )
+    found = parts(config, MODEL, 2, 2)
+    assert found["reference model"] == 2000
+    assert found["critic: weights that are updated"] == 2000
+    assert found["critic: gathered weights"] == 2 * (200 + 400), (
+        "what one of two stages has outside the layers"
+    )
+
+
 def test_local_teachers_are_kept_as_well() -> None:
     one, far = {"name": "one", "model": "a/b", "offload": True}, {"name": "far", "url": "http://a:1"}
     config = job(param_dtype="bfloat16").model_copy(

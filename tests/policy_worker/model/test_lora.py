@@ -98,6 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
     "their own choice": {"r": 2},
     "patterns": ALL | {"r_pattern": {r"layers\.0.*": 2}, "alpha_pattern": {"mlp.*": 3.0, "down_proj": 9.0}},
     "rank-stabilised": ALL | {"use_rslora": True, "init_lora_weights": "gaussian"},
+    "decomposed": ALL | {"use_dora": True},
     "random": ALL | {"init_lora_weights": False},
     "whole norm": {"r": 2, "target_modules": r".*\.1\..*q_proj", "modules_to_save": ["model.norm"]},
     "pissa": ALL | {"init_lora_weights": "pissa"},
@@ -135,7 +136,8 @@ def test_ranks_and_scales_are_those_of_peft(case: str):
         tiny_lm(),
         PeftConfig(
             task_type="CAUSAL_LM", r=keys.r, lora_alpha=keys.lora_alpha, target_modules=keys.target_modules,
-            use_rslora=keys.use_rslora, rank_pattern=keys.r_pattern or {}, alpha_pattern=keys.alpha_pattern or {},
+            use_rslora=keys.use_rslora, use_dora=keys.use_dora,
+            rank_pattern=keys.r_pattern or {}, alpha_pattern=keys.alpha_pattern or {},
             modules_to_save=keys.modules_to_save,
         ),
     ).get_base_model()  # fmt: skip
@@ -166,6 +168,14 @@ def test_ranks_and_scales_are_those_of_peft(case: str):
 def test_names_of_nothing_are_refused(keys: dict[str, Any], message: str):
     with pytest.raises(SettingsError, match=message):
         lora.inject(tiny_lm(), LoraConfig(**keys), "policy.lora")
+
+
+def test_rows_of_embeddings_have_no_lengths():
+    keys = LoraConfig(target_modules=["embed_tokens", "q_proj"], use_dora=True)
+    with pytest.raises(
+        SettingsError, match=r"use_dora is for linear layers, and model\.embed_tokens of .* Embedding"
+    ):
+        lora.inject(tiny_lm(tie=False), keys, "policy.lora")
 
 
 def test_of_a_mixture_of_experts_all_linear_layers_but_the_experts():
@@ -252,7 +262,7 @@ def test_what_drops_out_does_so_in_training_steps_alone(path: Path, group: Group
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("case", ["everything", "pissa", "random", "whole norm"])
+@pytest.mark.parametrize("case", ["decomposed", "pissa", "random", "whole norm"])
 def test_a_run_goes_on_bit_for_bit_from_its_adapters(tmp_path: Path, path: Path, group: Group, case: str):
     grpo = KL | {"kl_type": "full", "advantage_estimator": "gae"}
     config = config_of(path, CASES[case], grpo, {"ema_decay": 0.5}, critic={"lora": ALL})
@@ -294,7 +304,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, path: Path, group:
 # ---- exports --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["everything", "whole norm", "embeddings", "pissa"])
+@pytest.mark.parametrize("case", ["decomposed", "whole norm", "embeddings", "pissa"])
 def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: Group, case: str):
     embeddings = {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}
     lm = tiny_lm(tie=False)

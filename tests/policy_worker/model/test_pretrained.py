@@ -32,7 +32,7 @@ from policy_worker.model.load import Source, load_model
 from policy_worker.model.logprobs import Head
 from policy_worker.model.model import PolicyModel, prepare_model
 from policy_worker.parallel.group import Group
-from tests.policy_worker.load_program import assert_same, compare, trainer_of
+from tests.policy_worker.load_program import assert_same, compare, read_whole, trainer_of
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_model import HEADS
 from tests.policy_worker.ranks import start_ranks, wait_ranks
@@ -108,6 +108,35 @@ def test_a_critic_and_a_reference_are_what_transformers_reads(tmp_path: Path, gr
         path = write_family(tmp_path / name, name)
         config = make_config(**sections, policy={"model_name_or_path": path})
         compare(trainer_of(config, group), config)
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "everything, normal": ("llama tied", {"target_modules": "all-linear", "init_lora_weights": "gaussian"}),
+    "embeddings, both random": ("qwen3", {"target_modules": ["embed_tokens"], "init_lora_weights": False}),
+    "next to whole modules": ("llama", {"modules_to_save": ["lm_head", "norm"], "lora_dropout": 0.1}),
+    "merged experts": ("mixtral", {"target_modules": "all-linear", "modules_to_save": ["gate"]}),
+    "split layers": ("phi3", {"target_modules": ["gate_up_proj"]}),
+    "one that takes from the base": ("qwen3", {"init_lora_weights": "olora"}),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_a_model_with_adapters_is_what_transformers_and_peft_make(tmp_path: Path, group: Group, case: str):
+    """In 16 bits but for what trains; the random numbers that follow are the same as well."""
+    name, keys = ADAPTERS[case]
+    policy = {"model_name_or_path": write_family(tmp_path, name), "lora": {"r": 4, "lora_alpha": 8, **keys}}
+    config = make_config(policy=policy, train={"param_dtype": "bfloat16"})
+    torch.manual_seed(0)
+    model = load_model(config)
+    drawn = torch.get_rng_state()
+    assert (model.weights is None) == ("takes from" in case)
+    model.read_weights(CPU)
+    torch.manual_seed(0)
+    expected = read_whole(AutoModelForCausalLM, config, config.train, config.policy.lora)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert_same(model.lm, expected)
+    names = [tensor for tensor, _ in hub_tensors(model.lm)]
+    assert names == [tensor for tensor, _ in hub_tensors(expected)]
 
 
 def test_one_file_with_ties_stored_twice(tmp_path: Path):
@@ -207,6 +236,8 @@ def test_one_rank_decides_what_is_proved(tmp_path: Path):
 
 # ---- several ranks ----
 
+STAGES = {"pp_size": 2, "dp_shard_size": 1}
+
 
 def run(tmp_path: Path, world: int, **options: Any) -> None:
     arguments = ["tests.policy_worker.load_program", str(tmp_path), json.dumps(options)]
@@ -224,25 +255,55 @@ def test_ranks_hold_together_what_transformers_reads(tmp_path: Path, world: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "mesh", "names"),
+    ("world", "mesh", "names", "adapters"),
     [
-        (2, {"tp_size": 2, "dp_shard_size": 1}, ["llama tied", "mixtral"]),
-        (4, {"tp_size": 2, "dp_shard_size": 2}, ["llama tied", "qwen3", "mixtral"]),
-        pytest.param(2, {"ep_size": 2}, ["mixtral"], marks=pytest.mark.soak),
+        (2, {"tp_size": 2, "dp_shard_size": 1}, ["llama tied", "mixtral"], False),
+        (4, {"tp_size": 2, "dp_shard_size": 2}, ["llama tied", "qwen3", "mixtral"], False),
+        (2, STAGES, ["llama tied", "gemma3", "phi, whose head has a bias", "mixtral"], False),
+        (2, STAGES, ["llama tied", "qwen3", "mixtral"], True),
+        pytest.param(2, {"ep_size": 2}, ["mixtral"], False, marks=pytest.mark.soak),
+        pytest.param(2, {"ep_size": 2}, ["mixtral"], True, marks=pytest.mark.soak),
+        pytest.param(2, {}, ["llama tied", "gemma3", "mixtral"], True, marks=pytest.mark.soak),
+        pytest.param(4, {"tp_size": 2, "dp_shard_size": 2}, ["llama", "phi3"], True, marks=pytest.mark.soak),
+        pytest.param(4, STAGES | {"tp_size": 2}, ["llama", "phi3"], True, marks=pytest.mark.soak),
     ],
 )
 def test_ranks_that_cut_layers_hold_together_what_transformers_reads(
-    tmp_path: Path, world: int, mesh: dict[str, int], names: list[str]
+    tmp_path: Path, world: int, mesh: dict[str, int], names: list[str], adapters: bool
 ):
-    run(tmp_path, world, models=[write_family(tmp_path / name, name) for name in names], mesh=mesh)
+    """With adapters there is a critic with others, and the reference is within the policy."""
+    keys = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    more: dict[str, Any] = {}
+    if adapters:
+        grpo = {"advantage_estimator": "gae", "kl_beta": 0.1}
+        more = {"lora": keys, "config": {"grpo": grpo, "critic": {"lora": keys | {"r": 2}}}}
+    elif "pp_size" in mesh:
+        more = {"config": {"grpo": {"advantage_estimator": "gae", "kl_beta": 0.1}}}
+    run(tmp_path, world, models=[write_family(tmp_path / name, name) for name in names], mesh=mesh, **more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "layers", "limit"), [(2, 3, 0.7), pytest.param(4, 12, 0.35, marks=pytest.mark.soak)]
+    ("world", "layers", "limit", "mesh", "adapters"),
+    [
+        (2, 3, 0.7, {}, False),
+        (2, 3, 0.75, STAGES, True),
+        pytest.param(4, 12, 0.35, {}, False, marks=pytest.mark.soak),
+        pytest.param(4, 12, 0.35, {}, True, marks=pytest.mark.soak),
+        pytest.param(
+            4, 12, 0.4, {"pp_size": 4, "dp_shard_size": 1}, False, marks=pytest.mark.soak
+        ),  # holds 0.32
+        pytest.param(4, 12, 0.35, STAGES | {"tp_size": 2}, True, marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_loads_its_part_of_a_model_that_is_larger_than_its_memory(
-    tmp_path: Path, world: int, layers: int, limit: float, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    world: int,
+    layers: int,
+    limit: float,
+    mesh: dict[str, int],
+    adapters: bool,
+    capsys: pytest.CaptureFixture[str],
 ):
     """Stored in 16 bits, trained in 32. The limit is on what the process may allocate (RLIMIT_DATA)."""
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": layers, "vocab_size": 16000}
@@ -250,12 +311,13 @@ def test_a_rank_loads_its_part_of_a_model_that_is_larger_than_its_memory(
     lm.save_pretrained(tmp_path / "large")
     size = 4 * lm.num_parameters()
     del lm
-    small = str(write_model(tmp_path / "small"))
-    run(tmp_path, world, models=[small, str(tmp_path / "large")], limit=int(limit * size))
+    tiny_lm(layers=4).save_pretrained(small := str(tmp_path / "small"))
+    keys = {"lora": {"r": 4, "lora_alpha": 8}} if adapters else {}
+    models = [small, str(tmp_path / "large")]
+    run(tmp_path, world, models=models, limit=int(limit * size), mesh=mesh, **keys)
     found = json.loads((tmp_path / "memory.json").read_text())
     with capsys.disabled():
-        print(
-            f"\n{world} ranks, MB: { ({name: n // 10**6 for name, n in found.items() if name != 'refused'}) }"
-        )
+        sizes = {name: n // 10**6 for name, n in found.items() if name != "refused"}
+        print(f"\n{world} ranks, {mesh}, {adapters=}, MB: {sizes}")
     assert found["model"] == size
     assert found["peak"] < limit * size

@@ -14,8 +14,8 @@ from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.policy import LoraConfig
-from tests.policy_worker.material import tiny_lm
-from tests.policy_worker.parallel.test_meshes import assert_one, model, staged
+from tests.policy_worker.material import tiny_lm, write_model
+from tests.policy_worker.parallel.test_meshes import assert_one, files_of, model, staged
 from tests.policy_worker.parallel.test_ranks import (
     EVERYTHING,
     GRPO,
@@ -36,17 +36,18 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weig
 def test_two_ranks_with_adapters_equal_one_and_one_goes_on(tmp_path: Path, group: Group):
     # of policy and critic, with norms that are trained whole; the reference is within the policy, and reset once
     options: dict[str, Any] = {
+        "exact": True,
         "grpo": GRPO | EVERYTHING | {"advantage_estimator": "gae", "reference_reset_interval": 2},
         "train": {"optm_lr": 1e-2},
         "sections": {
             "policy": {"lora": LORA | {"modules_to_save": ["model.norm"]}},
-            "critic": {"lora": LORA | {"r_pattern": {"down_proj": 2}}},
+            "critic": {"lora": LORA | {"r_pattern": {"down_proj": 2}, "use_dora": True}},
         },
     }
     expected, metrics = run_here(group, steps=3, **options)
     found, theirs = run(tmp_path / "2", 2, steps=3, save=str(tmp_path / "s"), save_step=3, **options)
     named = gradients(found)
-    assert len(named) == 2 * 28 + 1 + 1
+    assert len(named) == 2 * 28 + 14 + 1 + 1
     assert all(".lora_" in n or ".modules_to_save." in n or n.endswith("value_head") for n in named)
     assert_equal(found, expected, 1e-4)
     for name in ("loss", "grad_norm", "reference_kl"):
@@ -91,7 +92,14 @@ def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Gro
     options: dict[str, Any] = staged({"samples": SAMPLES, "grpo": grpo, "sections": learning})
     expected, _ = train(group, options | {"steps": 3})
     shared, saved = options | {"mesh": mesh}, {"save": str(tmp_path / "two"), "save_step": 1}
-    run_each(tmp_path / "1", 2, [shared | saved | {"steps": 1}])
+    policy = {"model_name_or_path": str(write_model(tmp_path / "model")), "lora": LORA}
+    plain = options | {"sections": {"policy": policy}, "grpo": GRPO, "steps": 1}
+    exported = {"save": str(tmp_path / "plain"), "save_step": 1, "export": str(tmp_path / "of two")}
+    run_each(tmp_path / "1", 2, [shared | saved | {"steps": 1}, plain | exported | {"mesh": mesh}])
+    state = {"restore": str(tmp_path / "plain" / "step-00000001"), "first_step": 1}
+    train(group, plain | state | {"export": str(tmp_path / "of one")})
+    assert files_of(tmp_path / "of one") == files_of(tmp_path / "of two")
+    assert (tmp_path / "of one" / "adapter" / "adapter_model.safetensors").exists()
     alone = {"restore": str(tmp_path / "two" / "step-00000001"), "first_step": 1}
     train(group, options | alone | {"steps": 2, "save": str(tmp_path / "one"), "save_step": 2})
     back = {"restore": str(tmp_path / "one" / "step-00000002"), "first_step": 2}

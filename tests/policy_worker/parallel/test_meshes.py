@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from policy_worker.checkpoints.layout import look, state_files
+from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.group import Group
@@ -28,7 +30,7 @@ from tests.policy_worker.parallel.test_ranks import (
     with_critic,
     with_penalties,
 )
-from tests.policy_worker.rank_program import train
+from tests.policy_worker.rank_program import Result, train
 from tests.support.devices import rounding
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe")
@@ -285,6 +287,7 @@ def test_a_state_goes_on_on_any_mesh(tmp_path: Path, group: Group):
     restored = options | {"restore": str(tmp_path / "4" / "step-00000002"), "first_step": 2}
     here, _ = train(group, restored | {"steps": 2, "save": str(tmp_path / "1"), "save_step": 2})
     assert_equal(here, hub_only(before), 0.0)
+    assert_same_state(tmp_path / "1" / "step-00000002", tmp_path / "4" / "step-00000002")
     later, _ = train(group, restored | {"steps": 3})
     assert_equal(later, expected, 1e-4)
     back = restored | {"mesh": {"tp": 2}, "restore": str(tmp_path / "1" / "step-00000002")}
@@ -312,6 +315,7 @@ def test_a_state_goes_on_in_stages_and_back(tmp_path: Path, group: Group):
     kept = {"steps": 2, "save": str(tmp_path / "1"), "save_step": 2, "export": str(tmp_path / "of 1")}
     here, _ = train(group, restored | kept)
     assert_equal(here, hub_only(before), 0.0)
+    assert_same_state(tmp_path / "1" / "step-00000002", tmp_path / "2" / "step-00000002")
     later, _ = train(group, restored | {"steps": 3})
     assert_equal(later, expected, EXACT)
     back = restored | {"restore": str(tmp_path / "1" / "step-00000002"), "mesh": {"pp": 2}}
@@ -322,6 +326,143 @@ def test_a_state_goes_on_in_stages_and_back(tmp_path: Path, group: Group):
     assert one == two
 
 
+FIRST = {"tp": 2, "dp_shard": 2}
+CHAIN = [{"pp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "ep": 2}, {}, FIRST]
+"""Meshes on which a state is taken up, one after the other, each from what the one before has saved; {}: one rank."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_state_wanders_over_meshes_and_comes_back(tmp_path: Path, group: Group, family: str):
+    """Weights, optimizer, critic, reference and average are what they were, bit for bit, and so is the export; the
+    step that follows is the same up to rounding."""
+    write_model(tmp_path / "model")
+    grpo = GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1}
+    options = model(family) | {
+        "samples": SAMPLES,
+        "exact": True,
+        "grpo": grpo,
+        "train": {},
+        "sections": {"policy": {"model_name_or_path": str(tmp_path / "model")}},
+    }
+    if family == "qwen3":  # the reference that the tests make is dense; the export is the average
+        options["grpo"] = grpo | {"reference_reset_interval": 1}
+        options["train"] = {"ema_decay": 0.5}
+        options["model"] |= {"kv_heads": 2}
+    expected, _ = train(group, options | {"steps": 3})
+    place = tmp_path / "0"
+    first = {"steps": 2, "save": str(place / "saved"), "save_step": 2, "export": str(place / "export")}
+    ((before, _),) = on(FIRST, group, place, [options | first])
+    state, exported = place / "saved" / "step-00000002", files_of(place / "export")
+    assert "model.safetensors" in exported
+    dense = [mesh for mesh in CHAIN if "ep" not in mesh]
+    for number, mesh in enumerate(CHAIN if family == "qwen3_moe" else dense, 1):
+        place = tmp_path / str(number)
+        restored = options | {"restore": str(state), "first_step": 2}
+        again = {"steps": 2, "save": str(place / "saved"), "save_step": 2, "export": str(place / "export")}
+        (there, _), (later, _) = on(mesh, group, place, [restored | again, restored | {"steps": 3}])
+        assert_equal(there, hub_only(before), 0.0)
+        assert_equal(later, expected, EXACT)
+        assert_same_state(place / "saved" / "step-00000002", state)
+        assert files_of(place / "export") == exported, mesh
+        state = place / "saved" / "step-00000002"
+
+
+def on(mesh: dict[str, int], group: Group, directory: Path, cases: list[dict[str, Any]]) -> list[Result]:
+    """The cases on the ranks of a mesh; of one rank here."""
+    if not mesh:
+        return [train(group, case) for case in cases]
+    return run_each(directory, MeshSizes(**mesh).ranks, [{"mesh": mesh} | case for case in cases])
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def assert_same_state(found: Path, expected: Path) -> None:
+    """Two checkpoints hold the same tensors, bit for bit, however they are cut."""
+    kinds = {path.name.rpartition("-")[0] for path in expected.glob("*-[0-9]*.safetensors")} - {"rng"}
+    assert {"model", "optimizer"} <= kinds
+    assert look(found).manifest.kl_coefficient == look(expected).manifest.kl_coefficient
+    for kind in sorted(kinds):
+        with StateFiles(state_files(found, kind)) as one, StateFiles(state_files(expected, kind)) as other:
+            assert one.tensors.keys() == other.tensors.keys()
+            assert other.tensors
+            for key in other.tensors:
+                assert torch.equal(one.whole(key), other.whole(key)), key
+
+
+@pytest.mark.slow
+def test_a_critic_goes_on_in_another_mesh(tmp_path: Path, group: Group):
+    gae = {"samples": SAMPLES, "exact": True, "grpo": GRPO | {"advantage_estimator": "gae"}}
+    adapters = {"critic": {"lora": {"r": 2, "target_modules": "all-linear"}}}
+    layers, stages = {"roles": {"critic": {"tp_size": 2}}}, {"roles": {"critic": {"pp_size": 2}}}
+    plain = {"whole": gae, "adapters": gae | {"sections": adapters}}
+    cases = []
+    for (name, options), (first, then) in zip(
+        plain.items(), ((layers, stages), (stages, layers)), strict=True
+    ):
+        saved, again = str(tmp_path / name), {"first_step": 2, "steps": 3}
+        begun = options | first | {"steps": 2, "save": saved, "save_step": 2, "mesh": {"dp_shard": 2}}
+        state = {"restore": f"{saved}/step-00000002"}
+        cases += [begun, options | then | again | state, options | again | state]
+    found = run_each(tmp_path / "2", 2, cases)
+    for number, (name, options) in enumerate(plain.items()):
+        expected, _ = train(group, options | {"steps": 3})
+        (_, _), (in_another, _), (like_the_policy, _) = found[3 * number : 3 * number + 3]
+        state = {"restore": str(tmp_path / name / "step-00000002")}
+        alone, _ = train(group, options | state | {"first_step": 2, "steps": 3})
+        for later in (in_another, like_the_policy, alone):
+            assert_equal(later, expected, EXACT)
+
+
 def hub_only(tensors: dict[str, Any]) -> dict[str, Any]:
     """Without gradients."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("grad.")}
+
+
+def with_roles(**roles: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps with a reference model and a critic in meshes of their own: KLs in loss and reward, mini-batches of a
+    larger critic's own, shares without samples, packed rows."""
+    exact = {"exact": True, "steps": 3, "roles": roles}
+    gae = {"advantage_estimator": "gae", "gae_lambda": 0.9, "kl_beta": 0.1}
+    both = {"kl_beta": 0.1, "kl_in_reward": {"beta": 0.1}, "mini_batch_shuffle": True}
+    parted = {"critic": {"batch_size_per_optimize": 3, "mini_batch_shuffle": True, "mu_iterations": 2}}
+    larger = model("llama") | {"layers": 3, "sections": parted}
+    return [
+        exact | {"grpo": GRPO | gae | both | {"batch_size_per_optimize": 4}},
+        exact | {"grpo": GRPO | gae | {"min_filter_prefix_tokens": 2}} | larger,
+        exact | {"grpo": gae, "samples": {"n": 1}},
+        exact | {"grpo": GRPO | both | {"balance_dp_token": True}, "train": {"sequence_packing": True}},
+    ]
+
+
+@pytest.mark.slow
+def test_roles_with_meshes_of_their_own_equal_one(tmp_path: Path, group: Group):
+    shards, layers, stages = {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}
+    cases = with_roles(reference=layers, critic=stages) + with_roles(reference=stages, critic=layers)[:1]
+    assert_one(tmp_path / "shards", group, 2, {"dp_shard": 2}, cases)
+    cases = with_roles(reference=shards, critic=shards)[:2]
+    assert_one(tmp_path / "layers", group, 2, {"tp": 2}, cases)
+
+
+OF_ROLES: list[dict[str, Any]] = [
+    {"dp_shard_size": 4},
+    {"tp_size": 2, "dp_shard_size": 2},
+    {"pp_size": 2, "dp_shard_size": 2, "pp_micro_batch_size": 2},
+    {"cp_size": 2, "dp_shard_size": 2},
+    {"dp_replicate_size": 2, "dp_shard_size": 2},
+    {"tp_size": 2, "cp_size": 2},
+    {"tp_size": 2, "pp_size": 2, "pp_schedule": "GPipe"},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}],
+)
+def test_roles_on_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+    pairs = [(one, OF_ROLES[number - 3]) for number, one in enumerate(OF_ROLES)]
+    cases = [case for one, other in pairs for case in with_roles(reference=one, critic=other)[:2]]
+    assert_one(tmp_path / "4", group, 4, mesh, cases)

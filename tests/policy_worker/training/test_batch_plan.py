@@ -131,6 +131,15 @@ def test_packed_micro_batches_are_few_and_even():
     assert [cost(micro, [40, 40, 40, 40, 20, 20], packed=True) for micro in piece.ranks[0]] == [100, 100]
 
 
+def test_a_rank_that_needs_fewer_micro_batches_fills_as_many_evenly():
+    lengths, rule = [60, 60, 60, 30, 30, 30, 30, 40], Batching(samples=1, max_tokens=100, packed=True)
+    (piece,) = plan_step(lengths, [True] * 8, rule, data_ranks=2)
+    assert [[cost(micro, lengths, packed=True) for micro in rank] for rank in piece.ranks] == [
+        [90, 60, 60],
+        [40, 60, 30],
+    ]
+
+
 def test_a_sample_beyond_the_cap_is_an_error_that_says_what_to_do():
     rule = Batching(samples=1, max_tokens=50, packed=True)
     with pytest.raises(

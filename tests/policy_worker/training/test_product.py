@@ -54,7 +54,8 @@ def samples_of(random: Random, options: dict[str, Any]) -> list[Sample]:
 
 def share_nothing(algorithm: Grpo) -> None:
     trainer = algorithm._trainer
-    trainer.least_spared, trainer._layout = None, replace(trainer._layout, least_spared=None)
+    trainer.least_spared = None
+    trainer.place = trainer.place._replace(layout=replace(trainer.place.layout, least_spared=None))
 
 
 def plant_nan(algorithm: Grpo) -> None:

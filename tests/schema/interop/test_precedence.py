@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from schema.config import ConfigError, check_config
+from schema.config.layout import own_mesh
 from schema.config.loading.load import load
 from schema.config.loading.tomlwrite import dumps
+from schema.config.root import Config
+from schema.config.rules.mesh import MESH_RULES
 from schema.interop import convert_text
 from schema.interop.engine.model import Conversion, Outcome
 from tests.schema.config_samples import GRPO, refused
@@ -396,3 +399,50 @@ def test_a_file_that_hydra_would_complete_is_refused_with_what_is_missing(
 def test_a_file_that_composes_nothing_says_nothing_of_hydra() -> None:
     found = verl("defaults: [_self_]")
     assert not any("`defaults`" in warning for warning in found.warnings)
+
+
+_VERL = "actor_rollout_ref: {{actor: {{use_kl_loss: true, {}}}, ref: {{{}}}}}"
+_MEGATRON = "strategy: megatron, megatron: {{{}}}"
+_TP2, _TP4 = "tensor_model_parallel_size: 2", "tensor_model_parallel_size: 4"
+_PP2 = "pipeline_model_parallel_size: 2"
+_ROLL = (
+    "use_kl_loss: true\nkl_loss_coef: 0.1\n"
+    "actor_train: {{strategy_args: {{strategy_name: megatron_train, strategy_config: {{{}}}}}, "
+    "device_mapping: 'list(range(0,8))'}}\nreference: {{strategy_args: {{strategy_name: megatron_infer, "
+    "strategy_config: {{{}}}}}{}}}"
+)
+_DEVICES = ", device_mapping: 'list(range(0,8))'"
+_WHOLE = {"tp_size": 4, "dp_shard_size": 2}
+MESHES: list[tuple[Any, str, dict[str, Any] | None]] = [
+    (verl, _VERL.format(_MEGATRON.format(_TP2), _MEGATRON.format(_TP4)), _WHOLE),
+    (verl, _VERL.format(_MEGATRON.format(_TP4), _MEGATRON.format(_TP4)), None),
+    (verl, _VERL.format(f"{ULYSSES}: 2", f"{ULYSSES}: 4"), {"cp_size": 4, "tp_size": 1, "dp_shard_size": 2}),
+    # a key that alone would leave the sizes to our defaults
+    (verl, _VERL.format(*[_MEGATRON.format(f"{_PP2}, virtual_pipeline_model_parallel_size: 2")] * 2), None),
+    (verl, _VERL.format(*[_MEGATRON.format(f"{_TP4}, sequence_parallel: true")] * 2), None),
+    # with adapters the reference model is the policy
+    (verl, _VERL.format(f"{ULYSSES}: 2", f"{ULYSSES}: 4}}, model: {{lora_rank: 8"), None),
+    (roll, _ROLL.format(_TP2, _TP4, _DEVICES), _WHOLE),
+    (roll, _ROLL.format(_TP2, _TP4, ""), _WHOLE),
+    (roll, _ROLL.format(_TP2, _TP2, ""), None),
+]
+
+
+@pytest.mark.parametrize(("read", "text", "expected"), MESHES)
+def test_a_reference_has_a_whole_mesh_of_its_own_where_it_is_another(
+    read: Any, text: str, expected: dict[str, Any] | None
+) -> None:
+    found = read(text).config
+    mesh = found.get("reference", {}).get("parallelism")
+    assert (mesh and {name: mesh[name] for name in expected or {}}) == expected
+    config = Config.model_validate({key: value for key, value in found.items() if key != "unsupported"})
+    assert (own_mesh(config, "reference") is None) == (expected is None)
+    assert [problem for rule in MESH_RULES for problem in rule(config)] == []
+
+
+@pytest.mark.parametrize(("size", "expected"), [(_TP2, None), (_TP4, False)])
+def test_a_critic_of_roll_splits_sequences_in_a_mesh_of_its_own(size: str, expected: bool | None) -> None:
+    text = _ROLL.format(_TP2, f"{size}, sequence_parallel: false", "")
+    found = roll("adv_estimator: gae\n" + text.replace("reference", "critic").replace("_infer", "_train"))
+    assert value_of(found, "critic.parallelism.sequence_parallel") is expected
+    assert (value_of(found, "critic.parallelism") is None) == (expected is None)

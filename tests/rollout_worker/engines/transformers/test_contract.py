@@ -86,6 +86,7 @@ class TestAdapters:
             "target_modules": "all-linear",
             "modules_to_save": ["model.norm"],
             "use_rslora": True,
+            "use_dora": True,
         }
         versions = Versions(tmp_path, "adapter")
         rollout = {**TestTransformers.config(tmp_path).rollout.model_dump(), "load_format": "auto"}

@@ -27,9 +27,13 @@ from tests.support.each import check_each
 
 P, K, L = "train.train_policy", "train.ckpt", "policy.lora"
 M, R, C = "policy.parallelism", "rollout.parallelism", "critic.parallelism"
+REF = "reference.parallelism"
 FIX, KL, PENALTY = f"{P}.rollout_correction", f"{P}.kl_in_reward", f"{P}.overlong_reward"
 ESTIMATOR, OPTIMIZE = f"{P}.advantage_estimator", "batch_size_per_optimize"
 CRITIC = {"critic.enable": True, ESTIMATOR: "gae"}
+REFERENCE = {f"{P}.kl_beta": 0.1}
+FOUR = {f"{M}.dp_shard_size": 4}
+"""Ranks of the policy."""
 VLLM = {"rollout.backend": "vllm"}
 PROFILE = "profiler.sub_profiler_config"
 PROFILED = {"profiler.enable_profiler": True, f"{PROFILE}.do_profile": True}
@@ -380,6 +384,9 @@ FAULTS = {
         ({f"{L}.init_lora_weights": "loftq"}, '"loftq"', "policy.model_name_or_path"),
         ({"critic.lora.init_lora_weights": "eva"} | CRITIC, '"eva"', "[critic.lora] has seen no data"),
     ],
+    trainable.decomposed_rows_are_whole: [
+        ({f"{L}.use_dora": True, "policy.parallelism.tp_size": 2}, "policy.parallelism.tp_size = 2 cuts")
+    ],
     trainable.adapters_are_saved_as_such: [
         (
             {f"{K}.save_contents": ["optimizer"], f"{K}.enable_checkpoint": True}
@@ -408,6 +415,7 @@ FAULTS = {
             ({}, "without [policy.lora]"),
             ({f"{L}.init_lora_weights": "olora"}, f'{L}.init_lora_weights = "olora"'),
             ({f"{L}.modules_to_save": ["norm"]} | VLLM, f'{L}.modules_to_save = ["norm"]'),
+            ({f"{L}.use_dora": True} | VLLM, f"{L}.use_dora = true is more"),
             (ADAPTER | {"rollout.load_format": "dummy"}, 'rollout.load_format = "dummy"'),
         )
     ],
@@ -473,6 +481,40 @@ FAULTS = {
             {f"{C}.pp_micro_batch_size": 2, f"{C}.pp_size": 4, "critic.mini_batch": 4} | CRITIC,
             "critic.mini_batch = 4",
         ),
+        (
+            {f"{REF}.pp_micro_batch_size": 2, f"{REF}.pp_size": 2, "reference.mini_batch": 4} | REFERENCE,
+            "reference.mini_batch = 4 cuts micro-batches",
+        ),
+    ],
+    mesh.roles_have_the_policys_ranks: [
+        (
+            {f"{REF}.dp_shard_size": 3, f"{REF}.tp_size": 1} | FOUR | REFERENCE,
+            "a mesh of 3 ranks (dp_shard_size 3), and the policy's has 4 (dp_shard_size 4)",
+        ),
+        ({f"{C}.tp_size": 8} | FOUR | CRITIC, "a mesh of 8 ranks (tp_size 8)"),
+        ({f"{C}.tp_size": 8, f"{C}.dp_shard_size": -1} | FOUR | CRITIC, "a mesh of 8 ranks (tp_size 8)"),
+        (
+            {f"{C}.dp_shard_size": 3, f"{C}.tp_size": 1, f"{M}.dp_shard_size": -1, f"{M}.pp_size": 2}
+            | CRITIC,
+            "no multiple of 2 (pp_size 2)",
+        ),
+        (
+            {f"{REF}.n_init_replicas": 2, f"{REF}.dp_shard_size": 4, f"{REF}.tp_size": 1} | FOUR | REFERENCE,
+            f"{M}.n_init_replicas = 1",
+        ),
+    ],
+    mesh.own_meshes_stand_alone: [
+        ({REF: {"tp_size": 4}, **more} | FOUR, *words)
+        for more, *words in (
+            (REFERENCE | {f"{P}.kl_type": "full"}, f'{P}.kl_type = "full"'),
+            ({KL: {"beta": 0.1, "type": "full"}}, f'{KL}.type = "full"'),
+            (REFERENCE | {f"{P}.reference_reset_interval": 5}, "5 makes it a copy"),
+            (REFERENCE | ADAPTER, "policy.lora"),
+            (
+                REFERENCE | {"placement.policy": [0, 1, 2, 3], "placement.reference": [4, 5, 6, 7]},
+                "[4, 5, 6, 7]",
+            ),
+        )
     ],
     mesh.stages_take_any_shape: [
         ({f"{M}.pp_dynamic_shape": False, f"{M}.pp_size": 2}, f"{M}.pp_size = 2", "lengths of their own")

@@ -12,10 +12,10 @@ from schema.config import Config, check_rules, check_warnings
 from schema.config.rules.model import (
     critic_reads_the_policy,
     engine_replaces_weights,
-    every_model_fills_stages,
     logprobs_are_right,
     model_agrees,
     model_warnings,
+    other_models_agree,
     overrides_can_act,
     sequences_can_be_cut,
 )
@@ -179,12 +179,11 @@ def test_the_critics_mesh_is_of_the_same_model(tmp_path: Path) -> None:
         "train.train_policy.advantage_estimator": "gae",
         "critic.parallelism.tp_size": 3,
     }
-    case = Case(
-        model_agrees, named(tmp_path, QWEN, critic), "critic.parallelism.tp_size", ("3 does not divide",)
-    )
+    key = "critic.parallelism.tp_size"
+    case = Case(other_models_agree, named(tmp_path, QWEN, critic), key, ("3 does not divide",))
     check_case(case, GRPO)
     other = written(GRPO, case.values | {"critic.model_name_or_path": "owner/other"})
-    assert list(model_agrees(Config.model_validate(other))) == []
+    assert list(other_models_agree(Config.model_validate(other))) == []
 
 
 def test_a_critic_reads_the_policys_tokens(tmp_path: Path) -> None:
@@ -257,7 +256,7 @@ def test_every_model_is_cut_into_stages(tmp_path: Path) -> None:
     values = named(tmp_path, QWEN, {"critic.model_name_or_path": str(tmp_path), f"{M}.pp_size": 29} | CRITIC)
     values["policy.model_name_or_path"] = "owner/model"
     words = ("29 stages for the 28 layers of critic.model_name_or_path",)
-    check_case(Case(every_model_fills_stages, values, f"{M}.pp_size", words), GRPO)
+    check_case(Case(other_models_agree, values, f"{M}.pp_size", words), GRPO)
 
 
 def test_a_broken_model_is_a_problem(tmp_path: Path) -> None:
