@@ -312,7 +312,7 @@ class Critic(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=model.takes_blocks,
             device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
-            dispatcher=config.policy.moe_token_dispatcher,
+            dispatcher=config.policy.dispatcher,
         )
         if apart:
             log.info("critic: on %s", self.place.layout.device)
@@ -450,6 +450,13 @@ class Trainer(TrainedModel):
         teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
     ) -> None:
         check_experts(model, group, "policy.parallelism")
+        if config.policy.moe_shared_expert_overlap and not any(
+            shared for _, shared in expert_layers(model.lm)
+        ):
+            raise SettingsError(
+                f"policy.moe_shared_expert_overlap = true: {type(model.lm).__name__} has no shared expert next to "
+                f"others: write false"
+            )
         models = (model, reference, None if critic is None else critic.model, *teachers.values())
         super().__init__(
             model,
@@ -460,7 +467,7 @@ class Trainer(TrainedModel):
             packed=config.train.sequence_packing,
             takes_blocks=all(one.takes_blocks for one in models if one is not None),
             reshaping=Reshaping.of_config(config),
-            dispatcher=config.policy.moe_token_dispatcher,
+            dispatcher=config.policy.dispatcher,
         )
         self.critic, self.vocabulary = critic, self.place.layout.vocabulary
         self._reference_is_apart = reference_layout(config) is not None
@@ -515,7 +522,7 @@ class Trainer(TrainedModel):
         model.requires_grad_(False).eval()
         if place.pipeline is not None:
             place.pipeline.cut(model)
-        dispatcher = config.policy.moe_token_dispatcher
+        dispatcher = config.policy.dispatcher
         return distribute(
             model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
         )

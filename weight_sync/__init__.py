@@ -6,10 +6,11 @@
     weights.changes_since(content_hash)      for engines that change in place, each by `open_delta`
     with weights.reading(): …                the whole
 
-stores       where versions lie                     layout, manifest  what the bytes are, what is hashed; `stored` reads some
+stores       where versions lie                     layout, manifest  what the bytes are, what is hashed
 publishing   the trainer's half, with `chain`       delta             what a delta holds, and applying it
 host         the one copy of a host                 download_plan     which forms are read
 transport    from host to host, past the store      hf_names, lora    the names of the hub checkpoint
+                                                    stored            any part of a tensor in a file
 """
 
 from weight_sync.delta.delta import open_delta

@@ -5,13 +5,17 @@
     allgather    every rank gets the tokens of all; what its experts say to them is added up where they are from
     alltoall     each token travels to the ranks of its experts, and what they say back
 
+    overlapped   `alltoall`, and while tokens travel to the experts a shared one computes what it says to all
+
 `shared` and `allgather` send tokens of other ranks' experts to one that is not there, which transformers' layers of
 experts skip. Every rank takes part in every exchange, with or without tokens, and gives its experts a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import nan
 
 import torch
 import torch.distributed as dist
@@ -22,7 +26,7 @@ from transformers import PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import AnyModel
 from policy_worker.model.sequence import pattern
-from policy_worker.parallel.parts import ROWS, Add, Copy, Gather, Scatter, Travel, cut, gathered, wrap
+from policy_worker.parallel.parts import ROWS, Add, Copy, Gather, Scatter, cut, gathered, travel, wrap
 
 EXPERTS = "moe_tp_experts"
 """What a plan of transformers calls a layer of experts."""
@@ -34,18 +38,25 @@ Dispatch = Callable[[Forward, Tensor, Tensor, Tensor, int, dist.ProcessGroup], T
 
 def apply_ep(model: AnyModel, mesh: DeviceMesh, dispatcher: str) -> AnyModel:
     """Spread the experts of `model`, if it has any, in place over the ep dimension; every rank has all before."""
-    for layer in expert_layers(model.lm):
-        spread_experts(layer, mesh, dispatcher)
+    for layer, shared in expert_layers(model.lm):
+        spread_experts(layer, shared, mesh, dispatcher)
     return model
 
 
-def expert_layers(lm: PreTrainedModel) -> list[nn.Module]:
-    """The layers of experts, as the model's plan for tensor parallelism names them."""
+def expert_layers(lm: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
+    """The layers of experts, as the model's plan for tensor parallelism names them, and the shared expert of each."""
     plan = lm.tp_plan or {}
-    return [layer for name, layer in lm.named_modules() if plan.get(pattern(name)) == EXPERTS]
+    named = ((name, layer) for name, layer in lm.named_modules() if plan.get(pattern(name)) == EXPERTS)
+    return [(layer, shared_expert(lm, name)) for name, layer in named]
 
 
-def spread_experts(layer: nn.Module, mesh: DeviceMesh, dispatcher: str) -> None:
+def shared_expert(lm: PreTrainedModel, name: str) -> nn.Module | None:
+    """The expert that sees all tokens, next to a layer of experts of this name."""
+    children = dict(lm.get_submodule(name.rpartition(".")[0]).named_children())
+    return children.get("shared_experts", children.get("shared_expert"))
+
+
+def spread_experts(layer: nn.Module, shared: nn.Module | None, mesh: DeviceMesh, dispatcher: str) -> None:
     """Keep this rank's experts of one layer. Raises `SettingsError` if their number cannot be divided."""
     count, ranks, dispatch, group = layer.num_experts, mesh.size(), DISPATCHERS[dispatcher], mesh.get_group()
     if count % ranks:
@@ -56,10 +67,68 @@ def spread_experts(layer: nn.Module, mesh: DeviceMesh, dispatcher: str) -> None:
     layer.num_experts = n = count // ranks
     layer._is_expert_parallel = True
 
+    ahead = _Ahead(shared) if dispatcher == "overlapped" and shared is not None else None
+
     def compute(forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return dispatch(forward, tokens, ids, weights, n, group)
+        if ahead is None:
+            return dispatch(forward, tokens, ids, weights, n, group)
+        with ahead.of(tokens):
+            return _alltoall(forward, tokens, ids, weights, n, group, ahead.compute)
 
     wrap(layer, compute)
+
+
+class _Ahead:
+    """A shared expert, which computes when the layer of experts says so instead of when the model calls it.
+
+    A model that calls it before the layer of experts gets what it will say, which is NaN until then; one that calls
+    it afterwards what it has said.
+    """
+
+    def __init__(self, shared: nn.Module) -> None:
+        self._call: Callable[[Tensor], Tensor] = shared._call_impl
+        self._asked: tuple[Tensor, Tensor] | None = None
+        self._said: tuple[Tensor, Tensor] | None = None
+        self._tokens: Tensor | None = None
+        setattr(shared, "_call_impl", self._answer)  # noqa: B010
+
+    @contextmanager
+    def of(self, tokens: Tensor) -> Iterator[None]:
+        """It will be asked of the tokens of the experts."""
+        self._tokens = tokens
+        try:
+            yield
+        except BaseException:  # what is computed again may end here
+            self._asked = self._said = None
+            raise
+        finally:
+            self._tokens = None
+
+    def compute(self) -> None:
+        """What it says to all tokens."""
+        assert self._tokens is not None
+        if self._asked is None:
+            self._said = self._tokens, self._call(self._tokens)
+            return
+        (asked, answer), self._asked = self._asked, None
+        _check_same(asked, self._tokens)
+        answer.copy_(self._call(asked))
+
+    def _answer(self, tokens: Tensor) -> Tensor:
+        if self._said is None:
+            self._asked = tokens, torch.full_like(tokens, nan)
+            return self._asked[1]
+        (seen, said), self._said = self._said, None
+        _check_same(tokens, seen)
+        return said.view_as(tokens)
+
+
+def _check_same(tokens: Tensor, others: Tensor) -> None:
+    if tokens.data_ptr() != others.data_ptr() or tokens.numel() != others.numel():
+        raise SettingsError(
+            "policy.moe_shared_expert_overlap = true: the shared expert of this model sees something else than its "
+            "experts: write false"
+        )
 
 
 def _of_own(forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor, n: int, rank: int) -> Tensor:
@@ -92,7 +161,13 @@ def _allgather(
 
 
 def _alltoall(
-    forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor, n: int, group: dist.ProcessGroup
+    forward: Forward,
+    tokens: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    n: int,
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Tensor:
     ranks, each = group.size(), ids.shape[1]
     order = ids.flatten().argsort(stable=True)
@@ -100,10 +175,10 @@ def _alltoall(
     theirs = torch.empty_like(counts)  # of my experts, by the ranks that ask them
     dist.all_to_all_single(theirs, counts, group=group)
     sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
-    guests = Travel.apply(tokens[order // each], sent, received, group)
+    guests = travel(tokens[order // each], sent, received, group, meanwhile)
     experts = torch.arange(n, device=ids.device).repeat(ranks).repeat_interleave(theirs.flatten())
     said = _to_each(forward, guests, experts)
-    said = Travel.apply(said, received, sent, group)
+    said = travel(said, received, sent, group)
     mine = torch.empty_like(said).index_copy(0, order, said).view(len(tokens), each, -1)
     return (mine * weights[..., None]).sum(1).to(tokens.dtype)
 
@@ -116,4 +191,7 @@ def _to_each(forward: Forward, tokens: Tensor, experts: Tensor) -> Tensor:
     return forward(nobody, experts.new_zeros(1, 1), nobody.new_zeros(1, 1))[:0]
 
 
-DISPATCHERS: dict[str, Dispatch] = {"shared": _shared, "allgather": _allgather, "alltoall": _alltoall}
+DISPATCHERS: dict[str, Dispatch] = {
+    **{"shared": _shared, "allgather": _allgather},
+    **{"alltoall": _alltoall, "overlapped": _alltoall},
+}

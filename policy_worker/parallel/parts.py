@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -181,19 +181,72 @@ class Unite(torch.autograd.Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
-class Travel(torch.autograd.Function):
-    """sent, received: how many rows go to each rank, and come from it."""
+def travel(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Rows to the ranks that they are for. sent, received: how many go to each rank, and come from it.
+
+    meanwhile: computes while they are on their way; its backward runs while their gradients travel back, since of
+    what is ready in a backward that comes first which came last.
+    """
+    way = _Way(sent, received, group)
+    arriving = _Leave.apply(x, way)
+    meanwhile()
+    return cast(Tensor, _Arrive.apply(arriving, way))
+
+
+class _Way:
+    """Rows that are on their way, there or back."""
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._sizes, self._group = (list(sent), list(received)), group
+        self._open: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """What will have arrived at the end."""
+        sent, received = reversed(self._sizes) if back else self._sizes
+        leaving, found = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(found, leaving, received, sent, group=self._group, async_op=True)
+        assert work is not None
+        self._open = work, leaving, found
+        return found
+
+    def end(self) -> Tensor:
+        """What has arrived."""
+        assert self._open is not None
+        work, _, found = self._open
+        work.wait()
+        self._open = None
+        return found
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.begin(x)
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way = received, sent, group
-        return _travelled(x, sent, received, group)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        del grad  # what arrived; it is back by now
+        return ctx.way.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        way.end()
+        return arriving.view_as(arriving)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _travelled(grad, *ctx.way), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.way.begin(grad, back=True)
+        return grad, None
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,10 +259,4 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     found = x.new_empty(len(x) // group.size(), *x.shape[1:])
     dist.reduce_scatter_single(found, x.contiguous(), group=group)
-    return found
-
-
-def _travelled(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    found = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=group)
     return found

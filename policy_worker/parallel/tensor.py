@@ -42,7 +42,7 @@ from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
 from policy_worker.model.sequence import blocks_of, gather_into, pattern
 from policy_worker.model.stages import Elsewhere
-from policy_worker.parallel.experts import EXPERTS, spread_experts
+from policy_worker.parallel.experts import EXPERTS, shared_expert, spread_experts
 from policy_worker.parallel.parts import (
     COLUMNS,
     COPY,
@@ -76,7 +76,7 @@ STYLES = {
 }
 """By their names in a plan of transformers, which speaks of Wᵀ."""
 OWN_HEADS = "replicated_with_grad_allreduce"
-"""That of copies that serve the heads of a rank alone."""
+"""That of copies that serve the heads of a rank alone, or its width of an MLP."""
 SHARED = {*STYLES, OWN_HEADS}
 
 
@@ -88,11 +88,12 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
     Raises:
         SettingsError: the model has no plan, or one of a kind that is not known here.
     """
-    lm, plan, ranks = model.lm, model.lm.tp_plan, _Ranks(mesh, sequence=dispatcher is not None)
-    if not plan:
+    lm, ranks = model.lm, _Ranks(mesh, sequence=dispatcher is not None)
+    if not lm.tp_plan:
         raise SettingsError(
             f"{type(lm).__name__} does not say how tensor parallelism cuts it: write tp_size = 1 for it"
         )
+    plan = _whole_plan(lm)
     _check_adapters(lm, plan)
     ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
     embeddings, head = (None if isinstance(end, Elsewhere) else end for end in ends)
@@ -114,10 +115,10 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
         if style in STYLES and (isinstance(layer, nn.Linear) or adapted(layer)):
             ranks.cut_linear(layer, STYLES[style], blocks.get(name.rpartition(".")[0]))
         elif style == EXPERTS:
-            spread_experts(layer, mesh, dispatcher or "shared")
+            spread_experts(layer, shared_expert(lm, name), mesh, dispatcher or "shared")
         elif style == OWN_HEADS:
             cut(layer, mesh, COPY)
-            wrap(layer, lambda forward, *inputs: forward(*inputs), partial=True)
+            wrap(layer, lambda forward, *inputs, **named: forward(*inputs, **named), partial=True)
         else:
             raise SettingsError(
                 f"{type(lm).__name__} is cut in a way that tensor parallelism does not know here: {name} is "
@@ -132,6 +133,22 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
     if ranks.sequence:
         model.gather = ranks.unite
     return model
+
+
+def _whole_plan(lm: PreTrainedModel) -> dict[str, str]:
+    """The model's plan, with what some leave out: norms and activations between layers that are cut."""
+    plan = dict(lm.tp_plan)
+    for name, block in blocks_of(lm).items():
+        inner = {part for layer in block.modules() if adapted(layer) for part in [*layer.modules()][1:]}
+        named = ((own, part) for own, part in block.named_modules() if own and part not in inner)
+        parts = {pattern(f"{name}.{own}"): part for own, part in named}
+        linear = (plan.get(at) for at, part in parts.items() if isinstance(part, nn.Linear) or adapted(part))
+        if all(style in ("colwise", "rowwise") for style in linear):
+            others = (
+                at for at, part in parts.items() if at not in plan and [*part.parameters(recurse=False)]
+            )
+            plan |= dict.fromkeys(others, OWN_HEADS)
+    return plan
 
 
 def _is_all_cut(block: nn.Module, name: str, plan: Mapping[str, str]) -> bool:

@@ -69,6 +69,7 @@ from tests.policy_worker.material import (
     random_samples,
     tiny_critic,
     tiny_experts,
+    tiny_family,
     tiny_lm,
     tiny_model,
     train_step,
@@ -740,7 +741,7 @@ def exchanges_of_layers(config: Config, place: Place) -> int:
     """How often sums are scattered over tensor-parallel ranks, of which a replica has two, in a forward of one."""
     model, sizes = load_model(config), MeshSizes.of_config(config.policy.parallelism, 2)
     mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("tp",))
-    apply_tp(model, mesh, config.policy.moe_token_dispatcher if sizes.sequence else None)
+    apply_tp(model, mesh, config.policy.dispatcher if sizes.sequence else None)
     model.read_weights(place.group.device)
     exchange = torch.distributed.reduce_scatter_single
     with patch.object(torch.distributed, "reduce_scatter_single", wraps=exchange) as seen:
@@ -759,12 +760,34 @@ def exchanges_of_experts(config: Config, place: Place) -> int:
     """How often tokens travel in a forward of a model whose experts are spread."""
     model = load_model(config)
     mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("ep",))
-    apply_ep(model, mesh, config.policy.moe_token_dispatcher)
+    apply_ep(model, mesh, config.policy.dispatcher)
     model.read_weights(place.group.device)
     exchange = torch.distributed.all_to_all_single
     with patch.object(torch.distributed, "all_to_all_single", wraps=exchange) as seen:
         model.lm(input_ids=torch.arange(3, 8)[None])
     return seen.call_count
+
+
+def order_of_experts(config: Config, place: Place) -> list[str]:
+    """When a shared expert computes, and the layer of experts next to it."""
+    model = load_model(config)
+    mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("ep",))
+    apply_ep(model, mesh, config.policy.dispatcher)
+    model.read_weights(place.group.device)
+    layer, order = model.lm.model.layers[1].mlp, list[str]()
+    for name in ("experts", "shared_experts"):
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name))
+    model.lm(input_ids=torch.arange(3, 8)[None])
+    return order
+
+
+def _shared_experts(place: Place) -> str:
+    """A tiny mixture with a shared expert that the other models' tokenizer fits."""
+    path = place.root / "shared experts"
+    if not path.exists():
+        shutil.copytree(place.model, path)
+        tiny_family("glm4_moe", vocabulary=259).save_pretrained(path)
+    return str(path)
 
 
 watch(implementation_of_experts, changed(grpo, of_experts), {"policy.moe_grouped_gemm": (False, True)})
@@ -777,6 +800,11 @@ watch(
     {"policy.moe_token_dispatcher": ("alltoall", "allgather")},
 )
 
+watch(
+    order_of_experts,
+    changed(grpo, two_of_experts | {"policy.model_name_or_path": Made(_shared_experts)}),
+    {"policy.moe_shared_expert_overlap": (False, True)},
+)
 
 # ---- meshes of other models ------------------------------------------------------------------------------------
 
@@ -830,6 +858,11 @@ for role, on in (
         ranks_of_a_role,
         changed(grpo, open_ | of_experts),
         {f"{mesh}.{size}": (1, 2) for size in sizes} | {f"{mesh}.dp_shard_size": (2, 4)},
+    )
+    watch(
+        ranks_of_a_role,
+        changed(grpo, open_ | {mesh: {"tp_size": 2, "dp_shard_size": -1}}),
+        {f"{mesh}.sequence_parallel": (False, True)},
     )
     two = on | {"policy.parallelism.dp_shard_size": 2, mesh: {"tp_size": 1, "pp_size": 2}}
     staged = changed(grpo, two | {f"{POLICY}.mini_batch": 4, "policy.model_name_or_path": Made(_four_layers)})

@@ -74,7 +74,7 @@ def tiny_family(
         "phi3": {"sliding_window": 5},
         "qwen3_moe": MIXTURE | {"num_experts": 4},
         "ernie4_5_moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2},
-        "glm4_moe": MIXTURE | {"n_routed_experts": 4, "n_shared_experts": 2},
+        "glm4_moe": MIXTURE | {"n_routed_experts": 4, "n_shared_experts": 2, "use_qk_norm": True},
     }
     shape = TINY | {
         "num_attention_heads": heads,

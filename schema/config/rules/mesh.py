@@ -233,9 +233,18 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when these are on several ranks, which have other tokens."""
     policy, size_key = config.policy, "policy.parallelism.ep_size"
     dispatcher = policy.moe_token_dispatcher
-    if any(one.mesh.ep_size > 1 or one.mesh.sequence_parallel for one in trainer_meshes(config)):
-        if policy.moe_shared_expert_overlap and dispatcher == "allgather":
-            key, other = "policy.moe_shared_expert_overlap", "policy.moe_token_dispatcher"
+    key, meshes = "policy.moe_shared_expert_overlap", [one.mesh for one in trainer_meshes(config)]
+    exchange = any(mesh.sequence_parallel or mesh.ep_size not in (1, mesh.tp_size) for mesh in meshes)
+    if exchange or any(mesh.ep_size > 1 for mesh in meshes):
+        if policy.moe_shared_expert_overlap and not exchange:
+            size, other = policy.parallelism.tp_size, "policy.parallelism.sequence_parallel"
+            message = (
+                f"true has no effect: the {size} ranks of policy.parallelism.tp_size have the same tokens, which "
+                "travel nowhere"
+            )
+            yield Problem(key, message, True, f"write {key} = false, or {other} = true", related=(other,))
+        elif policy.moe_shared_expert_overlap and dispatcher == "allgather":
+            other = "policy.moe_token_dispatcher"
             message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
             hint = f'write {other} = "alltoall", or {key} = false'
             yield Problem(key, message, True, hint, related=(other,))

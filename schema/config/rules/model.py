@@ -325,6 +325,7 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     options = {
         "policy.freeze_moe_router": config.policy.freeze_moe_router,
         "policy.moe_grouped_gemm": config.policy.moe_grouped_gemm,
+        "policy.moe_shared_expert_overlap": config.policy.moe_shared_expert_overlap,
         "train.recompute_moe_layers": config.train.recompute_moe_layers,
     }
     if config.has_critic and config.critic.model_name_or_path in (None, config.policy.model_name_or_path):

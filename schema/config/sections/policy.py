@@ -220,8 +220,13 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
     moe_shared_expert_overlap: bool = key(
         False,
         "Whether the shared expert computes while tokens travel to the others.",
-        unbuilt="an overlap of experts and exchange",
+        acts="number: When the shared expert of a layer computes.",
     )
+
+    @property
+    def dispatcher(self) -> Literal["allgather", "alltoall", "overlapped"]:
+        """How tokens reach the experts of other ranks; overlapped: `alltoall`, while a shared expert computes."""
+        return "overlapped" if self.moe_shared_expert_overlap else self.moe_token_dispatcher
 
     @property
     def tokenizer(self) -> tuple[str, str | None]:

@@ -542,6 +542,10 @@ FAULTS = {
             },
             'policy.moe_token_dispatcher = "allgather"',
         ),
+        (
+            {"policy.moe_shared_expert_overlap": True, M: {"ep_size": 2, "tp_size": 2}},
+            f"the 2 ranks of {M}.tp_size have the same tokens",
+        ),
     ],
     mesh.engines_have_such_a_mesh: [
         ({f"{R}.cp_size": 2}, "2 is not possible"),

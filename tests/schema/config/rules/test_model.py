@@ -65,6 +65,12 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     (QWEN, VLLM | {f"{R}.pp_size": 30}, f"{R}.pp_size", ("30 are more stages than the 28 layers",)),
     (MOE, VLLM | {f"{R}.ep_size": 8, f"{R}.tp_size": 8}, f"{R}.ep_size", ("12 experts",)),
     (QWEN, {"policy.moe_grouped_gemm": True}, "policy.moe_grouped_gemm", ("is none",)),
+    (
+        QWEN,
+        {"policy.moe_shared_expert_overlap": True, f"{M}.tp_size": 2, f"{M}.sequence_parallel": True},
+        "policy.moe_shared_expert_overlap",
+        ("is none",),
+    ),
     (QWEN, {"policy.freeze_moe_router": True}, "policy.freeze_moe_router", ("is none",)),
     (QWEN, CRITIC | {"critic.freeze_moe_router": True}, "critic.freeze_moe_router", ("is none",)),
     (QWEN, {"train.recompute_moe_layers": True}, "train.recompute_moe_layers", ("is none",)),
