@@ -464,6 +464,8 @@ OF_ROLES: list[dict[str, Any]] = [
     [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}],
 )
 def test_roles_on_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
-    pairs = [(one, OF_ROLES[number - 3]) for number, one in enumerate(OF_ROLES)]
-    cases = [case for one, other in pairs for case in with_roles(reference=one, critic=other)[:2]]
+    cases = [
+        with_roles(reference=one, critic=OF_ROLES[number - 3])[number % 2]
+        for number, one in enumerate(OF_ROLES)
+    ]
     assert_one(tmp_path / "4", group, 4, mesh, cases)
