@@ -136,17 +136,17 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
 
 
 def _whole_plan(lm: PreTrainedModel) -> dict[str, str]:
-    """The model's plan, with what some leave out: norms and activations between layers that are cut."""
-    plan = dict(lm.tp_plan)
+    """The model's plan, with what some leave out: norms and activations between layers that are cut, which unlike
+    those before such layers have no parameters of the states' width."""
+    plan, width = dict(lm.tp_plan), lm.config.get_text_config().hidden_size
     for name, block in blocks_of(lm).items():
         inner = {part for layer in block.modules() if adapted(layer) for part in [*layer.modules()][1:]}
         named = ((own, part) for own, part in block.named_modules() if own and part not in inner)
         parts = {pattern(f"{name}.{own}"): part for own, part in named}
         linear = (plan.get(at) for at, part in parts.items() if isinstance(part, nn.Linear) or adapted(part))
         if all(style in ("colwise", "rowwise") for style in linear):
-            others = (
-                at for at, part in parts.items() if at not in plan and [*part.parameters(recurse=False)]
-            )
+            own = ((at, [*part.parameters(recurse=False)]) for at, part in parts.items() if at not in plan)
+            others = (at for at, some in own if some and all(p.numel() != width for p in some))
             plan |= dict.fromkeys(others, OWN_HEADS)
     return plan
 
@@ -310,14 +310,16 @@ class _Block:
                 own.append(states.detach())
                 return gather(states)
 
-            def compute(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+            forward = block.forward
+
+            def compute(*inputs: Any, **named: Any) -> Any:
                 again = _Again(own.pop(), inputs[0] if inputs else named["hidden_states"], ranks.unite)
                 with saved_tensors_hooks(again.pack, again.unpack):
                     return forward(*inputs, **named)
 
             gather_into(block, gather if keeps else enter)
             if not keeps:
-                wrap(block, compute)
+                block.forward = compute
 
         def forget(*_: Any) -> None:
             self._source = self._copy = None

@@ -441,7 +441,8 @@ def with_roles(**roles: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_roles_with_meshes_of_their_own_equal_one(tmp_path: Path, group: Group):
     shards, layers, stages = {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}
-    cases = with_roles(reference=layers, critic=stages) + with_roles(reference=stages, critic=layers)[:1]
+    split = layers | {"sequence_parallel": True}
+    cases = with_roles(reference=layers, critic=stages) + with_roles(reference=split, critic=split)[:1]
     assert_one(tmp_path / "shards", group, 2, {"dp_shard": 2}, cases)
     cases = with_roles(reference=shards, critic=shards)[:2]
     assert_one(tmp_path / "layers", group, 2, {"tp": 2}, cases)
@@ -453,7 +454,7 @@ OF_ROLES: list[dict[str, Any]] = [
     {"pp_size": 2, "dp_shard_size": 2, "pp_micro_batch_size": 2},
     {"cp_size": 2, "dp_shard_size": 2},
     {"dp_replicate_size": 2, "dp_shard_size": 2},
-    {"tp_size": 2, "cp_size": 2},
+    {"tp_size": 2, "cp_size": 2, "sequence_parallel": True},
     {"tp_size": 2, "pp_size": 2, "pp_schedule": "GPipe"},
 ]
 
