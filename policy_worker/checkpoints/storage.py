@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from policy_worker.checkpoints.layout import FileFacts
 from policy_worker.errors import DamagedCheckpointError
-from policy_worker.model.stored import StoredTensor, all_of, open_file
+from policy_worker.model.pretrained import StoredTensor, all_of, open_file
 from weight_sync.errors import WeightError
 from weight_sync.layout import dtype_name, tensor_bytes
 from weight_sync.publishing.gather import Box

@@ -26,8 +26,8 @@ from policy_worker.model import lora
 from policy_worker.model.load import load_critic, load_model, load_reference
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.model.pretrained import stored_tensors
 from policy_worker.model.stages import Stages
-from policy_worker.model.stored import stored_tensors
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
