@@ -43,6 +43,7 @@ from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import Backbone
+from policy_worker.model.pretrained import BLOCK
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import EarlierPolicy, TrainedModel, Trainer
@@ -90,7 +91,7 @@ def base_digest(model: Backbone, group: Group | None = None) -> str | None:
     It is made of the sum of each tensor's bits, read as whole numbers: whichever ranks add up the parts, it is exact.
     """
     parts = {
-        key: int(local_of(tensor).contiguous().view(_WORD[tensor.dtype.itemsize]).sum(dtype=torch.int64))
+        key: _sum_of_bits(local_of(tensor))
         for key, tensor in base_state(model).items()
         if _is_first(model, group, key, tensor)
     }
@@ -100,6 +101,12 @@ def base_digest(model: Backbone, group: Group | None = None) -> str | None:
             sums[key] = (sums.get(key, 0) + bits) % 2**64
     text = json.dumps(sums, sort_keys=True).encode()
     return str(xxhash.xxh3_128_hexdigest(text)) if sums else None
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """In blocks: on a CPU each is widened before it is added up."""
+    numbers = tensor.contiguous().view(-1).view(_WORD[tensor.dtype.itemsize])
+    return int(torch.stack([block.sum(dtype=torch.int64) for block in numbers.split(BLOCK)]).sum())
 
 
 def optimizer_state(trained: TrainedModel, prefix: str = OPTIMIZER) -> State:

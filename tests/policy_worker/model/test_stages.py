@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.load import load_model
 from policy_worker.model.model import Backbone, PolicyModel
 from policy_worker.model.stages import cut, parts_of
-from tests.policy_worker.material import TINY, VOCABULARY, tiny_critic, tiny_lm
+from tests.policy_worker.material import TINY, VOCABULARY, make_config, tiny_critic, tiny_lm
 
 
 def test_layers_are_dealt_evenly():
@@ -86,6 +88,23 @@ def test_fewer_layers_than_stages_are_refused():
 def test_an_architecture_that_has_no_such_stages_is_refused(kind: str, reason: str):
     with pytest.raises(SettingsError, match=f"cannot be cut into stages: .*{reason}.*pp_size = 1"):
         cut(PolicyModel(tiny_of(kind)), 0, 2)
+
+
+def test_a_model_without_weights_is_proven_on_a_copy_by_one_rank(tmp_path: Path):
+    shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+    kinds = ["sliding_attention", "full_attention"] * 3
+    for kind, shape in (("gemma4_text", shared | {"layer_types": kinds}), ("qwen3", {})):
+        tiny_of(kind, num_hidden_layers=6, **shape).save_pretrained(tmp_path / kind)
+
+    def load(kind: str) -> PolicyModel:
+        return load_model(make_config(policy={"model_name_or_path": str(tmp_path / kind)}))
+
+    with pytest.raises(SettingsError, match="does not go through its layers alone"):
+        cut(load("gemma4_text"), 0, 2)
+    cut(load("gemma4_text"), 0, 2, lead=lambda _: 32)
+    cut(model := load("qwen3"), 0, 2)
+    assert model.stages.width == 32
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 class Shared(nn.Module):
