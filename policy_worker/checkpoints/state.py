@@ -43,12 +43,12 @@ from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import Backbone
-from policy_worker.model.pretrained import BLOCK
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import EarlierPolicy, TrainedModel, Trainer
 from schema.config.sections.policy import ALTERING
 from schema.util.atomic_file import usual_mode
+from weight_sync.stored import BLOCK
 
 MODEL, OPTIMIZER, REFERENCE, EMA = "model", "optimizer", "reference", "ema"
 CRITIC, CRITIC_OPTIMIZER, BASE = "critic", "critic_optimizer", "base"
