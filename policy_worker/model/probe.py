@@ -114,9 +114,8 @@ def _without_adapters(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"
-    }
+    how = ("training", "gradient_checkpointing")  # it is used, which a copy need not know
+    return {key: value for key, value in vars(module).items() if not key.startswith("_") and key not in how}
 
 
 def _word(value: Any) -> str:

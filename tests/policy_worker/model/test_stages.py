@@ -97,7 +97,8 @@ def test_a_model_without_weights_is_proven_on_a_copy_by_one_rank(tmp_path: Path)
         tiny_of(kind, num_hidden_layers=6, **shape).save_pretrained(tmp_path / kind)
 
     def load(kind: str) -> PolicyModel:
-        return load_model(make_config(policy={"model_name_or_path": str(tmp_path / kind)}))
+        policy = {"model_name_or_path": str(tmp_path / kind), "model_gradient_checkpointing": True}
+        return load_model(make_config(policy=policy))
 
     with pytest.raises(SettingsError, match="does not go through its layers alone"):
         cut(load("gemma4_text"), 0, 2)
