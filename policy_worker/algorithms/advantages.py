@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -419,6 +419,7 @@ class AdvantageConfig:
         greedy: Sequence[bool] = (),
         sources: Sequence[str] = (),
         values: Mapping[int, Tensor] | None = None,
+        counted: Collection[int] | None = None,
     ) -> Advantages:
         """The advantages of a step. A collective for estimators over tokens, and with `token_rewards`.
 
@@ -430,7 +431,10 @@ class AdvantageConfig:
             greedy: which samples are the baselines of their groups, [n]: they take no part but for that; empty: none.
             sources: where the prompt of each sample comes from, [n]; empty: there is but one.
             values: the critic's, of each token of the rows, [n_i]; None: without a critic.
+            counted: the rows that this rank counts in sums, where another one may have some of them too; None: all.
         """
+        rows = set(rows)
+        counted = rows if counted is None else counted
         based = {row for row, is_greedy in enumerate(greedy) if is_greedy}
         bases = {groups[row]: score for row in based if (score := scores[row]) is not None}
         chosen = [
@@ -449,11 +453,14 @@ class AdvantageConfig:
         )
         shaped = dict(zip(chosen, outcomes.scores, strict=True))
         if self.estimator.over_tokens is not None:
-            mine = sorted(set(rows) & shaped.keys())
-            return self._over_tokens(shaped, tokens, mine, token_rewards or {}, values, reduce)
+            mine = sorted(rows & shaped.keys())
+            return self._over_tokens(shaped, tokens, mine, token_rewards or {}, values, reduce, counted)
         if token_rewards is not None:
             added = reduce(
-                [float(token_rewards[row].sum()) if row in token_rewards else 0.0 for row in chosen]
+                [
+                    float(token_rewards[row].sum()) if row in token_rewards and row in counted else 0.0
+                    for row in chosen
+                ]
             )
             outcomes = replace(outcomes, scores=[s + a for s, a in zip(outcomes.scores, added, strict=True)])
         assert self.estimator.over_outcomes is not None
@@ -477,6 +484,7 @@ class AdvantageConfig:
         rewards: Mapping[int, Tensor],
         values: Mapping[int, Tensor] | None,
         reduce: Reduce,
+        counted: Collection[int],
     ) -> Advantages:
         """A score is the reward of its sample's last token."""
         assert self.estimator.over_tokens is not None
@@ -490,12 +498,13 @@ class AdvantageConfig:
         found = list(self.estimator.over_tokens(TokenOutcomes(whole, expected), self.options))
         returns = [gained + value for gained, value in zip(found, expected, strict=True)] if expected else []
         if self._whitens:
-            found = whiten_tokens(found, reduce)
+            ours = [one for row, one in zip(mine, found, strict=True) if row in counted]
+            found = whiten_tokens(found, ours, reduce)
         if self.clip is not None:
             found = [one.clamp(-self.clip, self.clip) for one in found]
         means = [0.0] * len(tokens)
         for row, one in zip(mine, found, strict=True):
-            means[row] = float(one.mean())
+            means[row] = float(one.mean()) if row in counted else 0.0
         by_row = dict(zip(mine, returns, strict=True)) if returns else {}
         return Advantages(reduce(means), dict(zip(mine, found, strict=True)), by_row)
 
@@ -511,11 +520,11 @@ def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
     return [(value - mean) * _scale(squares, total) for value in values]
 
 
-def whiten_tokens(values: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """The same of single tokens on all data ranks. A collective."""
-    total, summed = reduce([float(sum(map(len, values))), math.fsum(float(one.sum()) for one in values)])
+def whiten_tokens(values: Sequence[Tensor], counted: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
+    """The same of single tokens on all data ranks. counted: those that this rank counts. A collective."""
+    total, summed = reduce([float(sum(map(len, counted))), math.fsum(float(one.sum()) for one in counted)])
     mean = summed / max(total, 1)
-    (squares,) = reduce([math.fsum(float(((one - mean) ** 2).sum()) for one in values)])
+    (squares,) = reduce([math.fsum(float(((one - mean) ** 2).sum()) for one in counted)])
     return [(one - mean) * _scale(squares, total) for one in values]
 
 

@@ -51,6 +51,7 @@ from policy_worker.training.batch_plan import (
     MiniBatch,
     Rows,
     alike_of,
+    owners_of,
     plan_pass,
     plan_step,
     rows_of,
@@ -179,6 +180,8 @@ class Grpo:
             log.info("the reference model is now the policy of step %d", table.step)
         prefixes = self._prefixes(table, fetched)
         samples = {row: fetched[row] for row in mine}
+        owners = owners_of(plan)  # a shuffle may deal a row to two ranks, and one of them counts it
+        own = {row: sample for row, sample in samples.items() if owners[row] == trainer.data_rank}
         columns, head = self._passes(table, fetched, plan, alike)
         columns[FRESH] = {
             row: torch.from_numpy(sample.versions == table.step).float() for row, sample in samples.items()
@@ -193,9 +196,10 @@ class Grpo:
             table.baseline,
             table.source,
             values := self._critic.values(table, fetched, plan, alike) if self._critic else None,
+            own,
         )
-        tokens = self._leave_out(table, samples, masked, prefixes, advantages, columns)
-        metrics = StepMetrics(table, advantages.by_sample, samples, self._source.bound, self._names)
+        tokens = self._leave_out(table, samples, own, masked, prefixes, advantages, columns)
+        metrics = StepMetrics(table, advantages.by_sample, own, self._source.bound, self._names)
         metrics.facts = self._facts(plan, learned, table, tokens, alike)
         if (ahead := self._source.ahead_fraction) is not None:
             metrics.facts["ahead_fraction"] = ahead
@@ -211,7 +215,7 @@ class Grpo:
             self._learn(Lesson(table, samples, columns, head, advantages, tokens, metrics, kept), plan)
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
-        metrics.facts |= self._reward_kl(kl) | self.teachers.metrics(samples)
+        metrics.facts |= self._reward_kl(kl, own) | self.teachers.metrics(own)
         uncomputed = range(table.n_samples) if warms_up else idle
         self.kept = kept.gather(trainer.group, advantages.by_sample, uncomputed)
         if kept.cut and trainer.group.leads and not self._said_cut:
@@ -345,6 +349,7 @@ class Grpo:
         self,
         table: StepTable,
         samples: Mapping[int, TrainSample],
+        counted: Collection[int],
         masked: set[int],
         prefixes: Mapping[int, int],
         advantages: Advantages,
@@ -354,18 +359,18 @@ class Grpo:
         unmasked = [0 if row in masked else n for row, n in enumerate(table.response_tokens)]
         if not (self._leaves_out or masked):
             return unmasked
-        marks, counted = {}, [0.0] * table.n_samples
+        marks, left = {}, [0.0] * table.n_samples
         for row, sample in samples.items():
             first = sample.learned_tokens if row in masked else prefixes.get(row, 0)
             mark = torch.arange(sample.learned_tokens) < first
             if self._rejection is not None:
                 log_ratio = columns[OLD][row] - sample.learned_logprobs
                 mark |= self._rejection.of_sample(log_ratio, advantages.by_sample[row])
-            marks[row], counted[row] = mark.float(), float((~mark).sum())
+            marks[row], left[row] = mark.float(), float((~mark).sum()) if row in counted else 0.0
         columns[LEFT_OUT] = marks
         if not self._leaves_out:
             return unmasked
-        return [int(value) for value in self._trainer.group.reduce(counted, "sum")]
+        return [int(value) for value in self._trainer.group.reduce(left, "sum")]
 
     def _facts(
         self,
@@ -470,13 +475,13 @@ class Grpo:
             for row, sample in samples.items()
         }
 
-    def _reward_kl(self, kl_of_rows: Mapping[int, Tensor] | None) -> Metrics:
+    def _reward_kl(self, kl_of_rows: Mapping[int, Tensor] | None, counted: Collection[int]) -> Metrics:
         """β of this step and the KL that it was for; β adapts to it. A collective if there is a KL in the reward."""
         trainer, term = self._trainer, self._kl_in_reward
         if kl_of_rows is None:
             return {}
         beta = trainer.kl_coefficient
-        means = [float(values.mean()) for values in kl_of_rows.values()]
+        means = [float(values.mean()) for row, values in kl_of_rows.items() if row in counted]
         total, samples = trainer.group.reduce([math.fsum(means), float(len(means))], "sum")
         kl = total / max(samples, 1)
         if trainer.adapts_kl:

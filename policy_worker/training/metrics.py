@@ -88,7 +88,7 @@ def _is_max(name: str) -> bool:
 class StepMetrics:
     """Metrics of a step of reinforcement learning.
 
-    samples: those of this rank. bound: S, the most steps by which a sample may be older than the step.
+    samples: those that this rank counts. bound: S, the most steps by which a sample may be older than the step.
     names: short ones of the rewards.
     """
 

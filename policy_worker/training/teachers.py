@@ -277,14 +277,15 @@ class Teachers:
 
     def metrics(self, samples: Mapping[int, TrainSample]) -> Metrics:
         """Of each teacher: means over its tokens of log π − log q, π the policy that made them, and of log q; how
-        many tokens. A collective if there are teachers.
+        many tokens. samples: those that this rank counts. A collective if there are teachers.
         """
         if not self._all:
             return {}
         sums: list[float] = []
         for one in self._all:
-            theirs = [values.double() for values in one.logprobs.values()]
-            gaps = [samples[row].learned_logprobs.double() - v.double() for row, v in one.logprobs.items()]
+            judged = {row: values.double() for row, values in one.logprobs.items() if row in samples}
+            theirs = [*judged.values()]
+            gaps = [samples[row].learned_logprobs.double() - values for row, values in judged.items()]
             sums += [math.fsum(float(v.sum()) for v in gaps), math.fsum(float(v.sum()) for v in theirs)]
             sums.append(float(sum(len(v) for v in theirs)))
         total = iter(self._trainer.group.reduce(sums, "sum"))

@@ -150,11 +150,14 @@ def with_penalties() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def with_critic() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two steps with a critic whose mini-batches are others than the policy's, and the same in another cut."""
+    """Two steps with a critic whose mini-batches are others than the policy's, and the same in another cut.
+
+    Shuffled passes deal rows to several ranks, and advantages are whitened over all."""
     grpo = {"advantage_estimator": "gae", "gae_lambda": 0.9, "batch_size_per_optimize": 4, "mu_iterations": 2}
+    grpo |= {"mini_batch_shuffle": True, "kl_in_reward": {"beta": 0.1}, "min_filter_prefix_tokens": 2}
     critic = {"batch_size_per_optimize": 3, "mini_batch_shuffle": True}
     whole = {"grpo": grpo, "steps": 2, "samples": SAMPLES, "sections": {"critic": critic}}
-    size = {"mini_batch": 1, "mini_batch_shuffle": False, "balance_dp_token": True}
+    size = {"mini_batch": 1, "balance_dp_token": True}
     return whole, whole | {"grpo": grpo | size, "sections": {"critic": critic | {"mini_batch": 1}}}
 
 
