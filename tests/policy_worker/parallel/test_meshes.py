@@ -135,7 +135,7 @@ def experts() -> list[dict[str, Any]]:
     few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}}
     critic = {"grpo": GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1}}
     before, behind = overlapped("ernie4_5_moe", again=False), overlapped("glm4_moe", again=True)
-    shared = [exact | before, exact | behind, overlapped("glm4_moe", again=False) | few]
+    shared = [exact | before, exact | behind, exact | overlapped("glm4_moe", again=False) | few]
     return [exact, exact | gathered, exact | few, exact | critic, *shared]
 
 
