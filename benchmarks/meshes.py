@@ -22,7 +22,10 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
+if sys.path[0] == str(Path(__file__).parent):
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1]
+    )  # not this folder, whose `controller` hides another
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config

@@ -23,7 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
+if sys.path[0] == str(Path(__file__).parent):
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1]
+    )  # not this folder, whose `controller` hides another
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
