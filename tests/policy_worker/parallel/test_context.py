@@ -43,7 +43,8 @@ def of_algorithms() -> list[dict[str, Any]]:
     short = {"grpo": GRPO | KL | {"mini_batch": 1}, "samples": {"n": 4, "longest": 2}}
     again = {"policy": {"model_gradient_checkpointing": True}}
     recomputed = {"family": FAMILIES[0], "grpo": GRPO, "samples": SAMPLES, "sections": again}
-    return [everything, everything | PACKED, taught, *with_critic(), with_penalties()[1], short, recomputed]
+    critic = [case | {"exact": True} for case in with_critic()]
+    return [everything, everything | PACKED, taught, *critic, with_penalties()[1], short, recomputed]
 
 
 def of_families(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
