@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
-from schema.config.layout import reference_is_within, reference_layout
+from schema.config.layout import mesh_of, reference_is_within, reference_layout
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -87,9 +87,11 @@ def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
 def decomposed_rows_are_whole(config: Config) -> Iterator[Problem]:
     """DoRA takes the length of whole rows of a weight, of which tensor parallelism has a part in some layers."""
     for section, lora in _adapters(config):
-        mesh = config.policy.parallelism
+        role = section.partition(".")[0]
+        mesh = mesh_of(config, role)
         if lora.use_dora and mesh.tp_size > 1:
-            key, size = f"{section}.use_dora", "policy.parallelism.tp_size"
+            own = mesh is not config.policy.parallelism
+            key, size = f"{section}.use_dora", f"{role if own else 'policy'}.parallelism.tp_size"
             message = f"true needs whole rows of each weight, and {size} = {mesh.tp_size} cuts some"
             yield Problem(key, message, True, f"write {key} = false, or {size} = 1", related=(size,))
 

@@ -385,7 +385,11 @@ FAULTS = {
         ({"critic.lora.init_lora_weights": "eva"} | CRITIC, '"eva"', "[critic.lora] has seen no data"),
     ],
     trainable.decomposed_rows_are_whole: [
-        ({f"{L}.use_dora": True, "policy.parallelism.tp_size": 2}, "policy.parallelism.tp_size = 2 cuts")
+        ({f"{L}.use_dora": True, "policy.parallelism.tp_size": 2}, "policy.parallelism.tp_size = 2 cuts"),
+        (
+            {"critic.lora.use_dora": True, "critic.parallelism.tp_size": 2} | CRITIC,
+            "critic.parallelism.tp_size = 2 cuts",
+        ),
     ],
     trainable.adapters_are_saved_as_such: [
         (
