@@ -192,6 +192,8 @@ def _to_each(forward: Forward, tokens: Tensor, experts: Tensor) -> Tensor:
 
 
 DISPATCHERS: dict[str, Dispatch] = {
-    **{"shared": _shared, "allgather": _allgather},
-    **{"alltoall": _alltoall, "overlapped": _alltoall},
+    "shared": _shared,
+    "allgather": _allgather,
+    "alltoall": _alltoall,
+    "overlapped": _alltoall,
 }
