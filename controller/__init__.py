@@ -39,9 +39,11 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | POST /steps/…/commit            | groups: batched → trained; job may end    | steps        | ledger, job           |
 | POST /steps/…/replay            | groups: any state → trained               | recovery     | replay                |
 | POST /checkpoints               | groups: trained → durable, payloads go    | steps        | checkpoint            |
+| POST /replicas/meetings/…       | where the ranks of a replica meet         | replicas     |                       |
 | POST /job/…                     | paused, ended, reopened, checkpoint       | job          | job                   |
 | GET /job, /groups               | nothing                                   | job          | group_table           |
 | GET /replicas                   | nothing                                   | replicas     | replicas              |
+| GET /replicas/meetings/…        | nothing                                   | replicas     |                       |
 | GET /ledger, /groups/…          | nothing                                   | (routes)     | group_table           |
 | GET /samples, /samples/…        | nothing                                   | samples      |                       |
 | GET /publications               | nothing                                   | publications | publications          |

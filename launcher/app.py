@@ -129,6 +129,22 @@ def run(
             help="Go on with a run; without a name the newest. Without --config: as it was started.",
         ),
     ] = None,
+    head: Annotated[
+        str,
+        typer.Option(
+            "--head",
+            metavar="ADDRESS[:PORT]",
+            help="Of several machines (placement.nodes) the one that leads: run the same command on each.",
+        ),
+    ] = "",
+    node: Annotated[
+        int | None,
+        typer.Option(
+            "--node",
+            min=0,
+            help="With --head: the number of this machine, 0 leads. Unset: found by the address.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
     ] = False,
@@ -138,7 +154,7 @@ def run(
 ) -> None:
     """Run a job (without a command)."""
     if context.invoked_subcommand is not None:
-        if config or set_ or resume is not None or dry_run or as_json:
+        if config or set_ or resume is not None or dry_run or as_json or head or node is not None:
             raise LaunchError(
                 f"the options of a run go without the command {context.invoked_subcommand!r}",
                 f"put --set and --json behind it: cosmos-launch {context.invoked_subcommand} run.toml --set …",
@@ -148,14 +164,18 @@ def run(
         raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
     if as_json and not dry_run:
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
+    if node is not None and not head:
+        raise LaunchError("--node needs --head", "name the machine that leads: --head ADDRESS")
     with ended_at_once():
         from launcher.job.resume import continued
+        from launcher.job.run import Cluster, launch
         from launcher.job.run import check as check_job
-        from launcher.job.run import launch
+        from launcher.nodes.announcement import HeadAddress
 
     configs, overrides = config or [], set_ or []
     if not dry_run:
-        raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ))
+        cluster = Cluster(HeadAddress.parse(head), node) if head else None
+        raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ, cluster=cluster))
     from launcher.commands.dry_run import plan, plan_lines
 
     if resume is not None:

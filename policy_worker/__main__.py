@@ -1,7 +1,9 @@
 """`python -m policy_worker`: one rank of a policy replica.
 
 Environment: COSMOS_CONTROLLER_URL, COSMOS_TOKEN (the policy role's); optional COSMOS_REPLICA_NAME,
-COSMOS_CPU_THREADS, COSMOS_PARENT_PID; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun sets them.
+COSMOS_CPU_THREADS, COSMOS_PARENT_PID; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them, and where
+several ranks meet: COSMOS_RENDEZVOUS (an id, new at each start of the replica) with COSMOS_NODE_ADDRESS (of this
+machine for the others, 127.0.0.1), or MASTER_ADDR and MASTER_PORT.
 
 Exit codes: 0 finished or asked to leave; 2 the settings cannot work; 4 there is nothing to resume from; 1 anything
 else, to be restarted.

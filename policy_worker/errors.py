@@ -6,6 +6,7 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── ReplacedError                another incarnation of this replica has registered
 ├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
 ├── ExportError                  the trained model could not be written
+├── RendezvousError              the ranks of this replica do not find each other
 ├── UploadFailedError            the final upload failed: tried again with the next start
 ├── PublishError                 a version could not be written to the weight store for too long
 ├── JobFinishedError        exit code 0: there is nothing left to train
@@ -40,6 +41,10 @@ class BadBatchError(PolicyError):
 
 class ReplacedError(PolicyError):
     """The controller knows a newer incarnation of this replica, or does not know it any more."""
+
+
+class RendezvousError(PolicyError):
+    """Ranks of this replica did not come, or cannot reach each other."""
 
 
 class CheckpointSaveError(PolicyError):

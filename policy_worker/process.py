@@ -68,6 +68,10 @@ class RankEnvironment:
     local_rank: int = 0
     local_world: int = 1
     """Ranks of this replica on this machine."""
+    meeting: str = ""
+    """Where they meet by the controller; empty: at MASTER_ADDR and MASTER_PORT."""
+    address: str = "127.0.0.1"
+    """Of this machine, for the others."""
 
     @staticmethod
     def of_environ() -> RankEnvironment:
@@ -86,10 +90,14 @@ class RankEnvironment:
                 f"RANK = {rank} of WORLD_SIZE = {world} and LOCAL_RANK = {local} of LOCAL_WORLD_SIZE = {ranks_here} "
                 f"contradict each other"
             )
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
-        if missing:
-            raise SettingsError(f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment")
-        return RankEnvironment(rank, world, local, ranks_here)
+        meeting = os.environ.get("COSMOS_RENDEZVOUS", "") if world > 1 else ""
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if world > 1 and missing and not meeting:
+            raise SettingsError(
+                f"WORLD_SIZE = {world} needs {' and '.join(missing)} in the environment, or COSMOS_RENDEZVOUS"
+            )
+        address = os.environ.get("COSMOS_NODE_ADDRESS") or RankEnvironment.address
+        return RankEnvironment(rank, world, local, ranks_here, meeting, address)
 
 
 def set_up_logging(rank: int) -> None:

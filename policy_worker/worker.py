@@ -20,6 +20,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.rendezvous import meet
 from policy_worker.session import Caller, LeaveRequestedError, Session
 from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.batch_source import BatchSource
@@ -46,7 +47,7 @@ def run_rank(environment: Environment, ranks: RankEnvironment, shutdown: Shutdow
         PolicyError and its kinds, ControllerError, WeightError, OSError: training cannot go on. The session is
             left in order (without waiting for a controller that does not answer).
     """
-    group = Group(ranks)
+    group = Group(ranks, meet(ranks, environment, shutdown) if ranks.meeting else None)
     session = Session(environment, shutdown, group.world) if group.leads else None
     reason = "crashed"
     try:

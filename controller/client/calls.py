@@ -260,3 +260,22 @@ def config() -> Call[dict[str, Any]]:
 
 def ready() -> Call[None]:
     return Call("GET", "/readyz", _nothing)
+
+
+# ---- meetings of ranks ------------------------------------------------------------------------------------
+
+
+def announce(meeting_id: str, meeting: m.Meeting) -> Call[None]:
+    """Say where rank 0 of a policy replica waits for its peers."""
+    return Call(
+        "POST", f"/v1/replicas/meetings/{meeting_id}", _nothing, body=meeting.model_dump_json().encode()
+    )
+
+
+def find_meeting(meeting_id: str, wait_s: float = 0.0) -> Call[m.Meeting | None]:
+    """Where rank 0 waits; None when the wait is over and it has not come."""
+    read = _model(m.Meeting)
+    path, params = f"/v1/replicas/meetings/{meeting_id}", {"wait_s": wait_s}
+    return Call(
+        "GET", path, lambda a: None if a.status == 204 else read(a), params=dict(params), wait_s=wait_s
+    )

@@ -16,6 +16,7 @@ Only a crash of the replica's own that was observed counts for the groups that i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections import Counter
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 Command = Literal["drain", "stop", "checkpoint", "anchor"]
 NAMED = 5
 """Ranks that a refusal names."""
+MOST_MEETINGS = 256
+"""Starts of trainers of which the meeting point is remembered; the oldest are forgotten first."""
 ANCHOR_BEATS = 6
 """Heartbeats without a publication after which the trainer is asked for a full version that replicas wait for."""
 
@@ -50,6 +53,7 @@ class ReplicaService:
         self._job, self._samples = job, samples
         self._config = cut(job.config.to_dict())
         self._anchor_asked_at = 0.0
+        self._meetings: dict[str, m.Meeting] = {}
         self._superseded: dict[str, tuple[int, list[str]]] = {}
         """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
         its crash may come later."""
@@ -415,3 +419,24 @@ class ReplicaService:
         job.validation.replica_gone(replica_id, job.wall(), failed=failed)
         job.lease_signal.notify()
         job.batch_signal.notify()
+
+    # ---- ranks of a trainer that look for each other ------------------------------------------------------
+
+    def announce(self, meeting_id: str, meeting: m.Meeting) -> None:
+        """Keep where a replica's ranks meet at one start of it, in memory alone: rank 0 says it again and again until
+        all have come, to a controller that was restarted meanwhile too."""
+        if meeting_id not in self._meetings and len(self._meetings) >= MOST_MEETINGS:
+            del self._meetings[next(iter(self._meetings))]
+        self._meetings[meeting_id] = meeting
+        self._job.batch_signal.notify()
+
+    async def meeting(self, meeting_id: str, wait_s: float) -> m.Meeting | None:
+        """Where they meet, or None when the wait is over and rank 0 has not come."""
+        job, loop = self._job, asyncio.get_running_loop()
+        give_up = loop.time() + wait_s
+        while True:
+            seen, left = job.batch_signal.generation, give_up - loop.time()
+            found = self._meetings.get(meeting_id)
+            if found is not None or left <= 0 or job.closing:
+                return found
+            await job.batch_signal.wait(seen, left)

@@ -19,6 +19,7 @@ from launcher.job.summary import FORMAT
 from launcher.plan.credentials import credentials_of
 from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, base_environment, read_json
+from launcher.processes.host import Folders
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
@@ -47,8 +48,7 @@ class Watcher:
 async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
     """Run both steps; answers the exit code: 0, 1 if answers could not be scored, 2 for a fault of config or data."""
     setting = Setting(
-        run.logs,
-        run.locks,
+        Folders(run.logs, run.locks),
         grace=1.0,
         budget=Budget(0, 0.0, 0.0),
         environment=lambda spec: {
@@ -92,7 +92,7 @@ async def _step(
 ) -> int:
     """One process to its end, its last line shown whenever it changes."""
     supervised = supervisor.launch(replica)
-    log_file = supervisor.setting.log_dir / f"{replica.processes[0].name}.log"
+    log_file = supervisor.setting.folders.logs / f"{replica.processes[0].name}.log"
     shown = ""
     done = asyncio.create_task(supervised.done.wait())
     waits: set[asyncio.Future[Any]] = {done, interrupted}

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from controller.client import ControllerError
@@ -33,11 +33,12 @@ from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
 from launcher.paths import absolute
 from launcher.plan import nsight, placement, redis_server
-from launcher.plan.credentials import credentials_of
+from launcher.plan.credentials import given_to
 from launcher.plan.placement import ProcessSpec
-from launcher.plan.plan import Outcome, Plan
+from launcher.plan.plan import LOOPBACK, Outcome, Plan
 from launcher.plan.rundir import base_environment, environment
 from launcher.plan.tls import url_from_elsewhere
+from launcher.processes.host import Folders, Host
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
@@ -60,15 +61,19 @@ OVER = TERMINAL_PHASES | {Phase.FINISHING}
 class Job:
     """One start of `cosmos-launch`."""
 
-    def __init__(self, plan: Plan, screen: Screen, early: Sequence[int] = ()) -> None:
-        """early: signals that came before this; read when the job begins to handle them itself."""
+    def __init__(
+        self, plan: Plan, screen: Screen, early: Sequence[int] = (), hosts: Mapping[int, Host] | None = None
+    ) -> None:
+        """early: signals that came before this; read when the job begins to handle them itself. hosts: the other
+        machines, by the number of the node."""
         self.plan, self.screen, self._early = plan, screen, early
         config, run = plan.config, plan.run
         self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
         launcher = config.launcher
         budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
         self._grace = nsight.grace(config)
-        setting = Setting(run.logs, run.locks, self._grace, budget, self._environment, run.profiles)
+        folders = Folders(run.logs, run.locks, run.profiles)
+        setting = Setting(folders, self._grace, budget, self._environment, hosts or {}, _meeting)
         self.supervisor = Supervisor(setting, self)
         self.link = ControllerLink(plan.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
@@ -188,7 +193,7 @@ class Job:
         self._send(self.redis.look_forever)
         self.view.stage = "starting the controller"
         self.supervisor.launch(
-            placement.controller(str(plan.run.path), config.controller.host, plan.port), after="workers"
+            placement.controller(str(plan.run.path), plan.host, plan.port), after="workers"
         )
         self.link.started.set()
         if not await self.link.wait_ready(config.controller.start_timeout):
@@ -240,22 +245,25 @@ class Job:
         if self.plan.config.is_grpo:
             token, ca = self.plan.run.path / ".tokens" / "rollout", self.plan.config.controller.tls_ca
             trusted = f"COSMOS_TLS_CA={absolute(ca)} " if ca else ""
-            url = url_from_elsewhere(self.plan.config, self.plan.port)
+            alone = self.plan.address == LOOPBACK
+            url = url_from_elsewhere(self.plan.config, self.plan.port) if alone else self.plan.url
             self.event(
                 f"the controller listens at {self.plan.url}; another rollout replica joins with "
                 f'COSMOS_CONTROLLER_URL={url} {trusted}COSMOS_TOKEN="$(cat {token})" python -m rollout_worker'
             )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
+        here = {"COSMOS_NODE_ADDRESS": self.plan.address}
+        return {**given_to(spec.role, self.plan.config, self.plan.env), **here, **spec.env, **self.own(spec)}
+
+    def own(self, spec: ProcessSpec) -> dict[str, str]:
+        """The secrets and addresses that a process gets, wherever it runs."""
         plan = self.plan
         tls_ca = plan.config.controller.tls_ca
         own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
             own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
-        store, rewards = plan.config.weight_sync.store, plan.config.reward.environment
-        teachers = [one.key_variable for one in plan.config.teacher if one.key_variable]
-        given = credentials_of(spec.role, base_environment(plan.env), store, rewards, teachers)
-        return {**given, **spec.env, **own}
+        return own
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 
@@ -282,7 +290,7 @@ class Job:
             return Situation(over=False, needed=True)
         # Without controller and Redis it is unknown how the job ended: they are needed until they are stopped.
         over = status.phase in TERMINAL_PHASES and role not in (Role.CONTROLLER, Role.REDIS)
-        return Situation(over=over, needed=self._needed(exit_, status))
+        return Situation(over=over, needed=self._needed(exit_, status), counts=not exit_.lost)
 
     async def _too_early(self, exit_: Exit) -> Situation:
         """A worker gave up waiting for the controller while data is being prepared: not its fault."""
@@ -400,6 +408,11 @@ class Job:
             )
         else:
             self.event(f"SIGUSR1: a checkpoint is saved after step {done.step}")
+
+
+def _meeting() -> dict[str, str]:
+    """The ranks of a replica find each other through the controller."""
+    return {"COSMOS_RENDEZVOUS": secrets.token_hex(8)}
 
 
 def _is_worker(role: Role) -> bool:

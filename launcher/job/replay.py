@@ -29,6 +29,7 @@ from launcher.plan.credentials import credentials_of
 from launcher.plan.machine import find_machine
 from launcher.plan.placement import PlacementError, Replica
 from launcher.plan.rundir import RunDir, base_environment
+from launcher.processes.host import Folders
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget
@@ -102,12 +103,10 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
         replica = _placed(config, recorded[first].ranks, [str(run.path), *spelled], env)
         screen = Screen(str(run.path), recorded, changes, wanted.as_json)
         setting = Setting(
-            directory,
-            directory,
+            Folders(directory, directory, run.profiles),
             nsight.grace(config),
             Budget(0, 0.0, 0.0),
             lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
-            run.profiles,
         )
         code = asyncio.run(run_ranks(replica, directory / "output.jsonl", setting, screen.show))
         screen.end()

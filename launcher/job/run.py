@@ -12,22 +12,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LaunchError
 from launcher.job.resume import continued, finished, finished_lines
+from launcher.nodes.announcement import HeadAddress
 from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine, find_machine
 from launcher.plan.placement import place
 from launcher.plan.rundir import RunDir, Tokens, already_running, choose
-from launcher.plan.tls import controller_url, reachable_host
-from launcher.preflight.checks import check_machine, check_redis, unset_variables
+from launcher.plan.tls import controller_url, reachable_elsewhere, reachable_host, url_of
+from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
 from launcher.processes.signals import note_signals
 from launcher.resolved_config import values
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config import Config, ConfigError, Problem, check_warnings
 from schema.config.loading.load import load
+from schema.util.tls import server_context
 
 if TYPE_CHECKING:
     from launcher.job.screen import Screen
@@ -44,11 +47,17 @@ class Checked:
     """Where the keys that were written come from."""
 
 
-def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str]) -> Checked:
-    """Load and check everything that can be checked before a process starts. Raises ConfigError."""
+def check(
+    paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str], *, joins: bool = False
+) -> Checked:
+    """Load and check everything that can be checked before a process starts. Raises ConfigError.
+
+    joins: controller and Redis are another machine's.
+    """
     loaded = load(paths, overrides, env)
     config, machine = loaded.config, find_machine(env)
-    findings, redis = check_machine(config, machine), check_redis(config, env)
+    findings = check_machine(config, machine, joins=joins)
+    redis = Findings() if joins else check_redis(config, env)
     problems = findings.problems + redis.problems + unset_variables(config, env)
     if problems:
         raise ConfigError(loaded.placed(problems))
@@ -58,20 +67,29 @@ def check(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str
 
 
 def launch(
-    paths: Sequence[Path], overrides: Sequence[str], *, resume: str | None, env: Mapping[str, str]
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    *,
+    resume: str | None,
+    env: Mapping[str, str],
+    cluster: Cluster | None = None,
 ) -> int:
     """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts.
 
-    `resume`: None for a run of its own, else what follows `--resume` (see `launcher.job.resume`).
+    `resume`: None for a run of its own, else what follows `--resume` (see `launcher.job.resume`). cluster: where this
+    machine is one of several.
     """
     from launcher.job.screen import open_screen
 
+    if cluster is not None and not cluster.leads:
+        return _join(check(paths, overrides, env, joins=True), cluster, env)
     if resume is not None:
         found = continued(resume, paths, overrides)
         if found.run is not None and (summary := finished(found.run)) is not None:
             return _say_finished(found.run, summary)
         paths, overrides = found.configs, found.overrides
     checked = check(paths, overrides, env)
+    _check_cluster(checked.config, cluster)
     if checked.config.is_evaluation and resume is not None:
         raise LaunchError(
             "an evaluation has nothing to resume", "leave --resume out: it is quick to run again"
@@ -103,7 +121,7 @@ def launch(
             from launcher.job.evaluation import run_evaluation
 
             return run_evaluation(checked.config, run, env, screen)
-        return _run(checked, run, goes_on, screen, env)
+        return _run(checked, run, goes_on, screen, env, cluster)
     finally:
         screen.close()
         run.unlock()
@@ -123,13 +141,64 @@ def _say_finished(run: RunDir, summary: Mapping[str, Any]) -> int:
     return EXIT_OK
 
 
-def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapping[str, str]) -> int:
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a job on several, as this one was told. number: its own, 0 leads; None: as its address says."""
+
+    head: HeadAddress
+    number: int | None = None
+
+    @cached_property
+    def leads(self) -> bool:
+        """Whether this is the head. Raises LaunchError if its name is unknown."""
+        return self.head.is_here() if self.number is None else self.number == 0
+
+
+def _check_cluster(config: Config, cluster: Cluster | None) -> None:
+    nodes = 1 if config.is_evaluation else config.placement.nodes
+    if nodes > 1 and cluster is None:
+        raise LaunchError(
+            f"placement.nodes = {nodes}: the job runs on several machines, and none is named as their head",
+            "run the same command on each with the address of one of them: --head ADDRESS; or --target slurm",
+        )
+    if nodes == 1 and cluster is not None:
+        raise LaunchError(
+            f"--head {cluster.head} is for jobs on several machines, and placement.nodes = 1",
+            "write placement.nodes = 2, or as many as there are, or leave --head out",
+        )
+
+
+def _join(checked: Checked, cluster: Cluster, env: Mapping[str, str]) -> int:
+    """Be a node of a job that another machine leads."""
+    import asyncio
+
+    from launcher.job.screen import open_screen
+    from launcher.nodes.agent import Joining, join
+
+    _check_cluster(checked.config, cluster)
+    screen = open_screen()
+    try:
+        return asyncio.run(
+            join(Joining(checked.config, checked.machine, cluster.head, cluster.number, env), screen.event)
+        )
+    finally:
+        screen.close()
+
+
+def _run(
+    checked: Checked,
+    run: RunDir,
+    goes_on: bool,
+    screen: Screen,
+    env: Mapping[str, str],
+    cluster: Cluster | None,
+) -> int:
     early = note_signals()
     import asyncio  # a dry run, which loads this module too, need not wait for it
 
     from launcher.job.job import Job
     from launcher.job.summary import ALL_DROPPED, Result, out_of_data
-    from launcher.plan.plan import Plan
+    from launcher.plan.plan import LOOPBACK, Plan
     from launcher.processes.supervisor import free_port
 
     # "save a checkpoint": until the job is up there is nothing to save.
@@ -140,24 +209,52 @@ def _run(checked: Checked, run: RunDir, goes_on: bool, screen: Screen, env: Mapp
     run.write_origins(checked.origins)
     tokens = Tokens.fresh()
     run.write_tokens(tokens)
-    port = config.controller.port or free_port(reachable_host(config))
-    plan = Plan(
-        config=config,
-        run=run,
-        tokens=tokens,
-        url=controller_url(config, port),
-        port=port,
-        redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
-        workers=place(config, checked.machine),
-        reuse_data=goes_on and _same_data(before, written, run),
-        continued=goes_on,
-        env=env,
-    )
 
-    async def main() -> Result:
+    def planned(host: str, port: int, url: str, address: str, others: Sequence[Machine]) -> Plan:
+        return Plan(
+            config=config,
+            run=run,
+            tokens=tokens,
+            url=url,
+            host=host,
+            port=port,
+            redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
+            workers=place(config, checked.machine, *others),
+            reuse_data=goes_on and _same_data(before, written, run),
+            continued=goes_on,
+            env=env,
+            address=address,
+        )
+
+    async def alone() -> Result:
+        port = config.controller.port or free_port(reachable_host(config))
+        plan = planned(config.controller.host, port, controller_url(config, port), LOOPBACK, [])
         return await Job(plan, screen, early).run()
 
-    result = asyncio.run(main())
+    async def with_nodes(head: HeadAddress) -> Result:
+        from launcher.nodes.agreement import facts
+        from launcher.nodes.head import NodeServer, Terms
+
+        port = config.controller.port or free_port("")
+        tls = None
+        if config.controller.tls_cert:
+            tls = server_context(config.controller.tls_cert, config.controller.tls_key)
+        terms = Terms(config, run, facts(config, env), (head.host, port), nsight.grace(config), tls)
+        server = NodeServer(head, terms, screen.event)
+        async with server.listening():
+            others = await server.gather(lambda: bool(early))
+            chosen = "host" in config.controller.model_fields_set
+            host = config.controller.host if chosen else server.address
+            # A certificate is for a name; without one the address by which nodes came is surely reachable.
+            name = reachable_elsewhere(config) if chosen else head.host if tls else server.address
+            plan = planned(host, port, url_of(config, name, port), server.address, others)
+            job = Job(plan, screen, early, server.hosts)
+            server.lend(job.own)
+            result = await job.run()
+            await server.finish(result.outcome, result.exit_code)
+            return result
+
+    result = asyncio.run(alone() if cluster is None else with_nodes(cluster.head))
     run.sweep()
     screen.table(result.summary())
     if out_of_data(result.summary()):

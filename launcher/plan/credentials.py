@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from urllib.parse import urlsplit
 
+from launcher.plan.rundir import base_environment
 from launcher.restarts import Role
 from schema.config import Config
 from schema.wire.store_url import is_url
@@ -44,6 +45,13 @@ def credentials_of(
         if is_hub or (name.startswith(_AWS) and role not in buckets):
             del kept[name]
     return kept
+
+
+def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, str]:
+    """What a process of a job gets of the environment of its machine's launcher."""
+    teachers = [one.key_variable for one in config.teacher if one.key_variable]
+    store, rewards = config.weight_sync.store, config.reward.environment
+    return credentials_of(role, base_environment(env), store, rewards, teachers)
 
 
 def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator[str]:

@@ -2,17 +2,20 @@
 
     redis (if embedded) ─ controller ─ policy-0 (ranks 0 … n-1) ─ rollout-0 … rollout-k
 
-GPUs are numbered from 0 in the order of CUDA_VISIBLE_DEVICES; the first `placement.gpus_per_node` of them are
-used. Roles that `[placement]` lists get exactly those; those of a reference model and a critic are the policy's too,
-one for each rank, after its own. The others are dealt in this order: what rollout replicas need is set aside,
-`dp_shard_size = -1` takes what is left, policy replicas get the first free devices and rollout replicas the next. No
-GPU is ever given to two replicas, unless `placement.share` allows it: then each role is dealt over all devices, and
-one policy and one rollout replica may meet on each. Without GPUs everything runs on CPU and -1 means one rank.
+The GPUs of a machine are numbered in the order of CUDA_VISIBLE_DEVICES; the first `placement.gpus_per_node` of them
+are used, and device i is GPU i % gpus_per_node of node i // gpus_per_node. Roles that `[placement]` lists get exactly
+those; those of a reference model and a critic are the policy's too, one for each rank, after its own. The others are
+dealt in this order: what rollout replicas need is set aside, `dp_shard_size = -1` takes what is left, policy replicas
+get the first free devices and rollout replicas the next. No GPU is ever given to two replicas, unless
+`placement.share` allows it: then each role is dealt over all devices, and one policy and one rollout replica may meet
+on each. Without GPUs everything runs on CPU and -1 means one rank: the ranks of the policy fill the nodes evenly in
+order, and each rollout replica goes where the fewest workers are.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,13 +38,15 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     rank: int = 0
+    node: int = 0
+    """Which machine it runs on; 0 is that of the launcher."""
     profiled: bool = False
     """Whether it runs under Nsight Systems."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Processes that live and die together. `rendezvous`: its ranks need a fresh MASTER_PORT at each start.
+    """Processes that live and die together. `rendezvous`: its ranks meet anew at each start.
 
     devices: its GPUs by the numbers that `[placement]` uses, those of reference model and critic last; empty on CPU.
     """
@@ -92,7 +97,7 @@ def cpu_threads(config: Config, machine: Machine, worker_processes: int) -> int:
     return config.launcher.cpu_threads or max(1, machine.cores // max(1, worker_processes))
 
 
-def usable_gpus(config: Config, machine: Machine) -> tuple[str, ...]:
+def usable_gpus(config: Config, machine: Machine, node: int = 0) -> tuple[str, ...]:
     """The GPUs that this job may have; `gpus_per_node` leaves the later ones alone. Raises PlacementError."""
     wanted, found = config.placement.gpus_per_node, len(machine.gpus)
     if wanted is None or wanted <= found:
@@ -100,31 +105,88 @@ def usable_gpus(config: Config, machine: Machine) -> tuple[str, ...]:
     key = "placement.gpus_per_node"
     there = f"{found} GPUs" if found else "no GPU that the installed torch can use"
     hint = f"write {key} = {found}, or leave it out to use what is found" if found else "leave it out"
-    raise PlacementError(Problem(key, f"{wanted} GPUs are requested, this machine has {there}", wanted, hint))
+    where = f"node {node}" if node else "this machine"
+    raise PlacementError(Problem(key, f"{wanted} GPUs are requested, {where} has {there}", wanted, hint))
 
 
-def place(config: Config, machine: Machine) -> list[Replica]:
-    """Policy and rollout replicas with their devices and threads. Raises PlacementError."""
+def place(config: Config, *machines: Machine) -> list[Replica]:
+    """Policy and rollout replicas with their devices and threads, over these nodes. Raises PlacementError."""
     for problem in (problem for rule in PLACEMENT_RULES for problem in rule(config)):
         raise PlacementError(problem)
-    gpus = usable_gpus(config, machine)
-    wanted = needs(config, len(gpus))
+    gpus = _gpus_by_node(config, machines)
+    count = sum(map(len, gpus))
+    wanted = needs(config, count)
     workers = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
-    if not gpus and workers > MOST_ON_CPU:
-        raise PlacementError(_too_many(wanted, workers))
-    devices = _deal(config, wanted, len(gpus))
-    threads = str(cpu_threads(config, machine, workers))
-    common = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
+    if not count and workers > MOST_ON_CPU * len(machines):
+        raise PlacementError(_too_many(wanted, workers, len(machines)))
+    devices = _deal(config, wanted, count)
+    nodes = _nodes(wanted, devices, len(machines), len(gpus[0]))
+    each = Counter(node for ranks in (*nodes.policy, nodes.rollout) for node in ranks)
+    common = []
+    for node, machine in enumerate(machines):
+        threads = str(cpu_threads(config, machine, each[node]))
+        common.append({"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads})
     replicas, profiled = [], config.profiler.enable_nsys
     apart = [devices[role.name] for role in apart_layouts(config)]
     policies = [sum(parts, ()) for parts in zip(devices["policy"], *apart, strict=True)]
     for index, mine in enumerate(policies):
-        env = {**common, **_visible(tuple(gpus[device] for device in mine))}
-        replicas.append(_policy(f"policy-{index}", wanted.policy_ranks, env, mine, profiled))
+        envs = [{**common[node], **_visible(gpus, node, mine)} for node in range(len(machines))]
+        replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, mine, profiled))
     for index, mine in enumerate(devices.get("rollout", [])):
-        env = {**common, **_visible(tuple(gpus[device] for device in mine))}
-        replicas.append(_rollout(f"rollout-{index}", env, mine, profiled))
+        node = nodes.rollout[index]
+        env = {**common[node], **_visible(gpus, node, mine)}
+        replicas.append(_rollout(f"rollout-{index}", env, mine, node, profiled))
     return replicas
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """The node of each rank of each policy replica, and of each rollout replica."""
+
+    policy: list[list[int]]
+    rollout: list[int]
+
+
+def _gpus_by_node(config: Config, machines: Sequence[Machine]) -> list[tuple[str, ...]]:
+    """The GPUs of each node that this job may have, as many on each. Raises PlacementError."""
+    gpus = [usable_gpus(config, machine, node) for node, machine in enumerate(machines)]
+    for node, found in enumerate(gpus):
+        if len(found) != len(gpus[0]):
+            message = (
+                f"node 0 has {len(gpus[0])} GPUs and node {node} has {len(found)}; devices are numbered by it"
+            )
+            hint = f"write placement.gpus_per_node = {min(map(len, gpus))}"
+            raise PlacementError(Problem("placement.gpus_per_node", message, None, hint))
+    return gpus
+
+
+def _nodes(
+    wanted: Needs, devices: Mapping[str, list[tuple[int, ...]]], count: int, gpus_per_node: int
+) -> _Nodes:
+    rollouts = devices.get("rollout", [])
+    if gpus_per_node:
+        ranks = wanted.policy_ranks
+        of_policy = [[device // gpus_per_node for device in mine[:ranks]] for mine in devices["policy"]]
+        for index, mine in enumerate(rollouts):
+            if len({device // gpus_per_node for device in mine}) > 1:
+                raise PlacementError(_spans_nodes(index, mine, gpus_per_node))
+        return _Nodes(of_policy, [mine[0] // gpus_per_node for mine in rollouts])
+    part = -(-wanted.policy_ranks // count)
+    of_policy = [[rank // part for rank in range(wanted.policy_ranks)]] * wanted.policy_replicas
+    each, of_rollouts = Counter(node for mine in of_policy for node in mine), list[int]()
+    for _ in rollouts:
+        of_rollouts.append(min(range(count), key=lambda node: (each[node], -node)))
+        each[of_rollouts[-1]] += 1
+    return _Nodes(of_policy, of_rollouts)
+
+
+def _spans_nodes(index: int, devices: tuple[int, ...], gpus_per_node: int) -> Problem:
+    message = (
+        f"rollout-{index} would have devices {', '.join(map(str, devices))}, which are on several machines of "
+        f"{gpus_per_node} GPUs, and an engine runs on one"
+    )
+    hint = "write sizes in [rollout.parallelism] that divide it, or placement.rollout with lists within one machine"
+    return Problem("placement.rollout", message, None, hint, related=("placement.gpus_per_node",))
 
 
 def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> Replica:
@@ -148,20 +210,17 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
         raise PlacementError(_beyond(role, beyond, len(gpus)))
     workers = wanted.policy_replicas * world + wanted.rollout_replicas
     threads = str(cpu_threads(config, machine, workers))
-    env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
-    env |= _visible(tuple(gpus[device] for device in devices))
-    profiled = config.profiler.enable_nsys
-    return _policy("replay", world, env, devices, profiled, _module("policy_worker.replay", *arguments))
+    env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads} | _visible([gpus], 0, devices)
+    profiled, argv = config.profiler.enable_nsys, _module("policy_worker.replay", *arguments)
+    return _policy("replay", [0] * world, [env], devices, profiled, argv)
 
 
-def _too_many(wanted: Needs, workers: int) -> Problem:
+def _too_many(wanted: Needs, workers: int, nodes: int) -> Problem:
     parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
     if wanted.rollout_replicas:
         parts += f", {wanted.rollout_replicas} rollout replicas"
-    message = (
-        f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU} that share the cores of a "
-    )
-    message += "machine without GPUs"
+    message = f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU * nodes} that share the cores of "
+    message += "a machine without GPUs" if nodes == 1 else f"{nodes} machines without GPUs"
     key = "rollout.parallelism" if wanted.rollout_replicas > workers // 2 else "policy.parallelism"
     return Problem(key, message, workers, f"write smaller sizes in [{key}], or run it where the GPUs are")
 
@@ -285,8 +344,11 @@ def _needs_sharing(config: Config, message: str) -> Problem:
     return Problem("placement.share", message + ", and none is shared", "none", hint, related=related)
 
 
-def _visible(devices: tuple[str, ...]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+def _visible(gpus: Sequence[tuple[str, ...]], node: int, devices: Sequence[int]) -> dict[str, str]:
+    """What processes of a node see of these devices."""
+    per_node = len(gpus[0])
+    names = [gpus[node][device % per_node] for device in devices if device // per_node == node]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -296,36 +358,39 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 def _policy(
     name: str,
-    ranks: int,
-    env: dict[str, str],
+    nodes: Sequence[int],
+    envs: Sequence[dict[str, str]],
     devices: tuple[int, ...],
     profiled: bool,
     argv: tuple[str, ...] = (),
 ) -> Replica:
+    """nodes: of each rank. envs: of each node."""
+    ranks, there = len(nodes), Counter(nodes)
     processes = tuple(
         ProcessSpec(
             name=name if ranks == 1 else f"{name}-rank{rank}",
             role=Role.POLICY,
             argv=argv or _module("policy_worker"),
             env={
-                **env,
+                **envs[node],
                 "COSMOS_REPLICA_NAME": name,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(list(nodes[:rank]).count(node)),
                 "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(there[node]),
             },
             rank=rank,
+            node=node,
             profiled=profiled,
         )
-        for rank in range(ranks)
+        for rank, node in enumerate(nodes)
     )
     return Replica(name, Role.POLICY, processes, rendezvous=True, devices=devices)
 
 
-def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...], profiled: bool) -> Replica:
+def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...], node: int, profiled: bool) -> Replica:
     env = {**env, "COSMOS_REPLICA_NAME": name}
-    spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), env, profiled=profiled)
+    spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), env, node=node, profiled=profiled)
     return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
 
 

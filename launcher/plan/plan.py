@@ -12,6 +12,8 @@ from launcher.plan.redis_server import RedisServer
 from launcher.plan.rundir import RunDir, Tokens
 from schema.config import Config
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -32,6 +34,8 @@ class Plan:
     run: RunDir
     tokens: Tokens
     url: str
+    host: str
+    """Where the controller listens, at `port`."""
     port: int
     redis: RedisServer
     workers: list[Replica]
@@ -39,3 +43,5 @@ class Plan:
     continued: bool
     """Whether an earlier start of this run left its state in Redis."""
     env: Mapping[str, str]
+    address: str = LOOPBACK
+    """Of this machine, for the others of the job."""

@@ -20,17 +20,23 @@ def reachable_host(config: Config) -> str:
 
 def controller_url(config: Config, port: int | str) -> str:
     """The address of the controller for processes of this machine."""
-    return _url(config, reachable_host(config), port)
+    return url_of(config, reachable_host(config), port)
 
 
 def url_from_elsewhere(config: Config, port: int | str) -> str:
     """The address for other machines, as far as this one knows its name; the local one where only
     that reaches it."""
+    return url_of(config, reachable_elsewhere(config), port)
+
+
+def reachable_elsewhere(config: Config) -> str:
+    """The host by which other machines reach the controller, likewise."""
     host = config.controller.host
-    return _url(config, socket.gethostname() if host in ANY_ADDRESS else host, port)
+    return socket.gethostname() if host in ANY_ADDRESS else host
 
 
-def _url(config: Config, host: str, port: int | str) -> str:
+def url_of(config: Config, host: str, port: int | str) -> str:
+    """The controller's URL at a host."""
     return f"{config.controller.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 

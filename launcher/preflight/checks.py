@@ -50,8 +50,8 @@ class Findings:
     warnings: list[Problem] = field(default_factory=list)
 
 
-def check_machine(config: Config, machine: Machine) -> Findings:
-    """Everything that can be found without the network; takes milliseconds."""
+def check_machine(config: Config, machine: Machine, *, joins: bool = False) -> Findings:
+    """Everything that can be found without the network; takes milliseconds. joins: the controller runs elsewhere."""
     findings = Findings()
     findings.problems += missing_packages(config, has_module)
     if config.is_evaluation:  # reads a file and runs reward functions: no port, GPU or Redis
@@ -60,7 +60,8 @@ def check_machine(config: Config, machine: Machine) -> Findings:
     findings.problems += check_engine_options(config)
     findings.problems += check_overrides(config)
     findings.problems += check_nsight(config)
-    findings.problems += _port_problems(config.controller.host, config.controller.port)
+    if not joins:
+        findings.problems += _port_problems(config.controller.host, config.controller.port)
     problems, warnings = check_encryption(config)
     findings.problems += problems
     findings.warnings += warnings
@@ -209,24 +210,25 @@ def _port_problems(host: str, port: int) -> list[Problem]:
 
 def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
     try:
-        place(config, machine)
+        place(config, *[machine] * config.placement.nodes)
     except PlacementError as error:
         findings.problems.append(error.problem)
     findings.problems += check_hardware(config, machine)
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
-    wanted = needs(config, len(machine.gpus))
+    nodes = config.placement.nodes
+    wanted = needs(config, len(machine.gpus) * nodes)
     if policy_layout(config).size is None:  # else the configuration has been checked for it
         findings.problems += absent_ranks(config, wanted.policy_ranks)
     ranks = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas * wanted.rollout_gpus
-    if not machine.gpus and ranks > MOST_CPU_RANKS:
+    if not machine.gpus and ranks > MOST_CPU_RANKS * nodes:
         message = f"{ranks} ranks of trainers and engines would share {machine.cores} cores: this machine has no GPU"
         hint = "start it where the GPUs are, or write policy.parallelism.dp_shard_size = 1 and "
         hint += "rollout.parallelism.n_init_replicas = 1"
         findings.warnings.append(Problem("", message, hint=hint))
     processes = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
-    threads, fair = config.launcher.cpu_threads, max(1, machine.cores // processes)
+    threads, fair = config.launcher.cpu_threads, max(1, machine.cores * nodes // processes)
     if not machine.gpus and threads and threads > fair:
         message = f"{processes} worker processes of {threads} threads share {machine.cores} cores"
         hint = f"leave it out: {fair} each, which is faster"

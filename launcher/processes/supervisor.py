@@ -1,18 +1,16 @@
 """Starts the processes of a job, restarts those that die, and ends them: a thin driver around `launcher.restarts`.
 
-Each replica has one task: spawn → wait → ask the observer and the policy → sleep or leave. Every process runs
-below a keeper (`launcher.processes.keeper`) in a session of its own, so that Ctrl-C reaches the launcher alone and no
-grandchild survives. When the job cannot go on, `ended` is set, once, with the reason and the culprit's last lines.
+Each replica has one task: spawn → wait → ask the observer and the policy → sleep or leave. Where its processes run
+is the business of their hosts (`launcher.processes.host`), by the `node` of each. When the job cannot go on, `ended`
+is set, once, with the reason and the culprit's last lines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +20,30 @@ from typing import Literal, Protocol
 from launcher.plan import nsight
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import keeper
-from launcher.processes.logs import tail
-from launcher.restarts import EXIT_OK, SIGNALLED, Budget, EndJob, Left, Restart, Restarts, describe_exit
-from schema.util.memory_kills import LOOK_EVERY, PROBABLY, RecentKills
+from launcher.processes.host import (
+    KEEPER_MARGIN,
+    End,
+    Folders,
+    Host,
+    HostLostError,
+    LocalHost,
+    Order,
+    Process,
+    kill_all,
+)
+from launcher.restarts import (
+    EXIT_FAILED,
+    EXIT_OK,
+    SIGNALLED,
+    Budget,
+    EndJob,
+    Left,
+    Restart,
+    Restarts,
+    Role,
+    describe_exit,
+)
+from schema.util.memory_kills import PROBABLY
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +51,8 @@ PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL
 """Exit code of a process that was killed, by the kernel too."""
-KEEPER_MARGIN = 3.0
-"""Seconds that a keeper gets beyond what it grants its process."""
+LOST = SIGNALLED + signal.SIGHUP
+"""Exit code that stands for a process whose machine is gone: killed from outside."""
 
 State = Literal["starting", "up", "waiting", "ended", "stopped"]
 
@@ -52,11 +71,15 @@ class Exit:
     hung: bool = False
     """Whether it was killed here because it did not answer."""
     out_of_memory: str = ""
-    """How the kernel killed it, or a process of the job while it ran, for lack of memory; empty: it did not."""
+    """See `End`."""
+    lost: str = ""
+    """See `End`."""
 
     @property
     def how(self) -> str:
         """How it ended, in words."""
+        if self.lost:
+            return self.lost
         if self.hung:
             return "killed because it did not answer"
         if self.out_of_memory and self.code == KILLED:
@@ -93,17 +116,24 @@ class Observer(Protocol):
     def event(self, text: str) -> None: ...
 
 
+def _loopback() -> dict[str, str]:
+    """A fresh meeting point for ranks of this machine: the old port may linger after a crash."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How processes are run. `environment` gives a process its whole environment, secrets included."""
+    """How processes are run."""
 
-    log_dir: Path
-    lock_dir: Path
+    folders: Folders
     grace: float
     budget: Budget
     environment: Callable[[ProcessSpec], Mapping[str, str]]
-    profiles: Path = Path()
-    """Where reports of profilers go."""
+    """Gives a process of this machine its whole environment, secrets included."""
+    hosts: Mapping[int, Host] = field(default_factory=dict)
+    """The other machines, by the number of the node."""
+    rendezvous: Callable[[], Mapping[str, str]] = _loopback
+    """Where the ranks of a replica meet at one start of it: variables for each."""
 
 
 @dataclass(slots=True)
@@ -117,8 +147,7 @@ class Supervised:
     state: State = "starting"
     stopping: bool = False
     hung: bool = False
-    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
-    offsets: dict[str, int] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     last_exit: Exit | None = None
@@ -126,8 +155,8 @@ class Supervised:
     """When its present processes were started, by the monotonic clock."""
 
     @property
-    def alive(self) -> list[asyncio.subprocess.Process]:
-        return [process for process in self.processes.values() if process.returncode is None]
+    def alive(self) -> list[Process]:
+        return [process for process in self.processes.values() if not process.ended]
 
 
 class Supervisor:
@@ -135,6 +164,7 @@ class Supervisor:
 
     def __init__(self, setting: Setting, observer: Observer) -> None:
         self.setting, self.observer = setting, observer
+        self.hosts = {0: LocalHost(setting.folders, setting.grace, setting.environment), **setting.hosts}
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
@@ -173,7 +203,7 @@ class Supervisor:
             return
         # Asked to kill it, its keeper would take it for the end and remove what the next start needs.
         for process in supervised.alive:
-            _kill_all(keeper.descendants(process.pid))
+            kill_all(keeper.descendants(process.pid))
 
     async def stop(self, names: Iterable[str], grace: float | None = None) -> None:
         """End replicas in order: SIGTERM, `grace` seconds (default: the setting's), then kill. None is left."""
@@ -228,6 +258,11 @@ class Supervisor:
                 if isinstance(verdict, Left):
                     return
                 await self._back_off(supervised, verdict, exit_)
+        except HostLostError as error:
+            others = (kept.replica for kept in self.running() if kept is not supervised)
+            if replica.role is Role.ROLLOUT and any(other.role is Role.ROLLOUT for other in others):
+                return self.observer.event(f"{replica.name} is given up: {error}")
+            self.end(EndJob(EXIT_FAILED, f"{replica.name} cannot go on: {error}"), supervised.last_exit)
         finally:
             supervised.state = "stopped" if supervised.stopping else "ended"
             supervised.done.set()
@@ -247,41 +282,45 @@ class Supervisor:
     async def _run_once(self, supervised: Supervised) -> Exit:
         """Start all ranks and wait until the replica is down. One rank that fails takes the others with it."""
         replica = supervised.replica
-        supervised.state, supervised.since, supervised.hung = "starting", time.monotonic(), False
-        shared = _rendezvous() if replica.rendezvous else {}
-        kills = RecentKills()
+        supervised.hung, supervised.processes = False, {}
+        hosts = {spec.name: self.hosts[spec.node] for spec in replica.processes}
+        for host in set(hosts.values()):
+            await host.ready()
+        supervised.state, supervised.since = "starting", time.monotonic()
+        shared = self.setting.rendezvous() if replica.rendezvous else {}
         try:
             for spec in replica.processes:
-                supervised.processes[spec.name] = await self._spawn(supervised, spec, shared)
+                order = Order(spec, shared, supervised.after, supervised.remove)
+                supervised.processes[spec.name] = await hosts[spec.name].spawn(order)
         except OSError:  # the ranks that were started would wait for this one, and would never end
             await self._end_peers(supervised)
             raise
         supervised.state = "up"
         if supervised.stopping:  # asked to stop between two spawns
             self._signal(supervised, signal.SIGTERM)
-        culprit, code = replica.processes[0], EXIT_OK
+        culprit, end = replica.processes[0], End(EXIT_OK)
         waits = {
             asyncio.create_task(supervised.processes[spec.name].wait()): spec for spec in replica.processes
         }
         try:
             while waits:
-                done, _ = await asyncio.wait(waits, timeout=LOOK_EVERY, return_when=asyncio.FIRST_COMPLETED)
-                kills.look()
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 ended = [(waits.pop(task), task.result()) for task in done]
-                failed = [(spec, status) for spec, status in ended if status != EXIT_OK]
-                if failed and code == EXIT_OK:
-                    culprit, code = failed[0]
+                failed = [(spec, status) for spec, status in ended if status.code != EXIT_OK]
+                if failed and end.code == EXIT_OK:
+                    culprit, end = failed[0]
                     await self._end_peers(supervised)
+                elif end.code == EXIT_OK:
+                    end = next((status for spec, status in ended if spec is culprit), end)
         finally:
             for task in waits:
                 task.cancel()
-        await _sweep(process for process in supervised.processes.values() if (process.returncode or 0) < 0)
-        code = 128 - code if code < 0 else code
-        log_file = self._log_path(culprit)
-        lines = tuple(tail(log_file, since=supervised.offsets[culprit.name]))
-        leader = supervised.processes[replica.processes[0].name]
-        memory = kills.cause() if code != EXIT_OK else ""
-        return Exit(replica, culprit.name, code, lines, log_file, leader.pid, supervised.hung, memory)
+        leader = supervised.processes[replica.processes[0].name].pid
+        log_file = self.setting.folders.log_of(culprit)
+        return Exit(
+            replica, culprit.name, end.code, end.lines, log_file,
+            leader, supervised.hung, end.out_of_memory, end.lost,
+        )  # fmt: skip
 
     async def _end_peers(self, supervised: Supervised) -> None:
         if not supervised.alive:
@@ -294,46 +333,10 @@ class Supervisor:
             self._signal(supervised, signal.SIGINT)
             await asyncio.wait(late, timeout=keeper.KILL_TIMEOUT + KEEPER_MARGIN)
 
-    async def _spawn(
-        self, supervised: Supervised, spec: ProcessSpec, shared: Mapping[str, str]
-    ) -> asyncio.subprocess.Process:
-        role = "workers" if spec.role not in ("redis", "controller") else str(spec.role)
-        settings = keeper.Settings(
-            parent=os.getpid(),
-            grace=self.setting.grace,
-            hold=str(self.setting.lock_dir / f"{role}.lock"),
-            after=str(self.setting.lock_dir / f"{supervised.after}.lock") if supervised.after else "",
-            remove=supervised.remove,
-            under=nsight.command(self.setting.profiles, spec.name) if spec.profiled else (),
-        )
-        if spec.profiled:
-            self.setting.profiles.mkdir(exist_ok=True)
-            self.setting.profiles.chmod(0o700)  # a report may hold the environment, and so a token
-        path = self._log_path(spec)
-        with path.open("ab") as output:
-            supervised.offsets[spec.name] = output.tell()
-            return await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", keeper.__file__, settings.to_json(), *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**self.setting.environment(spec), **shared},
-                start_new_session=True,
-            )  # fmt: skip
-
-    def _log_path(self, spec: ProcessSpec) -> Path:
-        return self.setting.log_dir / f"{spec.name}.log"
-
     @staticmethod
     def _signal(supervised: Supervised, number: signal.Signals) -> None:
         for process in supervised.alive:
-            try:
-                if number == signal.SIGKILL:
-                    os.killpg(process.pid, number)
-                else:
-                    process.send_signal(number)
-            except ProcessLookupError:
-                continue
+            process.send_signal(number)
 
     def _check_task(self, task: asyncio.Task[None]) -> None:
         """A fault of the supervisor itself ends the job instead of leaving a replica without care."""
@@ -342,33 +345,11 @@ class Supervisor:
             self.end(EndJob(1, f"the launcher could not {task.get_name()}: {type(error).__name__}: {error}"))
 
 
-async def _sweep(killed_keepers: Iterable[asyncio.subprocess.Process]) -> None:
-    """Kill what a killed keeper could not: its process is killed by the kernel, the children of that one are not."""
-    for process in killed_keepers:
-        give_up = time.monotonic() + KEEPER_MARGIN
-        while (left := keeper.left_behind(process.pid)) and time.monotonic() < give_up:
-            _kill_all(left)
-            await asyncio.sleep(0.01)
-
-
-def _kill_all(pids: Iterable[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
 async def _wait_all(chosen: list[Supervised], seconds: float) -> None:
     waits = [asyncio.create_task(supervised.done.wait()) for supervised in chosen]
     _, late = await asyncio.wait(waits, timeout=seconds)
     for task in late:
         task.cancel()
-
-
-def _rendezvous() -> dict[str, str]:
-    """A fresh meeting point for the ranks of a replica: the old port may linger after a crash."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
 
 
 def free_port(host: str) -> int:

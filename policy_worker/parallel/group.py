@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from policy_worker.errors import PolicyError, SettingsError
+from policy_worker.errors import PolicyError, RendezvousError, SettingsError
 from policy_worker.parallel.mesh import MeshSizes, device_mesh
 from policy_worker.process import RankEnvironment
 from weight_sync import HubNames
@@ -37,15 +38,18 @@ CONTROL_MARGIN = timedelta(minutes=2)
 
 
 class Group:
-    """All ranks of this replica. `control_timeout` seconds bound the wait for a control message."""
+    """All ranks of this replica. store: where they meet; None: at MASTER_ADDR and MASTER_PORT. `control_timeout`
+    seconds bound the wait for a control message."""
 
-    def __init__(self, environment: RankEnvironment, control_timeout: float = 600.0) -> None:
+    def __init__(
+        self, environment: RankEnvironment, store: dist.Store | None = None, control_timeout: float = 600.0
+    ) -> None:
         self.rank, self.world = environment.rank, environment.world
         self.device = pick_device(environment.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._ranks_here = environment.local_world
-        _initialise(environment, self.device)
+        _initialise(environment, self.device, store)
         self.sizes = MeshSizes(dp_shard=self.world)
         self._mesh: DeviceMesh | None = None
         self._second_mesh: DeviceMesh | None = None
@@ -308,15 +312,19 @@ def pick_device(number: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _initialise(environment: RankEnvironment, device: torch.device) -> None:
+def _initialise(environment: RankEnvironment, device: torch.device, store: dist.Store | None) -> None:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     rank, world = environment.rank, environment.world
     if world == 1:  # alone: no address, no port
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+        store = dist.HashStore()
+    if store is None:
+        log.info(
+            "rank %d of %d joins %s:%s", rank, world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         )
-        return
-    log.info("rank %d of %d joins %s:%s", rank, world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-    dist.init_process_group(
-        backend, init_method="env://", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
-    )
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {rank} of {world} on {socket.gethostname()} ({environment.address}) cannot reach all others, on "
+            f"ports that they choose freely: {str(error).splitlines()[0]}"
+        ) from error

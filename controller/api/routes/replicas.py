@@ -5,9 +5,21 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from controller.api.auth import ANYBODY, REPLICAS, USER, require, require_own
-from controller.api.openapi import models
-from controller.api.routes.base import Identifier, Reason, Since, new_router, nothing, read, reply, reply_list
+from controller.api.auth import ANYBODY, POLICY, REPLICAS, USER, require, require_own
+from controller.api.openapi import models, takes
+from controller.api.routes.base import (
+    Identifier,
+    Reason,
+    Since,
+    WaitSeconds,
+    new_router,
+    nothing,
+    read,
+    reply,
+    reply_list,
+    reply_or_nothing,
+    unless_gone,
+)
 from controller.errors import ApiError
 from controller.services.controller import Controller
 from schema.wire import messages as m
@@ -68,5 +80,18 @@ def router(controller: Controller) -> APIRouter:
         require_own(request, registry, replica_id)
         await service.leave(replica_id, incarnation, reason)
         return nothing()
+
+    @api.post("/meetings/{meeting_id}", status_code=204, **takes(m.Meeting))
+    async def announce(request: Request, meeting_id: Identifier) -> Response:
+        require(request, POLICY)
+        service.announce(meeting_id, await read(request, m.Meeting))
+        return nothing()
+
+    @api.get(
+        "/meetings/{meeting_id}", **models(m.Meeting, responses={204: {"description": "rank 0 has not come"}})
+    )
+    async def find(request: Request, meeting_id: Identifier, wait_s: WaitSeconds = 0.0) -> Response:
+        require(request, POLICY)
+        return reply_or_nothing(await unless_gone(request, service.meeting(meeting_id, wait_s)))
 
     return api

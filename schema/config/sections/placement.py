@@ -24,7 +24,12 @@ class PlacementConfig(Section):
     A list of numbers is dealt to the role's replicas in order; a list of lists names the devices of each.
     """
 
-    nodes: Ranks = key(1, "Machines of the job.", unbuilt="jobs on several machines")
+    nodes: Ranks = key(
+        1,
+        "Machines of the job: the same command is run on each, with --head ADDRESS.",
+        acts="process: How many machines are waited for, and which processes each runs.",
+        example=2,
+    )
     gpus_per_node: int | None = key(
         None,
         "GPUs of each machine; 0: none is used. Unset: those that are found.",

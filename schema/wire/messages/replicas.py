@@ -212,3 +212,11 @@ class ReplicaInfo(Message):
     status: str
     gauges: dict[str, float]
     profile: ProfileStatus | None = Field(default=None, description="The newest profile of a trainer.")
+
+
+class Meeting(Message):
+    """Where the ranks of a policy replica meet: address of the store of rank 0, on its own machine."""
+
+    address: Text
+    port: int = Field(ge=1, le=65535)
+    host: Text = Field(description="Name of that machine, for messages.")

@@ -45,6 +45,8 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("GET", "/v1/steps", USER),
     ("POST", "/v1/checkpoints", POLICY),
     ("GET", "/v1/checkpoints/0/ledger", POLICY),
+    ("POST", "/v1/replicas/meetings/x", POLICY),
+    ("GET", "/v1/replicas/meetings/x", POLICY),
     ("GET", "/v1/job", ALL),
     ("POST", "/v1/job/pause", USER),
     ("POST", "/v1/job/resume", USER),

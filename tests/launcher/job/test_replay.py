@@ -16,6 +16,7 @@ from launcher.job.replay import Changes, differences, medians, read_config, run_
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError, ProcessSpec, Replica, place, replay
 from launcher.plan.rundir import RunDir
+from launcher.processes.host import Folders
 from launcher.processes.supervisor import Setting
 from launcher.restarts import Budget, Role
 from schema.config import load_config
@@ -138,7 +139,7 @@ def play(directory: Path, *programs: str, show: Any, grace: float = 1.0) -> int:
     argvs = [(sys.executable, "-I", "-S", "-c", REPORT + program, str(output)) for program in programs]
     ranks = tuple(ProcessSpec(f"replay-{n}", Role.POLICY, argv) for n, argv in enumerate(argvs))
     setting = Setting(
-        directory, directory, grace, Budget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env}
+        Folders(directory, directory), grace, Budget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env}
     )
     return asyncio.run(
         run_ranks(Replica("replay", Role.POLICY, ranks), directory / "output.jsonl", setting, show)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.plan.placement import ProcessSpec, Replica
+from launcher.processes.host import Folders
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
 from schema.util import memory_kills
@@ -57,7 +58,7 @@ def supervise(
         def environment(spec: ProcessSpec) -> dict[str, str]:
             return {"MARK": spec.name}
 
-        supervisor = Supervisor(Setting(tmp_path, tmp_path, grace, BUDGET, environment), watcher)
+        supervisor = Supervisor(Setting(Folders(tmp_path, tmp_path), grace, BUDGET, environment), watcher)
         try:
             async with asyncio.timeout(PATIENCE):
                 await body(supervisor)
@@ -209,7 +210,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path):
         assert "could not keep policy-0: IsADirectoryError" in ending.verdict.reason
         await kept.done.wait()
         (first,) = kept.processes.values()
-        assert first.returncode is not None
+        assert first.ended
 
     supervise(tmp_path, body, watcher)
 
@@ -286,7 +287,7 @@ def test_stop_ends_a_replica_that_waits_for_its_restart(tmp_path: Path):
 
     async def main() -> None:
         patient = Budget(max_restarts=2, backoff=600.0, backoff_max=600.0)
-        supervisor = Supervisor(Setting(tmp_path, tmp_path, 5.0, patient, lambda _: {}), watcher)
+        supervisor = Supervisor(Setting(Folders(tmp_path, tmp_path), 5.0, patient, lambda _: {}), watcher)
         kept = supervisor.launch(replica("rollout-0", "raise SystemExit(1)"))
         await comes_true(lambda: kept.state == "waiting")
         await supervisor.stop(["rollout-0"])
@@ -352,6 +353,7 @@ import asyncio, sys
 from pathlib import Path
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.restarts import Budget, Role
+from launcher.processes.host import Folders
 from launcher.processes.supervisor import Setting, Situation, Supervisor
 
 class Quiet:
@@ -360,7 +362,7 @@ class Quiet:
 
 async def main():
     root = Path(sys.argv[1])
-    setting = Setting(root, root, float(sys.argv[2]), Budget(1, 0.1, 0.1), lambda spec: {})
+    setting = Setting(Folders(root, root), float(sys.argv[2]), Budget(1, 0.1, 0.1), lambda spec: {})
     supervisor = Supervisor(setting, Quiet())
     for index, script in enumerate(sys.argv[3:]):
         spec = ProcessSpec(f"p{index}", Role.ROLLOUT, (sys.executable, "-I", "-S", "-c", script))

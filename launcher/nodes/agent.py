@@ -1,0 +1,283 @@
+"""A node's side: finds the head, joins, runs what it is told to, and leaves with the job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import LaunchError
+from launcher.nodes import messages as m
+from launcher.nodes.agreement import facts
+from launcher.nodes.announcement import Announcement, HeadAddress, place_of
+from launcher.nodes.link import Link, LinkClosedError, T
+from launcher.plan.credentials import given_to
+from launcher.plan.machine import Machine
+from launcher.plan.placement import ProcessSpec
+from launcher.plan.rundir import RunDir
+from launcher.processes.host import KEEPER_MARGIN, End, Folders, LocalHost, LocalProcess, Order
+from launcher.processes.keeper import KILL_TIMEOUT
+from launcher.processes.signals import stop_signals
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
+from schema.config import Config
+from schema.util.tls import client_context
+
+LOOK = 0.5
+CONNECT = 3.0
+"""Seconds for one attempt to connect: a machine that is there answers at once, if only to refuse."""
+NOT_STARTED = 127
+"""Exit code of a program that cannot be started, as in a shell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What a node brings. number: its own; None: any that is free."""
+
+    config: Config
+    machine: Machine
+    head: HeadAddress
+    number: int | None
+    env: Mapping[str, str]
+
+
+class _RefusedError(Exception):
+    def __init__(self, refusal: m.Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
+async def join(joining: Joining, event: Callable[[str], None]) -> int:
+    """Be a node until the job is over; the job's exit code. Raises LaunchError: it cannot join, with the reason."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    asked: list[int] = []
+
+    def interrupt(number: int) -> None:
+        asked.append(number)
+        interrupted.set()
+
+    for number in stop_signals():
+        loop.add_signal_handler(number, interrupt, int(number))
+    loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # the head's matter
+    known = facts(joining.config, joining.env)
+    stopping = asyncio.create_task(interrupted.wait())
+    try:
+        while True:
+            searching = asyncio.create_task(_join_once(joining, known, event))
+            await asyncio.wait({searching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not searching.done():
+                searching.cancel()
+                await asyncio.wait({searching})
+                return 128 + asked[0]
+            node = searching.result()
+            code = await node.run(stopping)
+            if code is not None:
+                return code if not asked else 128 + asked[0]
+            event(f"the connection to the head is lost ({node.why}); joining again")
+    finally:
+        stopping.cancel()
+        for number in (*stop_signals(), signal.SIGUSR1):
+            loop.remove_signal_handler(number)
+
+
+async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable[[str], None]) -> Node:
+    """Try until the head takes this machine in. Raises LaunchError after `controller.start_timeout`."""
+    config, head = joining.config, joining.head
+    patience, place = config.controller.start_timeout, place_of(config, head)
+    give_up, said, held = time.monotonic() + patience, "", 0.0
+    while True:
+        try:
+            return await _handshake(joining, known, place, event)
+        except _RefusedError as error:
+            refusal, held = error.refusal, held or time.monotonic()
+            # A node that died a moment ago is believed to be there until its silence is noticed.
+            if not refusal.again or time.monotonic() - held > 2 * config.controller.heartbeat_timeout:
+                raise LaunchError(
+                    f"the head refuses {socket.gethostname()}: {refusal.reason}", refusal.hint, EXIT_CONFIG
+                ) from None
+            trouble = refusal.reason
+        except (LinkClosedError, OSError, TimeoutError) as error:
+            trouble, held = str(error) or f"no answer in {CONNECT:g} s", 0.0
+        if trouble != said:
+            event(f"waiting for the head at {head}: {trouble}")
+            said = trouble
+        if time.monotonic() >= give_up:
+            raise LaunchError(
+                f"{socket.gethostname()} could not join the head at {head} in {patience:g} s: {trouble}",
+                "start the command on the head too; see that its port is open between these machines, and that "
+                "train.output_dir is on a file system that all of them share",
+                EXIT_FAILED,
+            )
+        await asyncio.sleep(LOOK)
+
+
+async def _handshake(
+    joining: Joining, known: Mapping[str, str], place: Path, event: Callable[[str], None]
+) -> Node:
+    announced = Announcement.read(place)
+    config, head = joining.config, joining.head
+    context: ssl.SSLContext | None = None
+    if config.controller.tls_cert:
+        context = client_context(config.controller.tls_ca)
+    async with asyncio.timeout(CONNECT):
+        reader, writer = await asyncio.open_connection(
+            head.host, head.port, limit=2**22, ssl=context, server_hostname=head.host if context else None
+        )
+    link = Link(reader, writer, config.controller.heartbeat_timeout)
+    try:
+        if announced is None:
+            raise LinkClosedError(
+                f"it listens, but {place} is not here: train.output_dir is not shared, or just begins"
+            )
+        link.send(
+            m.Hello(
+                token=announced.token, node=joining.number, host=socket.gethostname(), address=link.address,
+                pid=os.getpid(), clock=time.time(), machine=joining.machine, facts=dict(known),
+            )
+        )  # fmt: skip
+        challenge = await _answer(link, m.Challenge)
+        link.send(m.Proof(faults=await _prove(challenge)))
+        welcome = await _answer(link, m.Welcome)
+    except BaseException:
+        await link.close()
+        raise
+    event(f"node {welcome.node} of {welcome.nodes}, run directory {welcome.run}")
+    return Node(joining, link, welcome, event)
+
+
+async def _answer(link: Link, kind: type[T]) -> T:
+    message = await link.receive()
+    if isinstance(message, m.Refusal):
+        raise _RefusedError(message)
+    if not isinstance(message, kind):
+        raise LinkClosedError(f"expected {kind.__name__}, not {type(message).__name__}")
+    return message
+
+
+async def _prove(challenge: m.Challenge) -> dict[str, str]:
+    """Write what the head wants to see, and look whether the controller's port lets us through."""
+    faults = await asyncio.to_thread(_write, challenge)
+    host, port = challenge.controller
+    try:
+        async with asyncio.timeout(CONNECT):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    except TimeoutError:
+        faults["controller"] = (
+            f"packets to {host}:{port}, the controller's port, get no answer: a firewall drops them"
+        )
+    except OSError:
+        pass  # refused: nobody listens yet, but nothing is in between
+    return faults
+
+
+def _write(challenge: m.Challenge) -> dict[str, str]:
+    faults = {}
+    for key, directory in challenge.directories.items():
+        try:
+            (Path(directory) / challenge.name).touch(mode=0o600)
+        except OSError as error:
+            faults[key] = str(error.strerror)
+    return faults
+
+
+class Node:
+    """A machine that was taken in."""
+
+    def __init__(
+        self, joining: Joining, link: Link, welcome: m.Welcome, event: Callable[[str], None]
+    ) -> None:
+        self._joining, self._link, self._event, self._grace = joining, link, event, welcome.grace
+        run = RunDir(Path(welcome.run))
+        self.why = ""
+        self._env: dict[str, dict[str, str]] = {}
+        self._host = LocalHost(Folders(run.logs, run.locks, run.profiles), welcome.grace, self._environment)
+        self._processes: dict[int, LocalProcess] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _environment(self, spec: ProcessSpec) -> dict[str, str]:
+        given = given_to(spec.role, self._joining.config, self._joining.env)
+        return {**given, "COSMOS_NODE_ADDRESS": self._link.address, **spec.env}
+
+    async def run(self, stopping: asyncio.Task[bool]) -> int | None:
+        """Obey the head; the exit code, or None when the head is gone. No process is left behind."""
+        code: int | None = None
+        try:
+            while code is None:
+                receiving = asyncio.create_task(self._link.receive())
+                await asyncio.wait({receiving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not receiving.done():
+                    receiving.cancel()
+                    self._event("leaving: interrupted here")
+                    await self._end_all()
+                    self._link.send(m.Leave(reason="it was interrupted there"))
+                    return EXIT_FAILED
+                code = self._obey(receiving.result())
+        except LinkClosedError as error:
+            self.why = str(error)
+        finally:
+            await self._end_all()
+            await self._link.close()
+        return code
+
+    def _obey(self, message: m.AnyMessage) -> int | None:
+        if isinstance(message, m.Start):
+            self._task(self._start(message))
+        elif isinstance(message, m.Signal):
+            process = self._processes.get(message.number)
+            if process is not None:
+                process.send_signal(signal.Signals(message.signal))
+        elif isinstance(message, m.Finish):
+            self._event(f"the job has {message.outcome}")
+            return message.exit_code
+        return None
+
+    async def _start(self, message: m.Start) -> None:
+        spec = ProcessSpec(
+            message.name,
+            message.role,
+            (sys.executable, *message.argv),
+            message.env,
+            profiled=message.profiled,
+        )
+        try:
+            process = await self._host.spawn(Order(spec, {}))
+        except OSError as error:
+            text = f"cannot be started on {socket.gethostname()}: {error}"
+            self._link.send(m.Started(number=message.number, pid=0))
+            self._link.send(m.Ended(number=message.number, code=NOT_STARTED, lines=(text,)))
+            return
+        self._processes[message.number] = process
+        self._event(f"{spec.name} is started (pid {process.pid})")
+        self._link.send(m.Started(number=message.number, pid=process.pid))
+        end: End = await process.wait()
+        del self._processes[message.number]
+        self._event(f"{spec.name} has ended (exit code {end.code})")
+        self._link.send(
+            m.Ended(number=message.number, code=end.code, lines=end.lines, out_of_memory=end.out_of_memory)
+        )
+
+    def _task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_all(self) -> None:
+        """SIGTERM, the grace, then kill; none is left."""
+        for number, seconds in (
+            (signal.SIGTERM, self._grace + KEEPER_MARGIN), (signal.SIGINT, KILL_TIMEOUT + KEEPER_MARGIN),
+            (signal.SIGKILL, KEEPER_MARGIN),
+        ):  # fmt: skip
+            for process in self._processes.values():
+                process.send_signal(number)
+            give_up = time.monotonic() + seconds
+            while self._tasks and time.monotonic() < give_up:
+                await asyncio.wait(set(self._tasks), timeout=LOOK)
+            if not self._tasks:
+                return

@@ -1,0 +1,143 @@
+"""How a node finds the head's run: a file in `train.output_dir`, which all machines share.
+
+<train.output_dir>/.nodes/<address and port of the head>.json      who may read the directory's owner's files
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from launcher.errors import LaunchError
+from launcher.paths import absolute
+from launcher.plan.rundir import RunDir, read_json
+from schema.config import Config
+from schema.util.atomic_file import write_text
+from schema.wire.store_url import is_url
+
+DEFAULT_PORT = 29600
+"""Of the head, where its address names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAddress:
+    """Where the head listens, as every machine was told."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> HeadAddress:
+        """`host`, `host:port`, `[v6]:port` or a bare v6 address. Raises LaunchError."""
+        found = re.fullmatch(
+            r"\[(?P<v6>[^]]+)](?::(?P<v6port>\d+))?|(?P<host>[^:\s]+)(?::(?P<port>\d+))?", text
+        )
+        if found is None and text.count(":") > 1 and re.fullmatch(r"[0-9a-fA-F:.]+", text):
+            return cls(text, DEFAULT_PORT)
+        port = int((found["v6port"] or found["port"] or DEFAULT_PORT) if found else 0)
+        if found is None or not 0 < port < 65536:
+            raise LaunchError(
+                f"--head {text} is not an address",
+                f"write a name or address of the head, with a port if {DEFAULT_PORT} is taken: --head node-0:29700",
+            )
+        return cls(found["v6"] or found["host"], port)
+
+    def listening_host(self) -> str | None:
+        """What the head listens at; None, all of its addresses, where its own name means the loopback one to it."""
+        try:
+            return (
+                None
+                if not _is_address(self.host) and all(map(_is_loopback, self._addresses()))
+                else self.host
+            )
+        except OSError:
+            return self.host
+
+    def _addresses(self) -> list[str]:
+        return [str(found[4][0]) for found in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)]
+
+    def is_here(self) -> bool:
+        """Whether this machine has the address: one can listen there. Raises LaunchError if the name is unknown."""
+        try:
+            found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise LaunchError(
+                f"--head {self.host} cannot be resolved on {socket.gethostname()}: {error.strerror}",
+                "write an address that every machine of the job knows",
+            ) from None
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                try:
+                    probe.bind((address[0], 0))
+                except OSError:
+                    continue
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A head that waits for nodes. token: what they must show."""
+
+    address: str
+    run: str
+    token: str
+    host: str
+    pid: int
+
+    def write(self, path: Path) -> None:
+        """Raises OSError."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_text(path, json.dumps(asdict(self)) + "\n", mode=0o600)
+
+    @classmethod
+    def read(cls, path: Path) -> Announcement | None:
+        """None while there is none."""
+        found = read_json(path)
+        try:
+            return None if found is None else cls(**found)
+        except TypeError:
+            return None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def place_of(config: Config, head: HeadAddress) -> Path:
+    """The file of a head."""
+    name = re.sub(r"[^A-Za-z0-9.-]", "_", str(head))
+    return Path(absolute(config.train.output_dir)) / ".nodes" / f"{name}.json"
+
+
+def shared_directories(config: Config, run: RunDir) -> Mapping[str, str]:
+    """What every machine of a job must see alike and write to, by the key that names it.
+
+    train.output_dir: ranks on several machines write parts of one checkpoint and of one weight version, rollout
+    replicas read versions, the head shows everybody's logs.
+    """
+
+    def directories() -> Iterator[tuple[str, str]]:
+        yield "train.output_dir", str(run.path)
+        if config.weight_sync.store and not is_url(config.weight_sync.store):
+            yield "weight_sync.store", absolute(config.weight_sync.store)
+        if config.controller.payload_store:
+            yield "controller.payload_store", absolute(config.controller.payload_store)
+
+    return dict(directories())

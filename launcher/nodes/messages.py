@@ -1,0 +1,136 @@
+"""What head and nodes send each other: one JSON object per line, unknown fields refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from launcher.plan.machine import Machine
+from launcher.restarts import Role
+
+Text = Annotated[str, Field(max_length=4096)]
+Paths = Annotated[dict[str, Text], Field(max_length=64)]
+Facts = Annotated[dict[str, Annotated[str, Field(max_length=256)]], Field(max_length=4096)]
+
+
+class Message(BaseModel):
+    """Base of all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Hello(Message):
+    """A machine that wants to be a node. node: its number; None: any that is free. clock: Unix seconds."""
+
+    kind: Literal["hello"] = "hello"
+    token: Text
+    node: int | None = Field(default=None, ge=1, le=65535)
+    host: Text
+    address: Text
+    pid: int
+    clock: float
+    machine: Machine
+    facts: Facts
+
+
+class Challenge(Message):
+    """Write a file of this name into each directory, and see whether a port can be reached."""
+
+    kind: Literal["challenge"] = "challenge"
+    name: Annotated[str, Field(pattern=r"^\.node-[0-9a-f]{32}$")]
+    directories: Paths
+    controller: tuple[Text, int]
+
+
+class Proof(Message):
+    """faults: by the key of a directory why it cannot be written; `controller` for its port."""
+
+    kind: Literal["proof"] = "proof"
+    faults: Paths
+
+
+class Refusal(Message):
+    """Why this machine is not taken. again: it may try again, its number is still held by a node that is leaving."""
+
+    kind: Literal["refusal"] = "refusal"
+    reason: Text
+    hint: Text = ""
+    again: bool = False
+
+
+class Welcome(Message):
+    """It is a node. run: the run's directory. grace: seconds for the end of a process."""
+
+    kind: Literal["welcome"] = "welcome"
+    node: int
+    nodes: int
+    run: Text
+    grace: float
+    silence: float
+
+
+class Start(Message):
+    """Start a process. env: on top of the node's own environment, secrets included."""
+
+    kind: Literal["start"] = "start"
+    number: int
+    name: Text
+    role: Role
+    argv: tuple[Text, ...]
+    env: dict[str, Text]
+    profiled: bool = False
+
+
+class Signal(Message):
+    """Send a signal to a process."""
+
+    kind: Literal["signal"] = "signal"
+    number: int
+    signal: int
+
+
+class Started(Message):
+    """pid: of the keeper; 0 where it could not be started, which an `Ended` follows."""
+
+    kind: Literal["started"] = "started"
+    number: int
+    pid: int
+
+
+class Ended(Message):
+    """See `launcher.processes.host.End`."""
+
+    kind: Literal["ended"] = "ended"
+    number: int
+    code: int
+    lines: tuple[Text, ...] = ()
+    out_of_memory: Text = ""
+
+
+class Beat(Message):
+    """A sign of life."""
+
+    kind: Literal["beat"] = "beat"
+
+
+class Leave(Message):
+    """The node leaves, on purpose."""
+
+    kind: Literal["leave"] = "leave"
+    reason: Text
+
+
+class Finish(Message):
+    """The job is over."""
+
+    kind: Literal["finish"] = "finish"
+    outcome: Text
+    exit_code: int
+
+
+AnyMessage = Annotated[
+    Hello | Challenge | Proof | Refusal | Welcome | Start | Signal | Started | Ended | Beat | Leave | Finish,
+    Field(discriminator="kind"),
+]
+ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)

@@ -1,0 +1,191 @@
+"""Where a job's processes run: on the launcher's machine here, on others through `launcher.nodes`.
+
+Every process runs below a keeper (`launcher.processes.keeper`) in a session of its own, so that Ctrl-C reaches the
+launcher alone and no grandchild survives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launcher.plan import nsight
+from launcher.plan.placement import ProcessSpec
+from launcher.processes import keeper
+from launcher.processes.logs import tail
+from launcher.restarts import EXIT_OK
+from schema.util.memory_kills import LOOK_EVERY, RecentKills
+
+KEEPER_MARGIN = 3.0
+"""Seconds that a keeper gets beyond what it grants its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended. Codes above 128 are signals, as in a shell."""
+
+    code: int
+    lines: tuple[str, ...] = ()
+    """The last ones that it wrote."""
+    out_of_memory: str = ""
+    """How the kernel killed it, or a process of the job while it ran, for lack of memory; empty: it did not."""
+    lost: str = ""
+    """What became of its machine, if that is why nothing is known of it; empty: it is there."""
+
+
+class Process(Protocol):
+    """One process that was started. `pid` is that of its keeper."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    async def wait(self) -> End: ...
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """SIGTERM asks it to end, SIGINT kills its whole tree, SIGKILL kills the keeper too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A process to start. env: what its replica's processes agree on at each start.
+
+    after: role that must be gone before it ends without a launcher. remove: a directory that goes with it.
+    """
+
+    spec: ProcessSpec
+    env: Mapping[str, str]
+    after: str = ""
+    remove: str = ""
+
+
+class Host(Protocol):
+    """A machine that can run processes."""
+
+    async def ready(self) -> None:
+        """Wait until it is there. Raises `HostLostError` if that takes too long."""
+
+    async def spawn(self, order: Order) -> Process:
+        """Start a process. Raises OSError."""
+
+
+class HostLostError(Exception):
+    """A machine that the job cannot go on without is not there; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where processes write and what they lock."""
+
+    logs: Path
+    locks: Path
+    profiles: Path = Path()
+
+    def log_of(self, spec: ProcessSpec) -> Path:
+        return self.logs / f"{spec.name}.log"
+
+
+class LocalHost:
+    """This machine. environment: gives a process its whole environment, secrets included. grace: seconds."""
+
+    def __init__(
+        self, folders: Folders, grace: float, environment: Callable[[ProcessSpec], Mapping[str, str]]
+    ) -> None:
+        self.folders, self.grace, self._environment = folders, grace, environment
+
+    async def ready(self) -> None:
+        """It always is."""
+
+    async def spawn(self, order: Order) -> LocalProcess:
+        spec, folders = order.spec, self.folders
+        role = "workers" if spec.role not in ("redis", "controller") else str(spec.role)
+        settings = keeper.Settings(
+            parent=os.getpid(),
+            grace=self.grace,
+            hold=str(folders.locks / f"{role}.lock"),
+            after=str(folders.locks / f"{order.after}.lock") if order.after else "",
+            remove=order.remove,
+            under=nsight.command(folders.profiles, spec.name) if spec.profiled else (),
+        )
+        if spec.profiled:
+            folders.profiles.mkdir(exist_ok=True)
+            folders.profiles.chmod(0o700)  # a report may hold the environment, and so a token
+        log_file = folders.log_of(spec)
+        with log_file.open("ab") as output:
+            begins = output.tell()
+            started = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", keeper.__file__, settings.to_json(), *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**self._environment(spec), **order.env},
+                start_new_session=True,
+            )  # fmt: skip
+        return LocalProcess(started, log_file, begins)
+
+
+class LocalProcess:
+    """A process of this machine; its part of `log_file` starts at byte `begins`."""
+
+    def __init__(self, started: asyncio.subprocess.Process, log_file: Path, begins: int) -> None:
+        self._process, self._log_file, self._begins = started, log_file, begins
+        self._kills = RecentKills()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> End:
+        code = self._process.returncode
+        while code is None:
+            self._kills.look()
+            try:
+                async with asyncio.timeout(LOOK_EVERY):
+                    code = await self._process.wait()
+            except TimeoutError:
+                continue
+        if code < 0:
+            await _sweep(self.pid)
+            code = 128 - code
+        memory = self._kills.cause() if code != EXIT_OK else ""
+        return End(code, tuple(tail(self._log_file, since=self._begins)), memory)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.ended:
+            return
+        try:
+            if number == signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                self._process.send_signal(number)
+        except ProcessLookupError:
+            return
+
+
+async def _sweep(killed_keeper: int) -> None:
+    """Kill what a killed keeper could not: its process is killed by the kernel, the children of that one are not."""
+    give_up = time.monotonic() + KEEPER_MARGIN
+    while (left := keeper.left_behind(killed_keeper)) and time.monotonic() < give_up:
+        kill_all(left)
+        await asyncio.sleep(0.01)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
