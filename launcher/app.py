@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from launcher.commands import configuration, convert, export, init, operate, plot, replay, samples, try_reward
+from launcher.commands import (
+    configuration,
+    convert,
+    export,
+    init,
+    join,
+    operate,
+    plot,
+    replay,
+    samples,
+    try_reward,
+)
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
@@ -42,6 +54,12 @@ Run
   cosmos-launch --resume                                  go on with the newest run below ./outputs, as it was
   cosmos-launch --resume outputs/20260131120000           go on with a certain run
   cosmos-launch --config run.toml --resume                go on with the newest run of this file, as it is now
+
+\b
+Several machines (placement.nodes)
+  cosmos-launch --config run.toml --head 10.0.0.1         the same command on each; the one with the address leads
+  cosmos-launch --config run.toml --target slurm          sbatch scripts of the job; --apply submits them
+  cosmos-launch join outputs/20260131120000               one more rollout replica, where the run directory is shared
 
 \b
 Precedence
@@ -99,6 +117,7 @@ app.command()(operate.resume)
 app.command()(operate.checkpoint)
 app.command()(operate.profile)
 app.command()(operate.drain)
+app.command()(join.join)
 app.command()(export.export)
 app.command()(replay.replay)
 app.command()(samples.samples)
@@ -142,9 +161,43 @@ def run(
         typer.Option(
             "--node",
             min=0,
-            help="With --head: the number of this machine, 0 leads. Unset: found by the address.",
+            help="With --head: number of this machine, 0 leads. Unset: SLURM_NODEID, or by its address.",
         ),
     ] = None,
+    no_rollouts: Annotated[
+        bool,
+        typer.Option("--no-rollouts", help="Start no rollout replica: they come by `cosmos-launch join`."),
+    ] = False,
+    target: Annotated[
+        Literal["local", "slurm"],
+        typer.Option("--target", help="Where to run it: from here, or as sbatch scripts that are written."),
+    ] = "local",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="With --target slurm: where to. Unset: <train.output_dir>/slurm.",
+        ),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sbatch",
+            metavar="OPTION",
+            help="With --target slurm: for all scripts: --sbatch=--partition=gpu.",
+        ),
+    ] = None,
+    rollout_array: Annotated[
+        bool,
+        typer.Option(
+            "--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."
+        ),
+    ] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="With --target slurm: submit what was written.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
     ] = False,
@@ -153,8 +206,9 @@ def run(
     ] = False,
 ) -> None:
     """Run a job (without a command)."""
+    of_a_run = (config, set_, resume is not None, dry_run, as_json, head, node is not None, target != "local")
     if context.invoked_subcommand is not None:
-        if config or set_ or resume is not None or dry_run or as_json or head or node is not None:
+        if any(of_a_run):
             raise LaunchError(
                 f"the options of a run go without the command {context.invoked_subcommand!r}",
                 f"put --set and --json behind it: cosmos-launch {context.invoked_subcommand} run.toml --set …",
@@ -164,18 +218,37 @@ def run(
         raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
     if as_json and not dry_run:
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
-    if node is not None and not head:
-        raise LaunchError("--node needs --head", "name the machine that leads: --head ADDRESS")
+    _check_options(
+        {
+            "--node": (node is not None, bool(head), "--head"),
+            "--output": (output, target == "slurm", "--target slurm"),
+            "--sbatch": (sbatch, target == "slurm", "--target slurm"),
+            "--rollout-array": (rollout_array, target == "slurm", "--target slurm"),
+            "--apply": (apply, target == "slurm", "--target slurm"),
+        }
+    )
+    configs, overrides = config or [], set_ or []
+    if target == "slurm":
+        from launcher.commands import slurm
+
+        if head or resume is not None or dry_run:
+            raise LaunchError(
+                "--target slurm takes --config and --set", "the scripts name the head, and resume"
+            )
+        written = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
+        raise typer.Exit(slurm.write(written, os.environ))
     with ended_at_once():
         from launcher.job.resume import continued
         from launcher.job.run import Cluster, launch
         from launcher.job.run import check as check_job
         from launcher.nodes.announcement import HeadAddress
 
-    configs, overrides = config or [], set_ or []
     if not dry_run:
-        cluster = Cluster(HeadAddress.parse(head), node) if head else None
-        raise typer.Exit(launch(configs, overrides, resume=resume, env=os.environ, cluster=cluster))
+        cluster = Cluster(HeadAddress.parse(head), _number(node)) if head else None
+        here = not no_rollouts
+        raise typer.Exit(
+            launch(configs, overrides, resume=resume, env=os.environ, cluster=cluster, rollouts=here)
+        )
     from launcher.commands.dry_run import plan, plan_lines
 
     if resume is not None:
@@ -187,3 +260,16 @@ def run(
     else:
         typer.echo("\n".join(plan_lines(planned)))
         print_problems("warning", planned.warnings)
+
+
+def _check_options(options: Mapping[str, tuple[object, bool, str]]) -> None:
+    """Options that mean nothing without another one: name -> given, whether that one is there, its name."""
+    for name, (given, has_meaning, other) in options.items():
+        if given and not has_meaning:
+            raise LaunchError(f"{name} needs {other}", f"write {other}, or leave {name} out")
+
+
+def _number(node: int | None) -> int | None:
+    """Of this machine among those of the job, where the user or Slurm says it."""
+    by_slurm = os.environ.get("SLURM_NODEID", "")
+    return int(by_slurm) if node is None and by_slurm.isdigit() else node

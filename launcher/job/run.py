@@ -48,15 +48,20 @@ class Checked:
 
 
 def check(
-    paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str], *, joins: bool = False
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    joins: bool = False,
+    rollouts: bool = True,
 ) -> Checked:
     """Load and check everything that can be checked before a process starts. Raises ConfigError.
 
-    joins: controller and Redis are another machine's.
+    joins: controller and Redis are another machine's. rollouts: as for `launch`.
     """
     loaded = load(paths, overrides, env)
     config, machine = loaded.config, find_machine(env)
-    findings = check_machine(config, machine, joins=joins)
+    findings = check_machine(config, machine, joins=joins, rollouts=rollouts)
     redis = Findings() if joins else check_redis(config, env)
     problems = findings.problems + redis.problems + unset_variables(config, env)
     if problems:
@@ -73,22 +78,23 @@ def launch(
     resume: str | None,
     env: Mapping[str, str],
     cluster: Cluster | None = None,
+    rollouts: bool = True,
 ) -> int:
     """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts.
 
     `resume`: None for a run of its own, else what follows `--resume` (see `launcher.job.resume`). cluster: where this
-    machine is one of several.
+    machine is one of several. rollouts: whether the job starts its rollout replicas itself.
     """
     from launcher.job.screen import open_screen
 
     if cluster is not None and not cluster.leads:
-        return _join(check(paths, overrides, env, joins=True), cluster, env)
+        return _join(check(paths, overrides, env, joins=True, rollouts=rollouts), cluster, env)
     if resume is not None:
         found = continued(resume, paths, overrides)
         if found.run is not None and (summary := finished(found.run)) is not None:
             return _say_finished(found.run, summary)
         paths, overrides = found.configs, found.overrides
-    checked = check(paths, overrides, env)
+    checked = check(paths, overrides, env, rollouts=rollouts)
     _check_cluster(checked.config, cluster)
     if checked.config.is_evaluation and resume is not None:
         raise LaunchError(
@@ -121,7 +127,7 @@ def launch(
             from launcher.job.evaluation import run_evaluation
 
             return run_evaluation(checked.config, run, env, screen)
-        return _run(checked, run, goes_on, screen, env, cluster)
+        return _run(checked, run, goes_on, screen, env, cluster, rollouts=rollouts)
     finally:
         screen.close()
         run.unlock()
@@ -192,6 +198,8 @@ def _run(
     screen: Screen,
     env: Mapping[str, str],
     cluster: Cluster | None,
+    *,
+    rollouts: bool,
 ) -> int:
     early = note_signals()
     import asyncio  # a dry run, which loads this module too, need not wait for it
@@ -219,7 +227,7 @@ def _run(
             host=host,
             port=port,
             redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
-            workers=place(config, checked.machine, *others),
+            workers=place(config, checked.machine, *others, rollouts=rollouts),
             reuse_data=goes_on and _same_data(before, written, run),
             continued=goes_on,
             env=env,

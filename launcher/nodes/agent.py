@@ -103,7 +103,7 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
                 ) from None
             trouble = refusal.reason
         except (LinkClosedError, OSError, TimeoutError) as error:
-            trouble, held = str(error) or f"no answer in {CONNECT:g} s", 0.0
+            trouble, held = _in_words(error), 0.0
         if trouble != said:
             event(f"waiting for the head at {head}: {trouble}")
             said = trouble
@@ -115,6 +115,12 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
                 EXIT_FAILED,
             )
         await asyncio.sleep(LOOK)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno).lower()
+    return str(error) or f"no answer in {CONNECT:g} s: is a firewall in between?"
 
 
 async def _handshake(

@@ -76,10 +76,13 @@ class PlacementError(ValueError):
         self.problem = problem
 
 
-def needs(config: Config, gpus: int) -> Needs:
-    """Ranks per replica. -1 of `policy.parallelism.dp_shard_size` takes its list, or the GPUs that are left."""
+def needs(config: Config, gpus: int, *, rollouts: bool = True) -> Needs:
+    """Ranks per replica. -1 of `policy.parallelism.dp_shard_size` takes its list, or the GPUs that are left.
+
+    rollouts: whether rollout replicas run here; else they join from elsewhere.
+    """
     policy, shared = policy_layout(config), config.placement.share != "none"
-    rollout = rollout_layout(config) if config.is_grpo else None
+    rollout = rollout_layout(config) if config.is_grpo and rollouts else None
     per_rollout = (rollout.size or 1) if rollout else 0
     ranks = policy.size
     if ranks is None:
@@ -109,13 +112,16 @@ def usable_gpus(config: Config, machine: Machine, node: int = 0) -> tuple[str, .
     raise PlacementError(Problem(key, f"{wanted} GPUs are requested, {where} has {there}", wanted, hint))
 
 
-def place(config: Config, *machines: Machine) -> list[Replica]:
-    """Policy and rollout replicas with their devices and threads, over these nodes. Raises PlacementError."""
+def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Replica]:
+    """Policy and rollout replicas with their devices and threads, over these nodes. Raises PlacementError.
+
+    rollouts: see `needs`.
+    """
     for problem in (problem for rule in PLACEMENT_RULES for problem in rule(config)):
         raise PlacementError(problem)
     gpus = _gpus_by_node(config, machines)
     count = sum(map(len, gpus))
-    wanted = needs(config, count)
+    wanted = needs(config, count, rollouts=rollouts)
     workers = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
     if not count and workers > MOST_ON_CPU * len(machines):
         raise PlacementError(_too_many(wanted, workers, len(machines)))
@@ -228,6 +234,8 @@ def _too_many(wanted: Needs, workers: int, nodes: int) -> Problem:
 def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int, ...]]]:
     """Role -> devices of each replica; empty tuples when it has none of its own, or the job runs on CPU."""
     roles = {role.name: role for role in placed_roles(config)}
+    if not wanted.rollout_replicas:
+        roles.pop("rollout", None)
     listed = [role for role in roles.values() if role.listed]
     dealt: dict[str, list[tuple[int, ...]]] = {}
     if not count:
@@ -392,6 +400,12 @@ def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...], node: int
     env = {**env, "COSMOS_REPLICA_NAME": name}
     spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), env, node=node, profiled=profiled)
     return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
+
+
+def joined(config: Config, name: str) -> Replica:
+    """A rollout replica that joins a job, on the GPUs that it sees."""
+    env = {"COSMOS_CPU_THREADS": str(config.launcher.cpu_threads)} if config.launcher.cpu_threads else {}
+    return _rollout(name, env, (), 0, profiled=False)
 
 
 def controller(run_dir: str, host: str, port: int) -> Replica:

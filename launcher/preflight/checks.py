@@ -50,8 +50,13 @@ class Findings:
     warnings: list[Problem] = field(default_factory=list)
 
 
-def check_machine(config: Config, machine: Machine, *, joins: bool = False) -> Findings:
-    """Everything that can be found without the network; takes milliseconds. joins: the controller runs elsewhere."""
+def check_machine(
+    config: Config, machine: Machine, *, joins: bool = False, rollouts: bool = True
+) -> Findings:
+    """Everything that can be found without the network; takes milliseconds.
+
+    joins: the controller runs elsewhere. rollouts: whether the job starts its rollout replicas itself.
+    """
     findings = Findings()
     findings.problems += missing_packages(config, has_module)
     if config.is_evaluation:  # reads a file and runs reward functions: no port, GPU or Redis
@@ -65,7 +70,7 @@ def check_machine(config: Config, machine: Machine, *, joins: bool = False) -> F
     problems, warnings = check_encryption(config)
     findings.problems += problems
     findings.warnings += warnings
-    _check_gpus(config, machine, findings)
+    _check_gpus(config, machine, findings, rollouts=rollouts)
     _check_disk(config, findings)
     if not config.redis.url and redis_server.valkey_binary() is None:
         message = "the embedded Valkey is not installed for this machine"
@@ -208,9 +213,9 @@ def _port_problems(host: str, port: int) -> list[Problem]:
 # ---- GPUs -------------------------------------------------------------------------------------------------
 
 
-def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
+def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollouts: bool) -> None:
     try:
-        place(config, *[machine] * config.placement.nodes)
+        place(config, *[machine] * config.placement.nodes, rollouts=rollouts)
     except PlacementError as error:
         findings.problems.append(error.problem)
     findings.problems += check_hardware(config, machine)
@@ -218,7 +223,7 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings) -> None:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
     nodes = config.placement.nodes
-    wanted = needs(config, len(machine.gpus) * nodes)
+    wanted = needs(config, len(machine.gpus) * nodes, rollouts=rollouts)
     if policy_layout(config).size is None:  # else the configuration has been checked for it
         findings.problems += absent_ranks(config, wanted.policy_ranks)
     ranks = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas * wanted.rollout_gpus

@@ -1,0 +1,1 @@
+"""How a job is started elsewhere than by this command on this machine."""

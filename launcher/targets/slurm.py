@@ -1,0 +1,146 @@
+"""A job as sbatch scripts: what to submit, rendered from the configuration.
+
+    submit.sh ─▶ job.sbatch        one task on each node runs the same command; the first node leads
+             └─▶ rollouts.sbatch   where asked for: an array, each task a rollout replica that joins the run
+
+The run's directory is <train.output_dir>/slurm-<job id>, and the command resumes: a job that Slurm requeues has the
+same number and goes on. Signals to the batch script (`scancel --batch --signal=… JOB`): USR1 saves a checkpoint;
+USR2, which Slurm sends before the time limit, saves one, ends in order and requeues the job.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+WARNING = 300
+"""Seconds before the time limit at which Slurm sends USR2: a checkpoint, an end in order."""
+PATIENCE = 120
+"""Seconds for each of the two."""
+JOINING = 3600
+"""Seconds for which a task of the array waits for the job."""
+FIRST_PORT, PORTS = 20000, 20000
+"""Of the head: by the number of the job, since several may share a machine."""
+
+
+_ADDRESS = (
+    'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    'address=$(scontrol show node "$first" --oneliner | grep -o "NodeAddr=[^ ]*" | cut -d = -f 2)',
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """What is submitted. program: the command line of cosmos-launch itself. directory: where it is run, which its
+    relative paths mean. output: `train.output_dir`. configs, overrides: as on the command line.
+
+    gpus: of each node; 0: none is asked for. rollouts: tasks of the array; 0: the job runs its rollout replicas.
+    rollout_gpus: of each of them. options: further ones of sbatch, for all scripts.
+    """
+
+    name: str
+    program: Sequence[str]
+    directory: str
+    output: str
+    configs: Sequence[str]
+    overrides: Sequence[str]
+    nodes: int
+    gpus: int
+    rollouts: int
+    rollout_gpus: int
+    options: Sequence[str]
+
+
+def render(job: SlurmJob) -> Mapping[str, str]:
+    """The scripts by name."""
+    scripts = {"submit.sh": _submit(job), "job.sbatch": _job(job)}
+    return scripts | ({"rollouts.sbatch": _rollouts(job)} if job.rollouts else {})
+
+
+def _submit(job: SlurmJob) -> str:
+    lines = [
+        "#!/bin/bash",
+        "# Submits the job; further options of sbatch may follow, for all of it.",
+        "set -euo pipefail",
+        'here=$(cd "$(dirname "$0")" && pwd)',
+        f"mkdir -p {shlex.quote(job.output)}",
+        'job=$(sbatch --parsable "$@" "$here/job.sbatch")',
+        "job=${job%%;*}",
+        f"run={shlex.quote(job.output)}/slurm-$job",
+        'echo "job $job, run directory $run"',
+    ]
+    if job.rollouts:
+        lines.append(
+            'sbatch --dependency="after:$job" --export="ALL,COSMOS_RUN=$run" "$@" "$here/rollouts.sbatch"'
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _job(job: SlurmJob) -> str:
+    ours = ["--kill-on-bad-exit=0", "--wait=0"]
+    command = [*job.program, *(part for config in job.configs for part in ("--config", config))]
+    command += [part for text in job.overrides for part in ("--set", text)]
+    command += ["--no-rollouts"] if job.rollouts else []
+    started = f'srun {shlex.join([*ours, *command])} --set "train.timestamp=\\"$name\\"" --resume'
+    lines = [
+        *_header(job, job.name, [f"--nodes={job.nodes}", "--ntasks-per-node=1", *_gpus("node", job.gpus)])
+    ]
+    lines += [f"#SBATCH --signal=B:USR2@{WARNING}", "set -euo pipefail", "", "name=slurm-$SLURM_JOB_ID"]
+    lines += [f"run={shlex.quote(job.output)}/$name"]
+    if job.nodes > 1:
+        lines += [
+            "# The first node leads; a job's number gives its port.",
+            *_ADDRESS,
+            f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
+        ]
+        started += ' --head "$address:$port"'
+    elif job.rollouts:
+        lines += ["# The tasks of the array reach the controller at this machine's address.", *_ADDRESS]
+        started += ' --set "controller.host=\\"$address\\""'
+    program = shlex.join(job.program)
+    lines += [
+        "",
+        "checkpoint() {",
+        f'  {program} checkpoint "$run" --wait {PATIENCE} || true',
+        "}",
+        "requeue() {",
+        "  trap '' USR1 USR2",
+        "  checkpoint",
+        f'  {program} stop "$run" --wait {PATIENCE} || true',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "}",
+        "trap checkpoint USR1",
+        "trap requeue USR2",
+        "",
+        f"{started} &",
+        "step=$!",
+        "# A signal ends `wait` early.",
+        'while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done',
+        'wait "$step"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rollouts(job: SlurmJob) -> str:
+    sizes = [f"--array=0-{job.rollouts - 1}", "--nodes=1", "--ntasks=1", *_gpus("node", job.rollout_gpus)]
+    lines = [*_header(job, f"{job.name}-rollout", sizes, log="%A_%a")]
+    lines += [
+        "set -euo pipefail",
+        "",
+        'run=${COSMOS_RUN:?"submit.sh names the run directory"}',
+        f'srun {shlex.join(job.program)} join "$run" --name "rollout-$SLURM_ARRAY_TASK_ID" --wait {JOINING}',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _header(job: SlurmJob, name: str, sizes: Sequence[str], log: str = "%j") -> Iterator[str]:
+    yield "#!/bin/bash"
+    yield f"# {name}: made by `cosmos-launch --target slurm` from {', '.join(job.configs)}"
+    own = [f"--job-name={name}", *sizes, "--requeue", "--open-mode=append"]
+    own += [f"--chdir={job.directory}", f"--output={job.output}/{name}-{log}.log"]
+    yield from (f"#SBATCH {option}" for option in [*own, *job.options])
+
+
+def _gpus(per: str, count: int) -> list[str]:
+    return [f"--gpus-per-{per}={count}"] if count else []
