@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e soak gpu lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser
+.PHONY: help run test unit e2e soak gpu lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-cluster
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -31,10 +31,10 @@ run: setup  ## watch a small model learn on this machine (about three minutes)
 
 test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 
-unit: setup  ## the fast tests
+unit: setup setup-shellcheck  ## the fast tests
 	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e and not soak"
 
-e2e: setup setup-vllm setup-8bit setup-gpu setup-browser  ## the slow tests: real processes, both engines, real failures
+e2e: setup setup-vllm setup-8bit setup-gpu setup-browser setup-cluster  ## the slow tests: real processes, both engines, real failures
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or e2e) and not soak" --timeout 900 --durations 15
 
 soak: setup setup-vllm  ## list the long proofs; with AREA= run one area of them, or all
@@ -70,6 +70,13 @@ setup-8bit: $(VENV)/.installed
 # The dashboard is tested in a real browser; without root its package has to be there.
 setup-browser:
 	@command -v chromium >/dev/null || ( apt-get update -qq && apt-get install -qqy --no-install-recommends chromium )
+
+# Scripts for Slurm are read by it; several machines are network namespaces, and nodes of a Slurm of the tests' own.
+setup-shellcheck:
+	@command -v shellcheck >/dev/null || ( apt-get update -qq && apt-get install -qqy --no-install-recommends shellcheck )
+setup-cluster: setup-shellcheck
+	@for tool in ip nft slurmctld slurmd munged; do command -v $$tool >/dev/null || missing=1; done; test -z "$$missing" || \
+	  ( apt-get update -qq && apt-get install -qqy --no-install-recommends iproute2 nftables slurm-wlm )
 
 # torch first and alone: what follows must be content with it, or pip replaces it by another build.
 $(VENV)/.installed: pyproject.toml

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,53 +44,68 @@ def join(
     It is started again when it crashes, as the job's own are, and ends with the job. Its log is in the run directory.
     """
     with ended_at_once():
+        import asyncio
+
         from launcher.plan.rundir import RunDir
 
     place = RunDir(Path(run).expanduser().absolute())
-    url = _address(place, wait)
-    raise typer.Exit(
-        asyncio.run(_serve(place, url, name or f"{socket.gethostname()}-{os.getpid()}", os.environ))
-    )
+    name, code = name or f"{socket.gethostname()}-{os.getpid()}", None
+    while code is None:
+        found = _wait_for(place, wait)
+        code = EXIT_OK if found is None else asyncio.run(_serve(place, found, name, os.environ))
+    raise typer.Exit(code)
 
 
-def _address(run: RunDir, wait: float) -> str:
-    """Where the job's controller answers. Raises LaunchError: there is none in time, or the job is over."""
+@dataclass(frozen=True)
+class _Controller:
+    """Where a start of the job has its controller, and what it lets in: both change with the next start."""
+
+    url: str
+    token: str
+
+    @classmethod
+    def of(cls, run: RunDir) -> _Controller | None:
+        from launcher.plan.rundir import read_json
+
+        found, token = read_json(run.controller_json) or {}, run.read_token("rollout")
+        return cls(str(found["url"]), token) if token and "url" in found else None
+
+
+def _wait_for(run: RunDir, wait: float) -> _Controller | None:
+    """The controller once it answers; None: the job has finished. Raises LaunchError: there is none in time."""
     give_up, said = time.monotonic() + wait, ""
     while True:
-        url, trouble = _look(run)
+        found = _Controller.of(run)
+        phase, trouble = (None, "it has no controller yet") if found is None else _look(run, found)
+        if phase == "finished":
+            typer.echo(f"the job in {run.path} has finished")
+            return None
         if not trouble:
-            return url
+            return found
         if time.monotonic() >= give_up:
-            raise LaunchError(
-                f"{run.path} takes no replica: {trouble}", "--wait SECONDS waits for it", EXIT_FAILED
-            )
+            hint = "--wait SECONDS waits for it, here in its shared run directory"
+            raise LaunchError(f"{run.path} takes no replica: {trouble}", hint, EXIT_FAILED)
         if trouble != said:
             typer.echo(f"waiting for {run.path}: {trouble}")
             said = trouble
         time.sleep(POLL)
 
 
-def _look(run: RunDir) -> tuple[str, str]:
-    """The controller's address, and what is wrong with it."""
+def _look(run: RunDir, found: _Controller) -> tuple[str | None, str]:
+    """The job's phase, and what keeps replicas out."""
     from controller.client import Client, ControllerError
     from controller.client import calls as api
-    from launcher.plan.rundir import read_json
     from schema.wire.messages import TERMINAL_PHASES
 
-    found, token = read_json(run.controller_json), run.read_token("rollout")
-    if found is None or "url" not in found:
-        return "", "it has no controller yet"
-    if not token:
-        return "", f"{run.path / '.tokens' / 'rollout'} cannot be read"
-    url = str(found["url"])
+    summary = run.summary()
+    if summary is not None and not run.is_alive():
+        return str(summary["outcome"]), f"the job has {summary['outcome']}"
     try:
-        with Client(url, token, tls_ca=_config(run)["controller"]["tls_ca"] or None) as client:
+        with Client(found.url, found.token, tls_ca=_config(run)["controller"]["tls_ca"] or None) as client:
             status = client.send(api.job())
     except ControllerError as error:
-        return url, str(error)
-    if status.phase in TERMINAL_PHASES:
-        return url, f"the job is {status.phase}"
-    return url, ""
+        return None, str(error)
+    return str(status.phase), f"the job has {status.phase}" if status.phase in TERMINAL_PHASES else ""
 
 
 def _config(run: RunDir) -> dict[str, Any]:
@@ -113,8 +128,10 @@ class _Observer:
         typer.echo(f"{time.strftime('%H:%M:%S')} {text}")
 
 
-async def _serve(run: RunDir, url: str, name: str, env: Mapping[str, str]) -> int:
-    """Keep the replica up until it leaves; its exit code."""
+async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[str, str]) -> int | None:
+    """Keep the replica up until it leaves; the exit code, or None if it left in order: with this start of the job."""
+    import asyncio
+
     from launcher.plan import nsight
     from launcher.plan.credentials import given_to
     from launcher.plan.placement import ProcessSpec, joined
@@ -126,10 +143,10 @@ async def _serve(run: RunDir, url: str, name: str, env: Mapping[str, str]) -> in
     from schema.config import Config
 
     config = Config.model_validate(_config(run))
-    tokens = Tokens("", run.read_token("rollout") or "", "")
+    tokens = Tokens("", joined_to.token, "")
 
     def whole(spec: ProcessSpec) -> dict[str, str]:
-        own = environment(spec.role, tokens, url, "", "", config.controller.tls_ca)
+        own = environment(spec.role, tokens, joined_to.url, "", "", config.controller.tls_ca)
         return {**given_to(spec.role, config, env), **spec.env, **own}
 
     launcher, observer = config.launcher, _Observer()
@@ -140,19 +157,21 @@ async def _serve(run: RunDir, url: str, name: str, env: Mapping[str, str]) -> in
     for number in stop_signals():
         loop.add_signal_handler(number, asked.put_nowait, int(number))
     kept = supervisor.launch(joined(config, name))
-    observer.event(f"{name} joins {url}; its log: {folders.log_of(kept.replica.processes[0])}")
-    left = asyncio.create_task(kept.done.wait())
-    interrupted = asyncio.create_task(asked.get())
+    observer.event(f"{name} joins {joined_to.url}; its log: {folders.log_of(kept.replica.processes[0])}")
+    left, interrupted = asyncio.create_task(kept.done.wait()), asyncio.create_task(asked.get())
     try:
-        await asyncio.wait({left, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-        if not interrupted.done():
+        while not (left.done() or interrupted.done()) and _Controller.of(run) == joined_to:
+            await asyncio.wait({left, interrupted}, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+        if left.done():
             if supervisor.ended.done():
                 observer.event(supervisor.ended.result().verdict.reason)
-            return observer.code
-        observer.event(f"leaving ({signal.Signals(interrupted.result()).name}); again kills it at once")
-        stopping = asyncio.create_task(supervisor.stop([name]))
-        again = asyncio.create_task(asked.get())
+            return observer.code or None
+        why = "the job was started again"
+        if interrupted.done():
+            why = f"{signal.Signals(interrupted.result()).name}; again kills it at once"
+        observer.event(f"leaving ({why})")
+        stopping, again = asyncio.create_task(supervisor.stop([name])), asyncio.create_task(asked.get())
         await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
-        return 128 + interrupted.result()
+        return 128 + interrupted.result() if interrupted.done() else None
     finally:
         await supervisor.kill_all()

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import LaunchError
 from launcher.job.resume import continued, finished, finished_lines
 from launcher.nodes.announcement import HeadAddress
+from launcher.paths import absolute
 from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine, find_machine
 from launcher.plan.placement import place
-from launcher.plan.rundir import RunDir, Tokens, already_running, choose
+from launcher.plan.rundir import RunDir, Tokens, already_running, choose, newest
 from launcher.plan.tls import controller_url, reachable_elsewhere, reachable_host, url_of
 from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
 from launcher.processes.signals import note_signals
@@ -88,7 +89,8 @@ def launch(
     from launcher.job.screen import open_screen
 
     if cluster is not None and not cluster.leads:
-        return _join(check(paths, overrides, env, joins=True, rollouts=rollouts), cluster, env)
+        checked = check(paths, overrides, env, joins=True, rollouts=rollouts)
+        return _join(checked, cluster, env, resumes=resume is not None)
     if resume is not None:
         found = continued(resume, paths, overrides)
         if found.run is not None and (summary := finished(found.run)) is not None:
@@ -174,14 +176,18 @@ def _check_cluster(config: Config, cluster: Cluster | None) -> None:
         )
 
 
-def _join(checked: Checked, cluster: Cluster, env: Mapping[str, str]) -> int:
-    """Be a node of a job that another machine leads."""
+def _join(checked: Checked, cluster: Cluster, env: Mapping[str, str], *, resumes: bool) -> int:
+    """Be a node of a job that another machine leads. resumes: the head goes on with a run, or finds it finished."""
     import asyncio
 
     from launcher.job.screen import open_screen
     from launcher.nodes.agent import Joining, join
 
     _check_cluster(checked.config, cluster)
+    output, name = Path(absolute(checked.config.train.output_dir)), checked.config.train.timestamp
+    run = RunDir(output / name) if name else newest(output)
+    if resumes and run is not None and not run.is_alive() and (summary := finished(run)) is not None:
+        return _say_finished(run, summary)
     screen = open_screen()
     try:
         return asyncio.run(

@@ -193,6 +193,12 @@ def _write(challenge: m.Challenge) -> dict[str, str]:
     return faults
 
 
+def _looked_at(task: asyncio.Task[m.AnyMessage]) -> None:
+    """Its exception is of no more interest."""
+    if not task.cancelled():
+        task.exception()
+
+
 class Node:
     """A machine that was taken in."""
 
@@ -214,20 +220,22 @@ class Node:
     async def run(self, stopping: asyncio.Task[bool]) -> int | None:
         """Obey the head; the exit code, or None when the head is gone. No process is left behind."""
         code: int | None = None
+        self.why = "it was interrupted there"
         try:
             while code is None:
                 receiving = asyncio.create_task(self._link.receive())
+                receiving.add_done_callback(_looked_at)
                 await asyncio.wait({receiving, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if not receiving.done():
                     receiving.cancel()
                     self._event("leaving: interrupted here")
-                    await self._end_all()
-                    self._link.send(m.Leave(reason="it was interrupted there"))
                     return EXIT_FAILED
                 code = self._obey(receiving.result())
         except LinkClosedError as error:
             self.why = str(error)
         finally:
+            if code is None:
+                self._link.send(m.Leave(reason=self.why))
             await self._end_all()
             await self._link.close()
         return code

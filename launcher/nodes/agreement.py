@@ -49,7 +49,7 @@ def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
     """What another machine has differently, in words, and the remedy; empty where nothing is."""
-    unlike = [name for name in [*ours, *(theirs.keys() - ours.keys())] if ours.get(name) != theirs.get(name)]
+    unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not unlike:
         return "", ""
     first = unlike[0]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.plan.machine import GpuFacts, Machine, parse_driver, visible_gpus
-from launcher.plan.placement import PlacementError, controller, needs, place
+from launcher.plan.placement import PlacementError, controller, joined, needs, place
 from launcher.restarts import Role
 from schema.config import Config, Problem
 from tests.launcher.samples import config
@@ -333,3 +333,75 @@ def test_the_driver_tells_the_generation():
     table = "0, GPU-8f2a, 9.0\n1, GPU-77c1, [N/A]\nNo devices were found\n"
     assert parse_driver(table) == [GpuFacts("0", "GPU-8f2a", (9, 0)), GpuFacts("1", "GPU-77c1", None)]
     assert parse_driver("") == []
+
+
+# ---- several machines -------------------------------------------------------------------------------------
+
+
+def on_nodes(job: Config, *machines: Machine) -> list[tuple[str, int, str, str, str]]:
+    """Name, node, visible GPUs, local rank and ranks there of each process."""
+    return [
+        (
+            spec.name, spec.node, spec.env["CUDA_VISIBLE_DEVICES"],
+            spec.env.get("LOCAL_RANK", ""), spec.env.get("LOCAL_WORLD_SIZE", ""),
+        )
+        for replica in place(job, *machines)
+        for spec in replica.processes
+    ]  # fmt: skip
+
+
+def test_devices_are_numbered_over_the_nodes():
+    job = config(
+        placement={"nodes": 2, "gpus_per_node": 2},
+        policy={"parallelism": {"dp_shard_size": 3}},
+        rollout={"parallelism": {"n_init_replicas": 1}},
+    )
+    assert on_nodes(job, Machine(8, ("4", "5", "6")), Machine(8, ("GPU-a", "GPU-b"))) == [
+        ("policy-0-rank0", 0, "4,5", "0", "2"),
+        ("policy-0-rank1", 0, "4,5", "1", "2"),
+        ("policy-0-rank2", 1, "GPU-a", "0", "1"),
+        ("rollout-0", 1, "GPU-b", "", ""),
+    ]
+
+
+def test_without_gpus_ranks_fill_the_nodes_and_rollouts_the_emptiest():
+    job = config(
+        placement={"nodes": 2},
+        policy={"parallelism": {"dp_shard_size": 2}},
+        rollout={"parallelism": {"n_init_replicas": 3}},
+    )
+    found = on_nodes(job, Machine(4), Machine(2))
+    assert [(name, node) for name, node, *_ in found] == [
+        ("policy-0-rank0", 0), ("policy-0-rank1", 1), ("rollout-0", 1), ("rollout-1", 0), ("rollout-2", 1),
+    ]  # fmt: skip
+    threads = [replica.processes[0].env["OMP_NUM_THREADS"] for replica in place(job, Machine(4), Machine(6))]
+    assert threads == ["2", "2", "2", "2"], "4 cores for two workers, 6 for three"
+    alone = on_nodes(config(placement={"nodes": 2}), Machine(4), Machine(4))
+    assert [(name, node) for name, node, *_ in alone] == [("policy-0", 0), ("rollout-0", 1)]
+
+
+def test_an_engine_stays_on_one_machine():
+    job = config(placement={"nodes": 2, "gpus_per_node": 3}, rollout={"parallelism": {"tp_size": 4}})
+    with pytest.raises(
+        PlacementError, match="rollout-0 would have devices 1, 2, 3, 4, which are on several machines"
+    ):
+        place(job, *[Machine(8, gpus(3))] * 2)
+
+
+def test_nodes_have_as_many_gpus():
+    job = config(placement={"nodes": 2})
+    with pytest.raises(PlacementError, match="node 0 has 4 GPUs and node 1 has 2"):
+        place(job, Machine(8, gpus(4)), Machine(8, gpus(2)))
+    stated = config(placement={"nodes": 2, "gpus_per_node": 4})
+    with pytest.raises(PlacementError, match="4 GPUs are requested, node 1 has 2 GPUs"):
+        place(stated, Machine(8, gpus(4)), Machine(8, gpus(2)))
+
+
+def test_rollouts_that_join_from_elsewhere_take_no_device():
+    job = config(
+        policy={"parallelism": {"dp_shard_size": -1}}, rollout={"parallelism": {"n_init_replicas": 2}}
+    )
+    replicas = place(job, Machine(8, gpus(4)), rollouts=False)
+    assert [replica.name for replica in replicas] == ["policy-0"]
+    assert len(replicas[0].processes) == 4
+    assert joined(job, "rollout-7").processes[0].env["COSMOS_REPLICA_NAME"] == "rollout-7"
