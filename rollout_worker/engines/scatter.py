@@ -4,7 +4,8 @@
 
 A full load only copies strided parts of published tensors onto strided parts of parameters: fused, padded, sharded
 along any dimension, tied, one part to several places. Each copy is an affine map between two regions of the same
-shape, so the elements that a delta changes are found in the parameters without knowing model or layout.
+shape, so the elements that a delta changes are found in the parameters without knowing model or layout. Where a
+kernel has its own order of the elements of a block (experts on a CPU), a permutation follows.
 
 Invariant: a `Patch` is complete before it touches anything. Everything that can be wrong with a change (unknown
 tensor, other shape, no such element) is found by `WeightMap.patch`; applying it is a few scatters in place, and
@@ -50,11 +51,31 @@ class Place:
     """In the published tensor in C order; strides of 0 where one element is copied to several places."""
     target: Region
     """In the storage; of the same shape as the source."""
+    order: torch.Tensor | None = None
+    """[n] int64, of a storage that was permuted after it was loaded, in blocks of n: where in its block the element
+    lies that was loaded at i. None: everything lies where it was loaded."""
 
     @property
     def elements(self) -> int:
         """Elements of the target."""
         return math.prod(self.target[1])
+
+    def permuted(self, loaded: torch.Tensor) -> torch.Tensor:
+        """Where elements of the storage lie now, by where they were loaded: int64, of the same shape."""
+        if self.order is None:
+            return loaded
+        inside = loaded % self.order.numel()
+        return loaded - inside + self.order[inside]
+
+    def kept(self, *, repeats: bool) -> torch.Tensor:
+        """The bits of the target, in its shape; without `repeats`, one of those to which one element was copied."""
+        bits, once = _bits(self.storage), self.target if repeats else self.source
+        if self.order is None:
+            return first_of_repeats(bits, self.target, once)
+        offset, shape, strides = self.target
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        loaded = first_of_repeats(torch.arange(offset, offset + last + 1), (0, shape, strides), once)
+        return bits[self.permuted(loaded).to(bits.device)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +123,7 @@ class _Affine:
     """
 
     def __init__(self, place: Place) -> None:
+        self._place = place
         (self._first, shape, inner), (self._target, other, outer) = place.source, place.target
         assert shape == other, "source and target of a copy have one shape"
         axes = [axis for axis in zip(shape, inner, outer, strict=True) if axis[0] != 1]
@@ -146,7 +168,7 @@ class _Affine:
         for length, to in self._repeats:
             target = (target[:, None] + torch.arange(length) * to).reshape(-1)
             values = values.repeat_interleave(length)
-        return (target, values) if len(target) else None
+        return (self._place.permuted(target), values) if len(target) else None
 
 
 def _merged(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -305,13 +327,16 @@ class WeightMap:
         for place, affine in zip(self.places[change.name], self._maps[change.name], strict=True):
             storage = _bits(place.storage)
             values = _bits(change.values.contiguous().to(place.storage.dtype))
-            if change.positions is None:
+            positions = change.positions
+            if positions is None and place.order is None:
                 if values.numel():
                     offset, shape, strides = place.source
                     part = values.as_strided(shape, strides, values.storage_offset() + offset)
                     yield _Write(place.parameter, storage, None, place.target, part)
                 continue
-            found = affine.elements(change.positions, values)
+            if positions is None:
+                positions, values = torch.arange(values.numel()), values.reshape(-1)
+            found = affine.elements(positions, values)
             if found is not None:
                 yield _Write(place.parameter, storage, found[0], place.target, found[1])
 
@@ -347,14 +372,14 @@ class WeightMap:
             (first_of_repeats(_bits(out), place.source, place.source), place) for place in self.places[name]
         ]
         for target, place in pairs:
-            target.copy_(first_of_repeats(_bits(place.storage), place.target, place.source))
+            target.copy_(place.kept(repeats=False))
         if sum(place.elements for place in self.places[name]) <= self.published[name].elements:
             return True
         agree = True
         for place in self.places[name]:
-            (offset, shape, strides), (start, _, steps) = place.source, place.target
+            offset, shape, strides = place.source
             here = _bits(out).as_strided(shape, strides, out.storage_offset() + offset)
-            there = _bits(place.storage).as_strided(shape, steps, start)
+            there = place.kept(repeats=True)
             agree = agree and bool((there.to(here.device) == here).all())
         return agree
 
