@@ -98,6 +98,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of model, data and sampling (default: 1)")
     parser.add_argument("--plain", action="store_true", help="one phrasing of the question, fewer steps")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts in each layer of the model, two of which see a token"
+    )
     parser.add_argument("--out", type=Path, help="directory of everything that is made")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the GRPO job"
@@ -115,7 +118,7 @@ def main() -> None:
     began = time.time()
     out.mkdir(parents=True, exist_ok=True)
     make = [sys.executable, str(HERE / "make_model.py"), "--out", str(out / "model")]
-    if code := foreground([*make, "--seed", str(options.seed)]):
+    if code := foreground([*make, "--seed", str(options.seed), "--experts", str(options.experts)]):
         sys.exit(code)
     made = time.time()
     warm_job, grpo_job = jobs(options, out)

@@ -11,6 +11,7 @@ import ast
 import errno
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from launcher.preflight.memory import size_text
 from schema.config import BUILTIN_REWARDS, Config, Problem, local_path, overrides
 from schema.config.backends import BACKENDS
 from schema.config.layout import policy_layout
-from schema.config.model_facts import BrokenModelError, config_file, read_config
+from schema.config.model_facts import BrokenModelError, config_file, read_config, read_facts
 from schema.config.rules.profiler import absent_ranks
 from schema.config.sections.model_keys import ModelKeys
 
@@ -62,6 +63,7 @@ def check_machine(
     if config.is_evaluation:  # reads a file and runs reward functions: no port, GPU or Redis
         _check_disk(config, findings)
         return findings
+    findings.problems += check_engine_version(config, installed_vllm())
     findings.problems += check_engine_options(config)
     findings.problems += check_overrides(config)
     findings.problems += check_nsight(config)
@@ -219,6 +221,7 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollout
     except PlacementError as error:
         findings.problems.append(error.problem)
     findings.problems += check_hardware(config, machine)
+    findings.problems += check_engine_hardware(config, machine)
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
@@ -326,6 +329,56 @@ def _unable(
     return Problem(key, message, value, remedy)
 
 
+def check_engine_hardware(config: Config, machine: Machine) -> list[Problem]:
+    """What an engine does on GPUs alone; with GPUs nothing."""
+    rollout, engine = config.rollout, config.rollout.engine
+    if machine.gpus or not config.is_grpo:
+        return []
+    problems, mesh = [], rollout.parallelism
+    none = "and this machine has none that the installed torch can use"
+    if mesh.ep_size > 1 and not engine.one_device:
+        key = "rollout.parallelism.ep_size"
+        message = f"{engine.title} shares experts among GPUs (its kernel for a CPU takes all of them), {none}"
+        hint = f"write {key} = 1: tp_size = {mesh.tp_size} cuts each expert"
+        problems.append(Problem(key, message, mesh.ep_size, hint))
+    elif mesh.dp_shard_size > 1 and not engine.one_device and _has_experts(config):
+        key = "rollout.parallelism.dp_shard_size"
+        message = f"copies of {engine.title} exchange the tokens of a mixture of experts among GPUs, {none}"
+        hint = f"write {key} = 1, and a larger rollout.parallelism.n_init_replicas"
+        problems.append(Problem(key, message, mesh.dp_shard_size, hint))
+    if rollout.quantization in engine.quantisations:
+        key, able = "rollout.quantization", sorted(engine.cpu_quantisations)
+        hint = f'write {key} = "none"'
+        if rollout.quantization not in able:
+            message = f"{engine.title} quantises so on a GPU, {none}"
+            problems.append(
+                Problem(key, message, rollout.quantization, f"{hint}, or one of {', '.join(able)} on a CPU")
+            )
+        elif not _has_amx():
+            message = (
+                f"{engine.title} computes with it on a GPU or a CPU with AMX tiles, and this CPU has none"
+            )
+            problems.append(Problem(key, message, rollout.quantization, hint))
+    return problems
+
+
+def _has_experts(config: Config) -> bool:
+    policy = config.policy
+    try:
+        facts = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config)
+    except BrokenModelError:
+        return False
+    return facts is not None and bool(facts.experts)
+
+
+def _has_amx() -> bool:
+    """Whether this machine's CPU multiplies tiles; one of which nothing is known is taken to be able."""
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+
+
 def _text(capability: Capability) -> str:
     return f"{capability[0]}.{capability[1]}"
 
@@ -336,6 +389,7 @@ def _text(capability: Capability) -> str:
 # Importing vLLM takes seconds; the names are annotated fields of two classes, so its source is parsed instead. The
 # engine checks again when it starts.
 
+_DISTRIBUTION = re.compile(r"vllm(?:_cpu)?-(\d[^-]*)\.dist-info")
 ENGINE_CLASSES = ("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))
 SAMPLING_CLASSES = ("sampling_params.py", ("SamplingParams",))
 
@@ -391,6 +445,23 @@ def _config_entries(name: str, revision: str | None) -> set[str]:
     root = Path(spec.origin).parent
     own = fields(root / "models" / kind / f"configuration_{kind}.py")
     return {*written, *own, *fields(root / "configuration_utils.py")} if own else set()
+
+
+def check_engine_version(config: Config, root: Path | None) -> list[Problem]:
+    """A vLLM of which nothing is known: its parts that updates of weights rest on may be others.
+
+    root: where its source lies; nothing is said where it is not here.
+    """
+    tried = config.rollout.engine.tried
+    if not config.is_grpo or not tried or root is None:
+        return []
+    names = (_DISTRIBUTION.fullmatch(path.name) for path in root.parent.glob("vllm*.dist-info"))
+    found = next((match[1] for match in names if match), None)
+    if found is None or any(found == version or found.startswith(f"{version}.") for version in tried):
+        return []
+    message = f"vLLM {found} is installed, and updates of weights were tried with {' and '.join(tried)} alone"
+    hint = f'install vllm=={tried[-1]}.*, or write rollout.backend = "transformers"'
+    return [Problem("rollout.backend", message, config.rollout.backend, hint)]
 
 
 def installed_vllm() -> Path | None:

@@ -27,7 +27,10 @@ class Backend:
     reserves_memory: it takes `gpu_memory_utilization` of a GPU whole, its cache included.
     bounds_steps: an engine step holds at most `max_num_batched_tokens`. bounds_positions: sequences longer than the
     model's positions are refused. repeats: the same requests give the same bits.
-    replaces_weights: every layer can get new weights, those of experts, of MLA and of quantised models too.
+    replaces_weights: every layer can get new weights, those of MLA and of quantised models too.
+    quantisations: values of `rollout.quantization` by which it quantises what is published, each with its own name.
+    tried: first numbers of the versions that it was tried with. cpu_quantisations: those of `quantisations` that
+    it can do without a GPU.
     carries_state: it decodes layers with a state (state space, linear attention, convolution) too.
     """
 
@@ -43,7 +46,10 @@ class Backend:
     bounds_positions: bool = False
     repeats: bool = True
     replaces_weights: bool = True
+    quantisations: Mapping[str, str] = field(default_factory=dict)
     carries_state: bool = True
+    tried: tuple[str, ...] = ()
+    cpu_quantisations: frozenset[str] = frozenset()
 
 
 BACKENDS: dict[RolloutBackend, Backend] = {
@@ -58,6 +64,21 @@ BACKENDS: dict[RolloutBackend, Backend] = {
         bounds_positions=True,
         repeats=False,
         replaces_weights=False,
+        tried=("0.32",),
+        cpu_quantisations=frozenset({"fp8_per_block", "int8_per_channel_weight_only"}),
+        quantisations={
+            "fp8": "fp8_per_tensor",
+            **{
+                name: name
+                for name in (
+                    "fp8_per_tensor",
+                    "fp8_per_block",
+                    "fp8_per_channel",
+                    "int8_per_channel_weight_only",
+                    "mxfp8",
+                )
+            },
+        },
     ),
     "transformers": Backend(
         title="the transformers engine",

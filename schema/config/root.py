@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schema.config.base import FreeTable, Section, short_names
+from schema.config.base import Dtype, FreeTable, Section, short_names
 from schema.config.key import cosmos_key, key
 from schema.config.loading.tomlwrite import dumps
 from schema.config.sections.autoscale import AutoscaleConfig
@@ -165,6 +165,12 @@ class Config(Section):
         """The base of per-sample seeds: `rollout.sampling_config.seed`, else the engine's seed."""
         seed = self.rollout.sampling_config.seed
         return self.engine_seed if seed is None else seed
+
+    @property
+    def engine_dtype(self) -> Dtype:
+        """The type in which the inference engine computes."""
+        dtype = self.rollout.dtype
+        return self.train.effective_transfer_dtype if dtype == "auto" else dtype
 
     @property
     def engine_max_len(self) -> int:

@@ -10,7 +10,8 @@ from statistics import mean
 
 import pytest
 
-from tests.e2e.program import ROOT, check_ledger
+from tests.e2e.program import ROOT, check_ledger, command, write_config
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.e2e
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -83,3 +84,39 @@ def test_filtered_samples_teach_no_worse(tmp_path: Path) -> None:
     accuracy, rewards = curves(tmp_path / "quickstart", *(word for key in keys for word in ("--set", key)))
     assert accuracy[-1] > 0.9, "0.99 was seen, 0.93 without filters"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.66 was seen, 0.68 without filters"
+
+
+LETTERS = """
+def share(completion: str, row: dict[str, object]) -> float:
+    return sum(letter.isascii() and letter.isalpha() for letter in completion) / max(len(completion), 1)
+"""
+
+
+def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path) -> None:
+    """Experts that are updated wrongly would show as a difference between trainer and engine at once."""
+    make = [
+        sys.executable,
+        str(QUICKSTART / "make_model.py"),
+        "--experts",
+        "4",
+        "--out",
+        str(tmp_path / "model"),
+    ]
+    subprocess.run(make, check=True, timeout=PATIENCE)
+    (tmp_path / "rewards.py").write_text(LETTERS)
+    config = write_config(tmp_path, tmp_path / "model", engine="vllm", steps=25, bound=1, validation=False)
+    settings = [
+        f'train.train_policy.reward_function={{ "{tmp_path}/rewards.py:share" = 1.0 }}',
+        "train.optm_lr=3e-3",
+        "weight_sync.checksum_interval=1",
+    ]
+    done = command("--config", config, *(word for setting in settings for word in ("--set", setting)))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    check_ledger(summary, summary["ledger"]["bound"])
+    metrics = [step["metrics"] for step in summary["steps"]]
+    rewards = [one["reward_mean"] for one in metrics]
+    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.2, "0.4 was seen"
+    assert max(abs(one["mismatch/stale_k1"]) for one in metrics) < 0.1, (
+        "1 and more with experts packed wrongly"
+    )

@@ -103,10 +103,24 @@ ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "rollout.engine_kwargs": ({}, {"enable_prefix_caching": False}),
     "rollout.seed": (1, 2),
     "rollout.parallelism.tp_size": (1, 2),
+    "rollout.parallelism.dp_shard_size": (1, 2),
+    "rollout.parallelism.pp_size": (1, 2),
     "train.transfer_dtype": ("float32", "bfloat16"),
     "train.seed": (1, 2),
 }
 watch(vllm_arguments, vllm, ENGINE_ARGUMENTS)
+watch(
+    vllm_arguments,
+    changed(
+        vllm,
+        {
+            "rollout.dtype": "bfloat16",
+            "rollout.parallelism.tp_size": 2,
+            "policy.model_name_or_path": "owner/name",
+        },
+    ),
+    {"rollout.quantization": ("none", "fp8"), "rollout.parallelism.ep_size": (1, 2)},
+)
 watch(
     vllm_arguments,
     changed(vllm, {"policy.model_name_or_path": "owner/name"}),

@@ -16,7 +16,7 @@ from launcher.plan.plan import Plan
 from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
 from schema.config import Config
-from schema.config.rules.mesh import stages_take_any_shape
+from schema.config.rules.mesh import engines_have_such_a_mesh, stages_take_any_shape
 from tests.liveness.probe import UNSET, Made, Place, Whole, changed, grpo, sft, vllm, watch
 
 MACHINE = Machine(cores=8, gpus=("0", "1", "2", "3"))
@@ -80,6 +80,11 @@ def faults_of_stages(config: Config, place: Place) -> list[str]:
     return [problem.key for problem in stages_take_any_shape(config)]
 
 
+def faults_of_engines(config: Config, place: Place) -> list[str]:
+    """Keys of a mesh that no inference engine has."""
+    return [problem.key for problem in engines_have_such_a_mesh(config)]
+
+
 def named_server(config: Config, place: Place) -> str:
     """The Redis server that the job uses; empty: its own."""
     server = redis_server.named(config.redis, {})
@@ -92,6 +97,8 @@ watch(
     {
         "rollout.parallelism.n_init_replicas": (1, 2),
         "rollout.parallelism.tp_size": (1, 2),
+        "rollout.parallelism.dp_shard_size": (1, 2),
+        "rollout.parallelism.pp_size": (1, 2),
         "policy.parallelism.dp_shard_size": (1, 2),
         "policy.parallelism.dp_replicate_size": (1, 2),
         "policy.parallelism.cp_size": (1, 2),
@@ -117,6 +124,20 @@ watch(
     faults_of_stages,
     changed(vllm, {"policy.parallelism.pp_size": 2}),
     {"policy.parallelism.pp_dynamic_shape": (True, False)},
+    refused=True,
+)
+watch(
+    faults_of_engines,
+    vllm,
+    {
+        "rollout.parallelism.cp_size": (1, 2),
+        "rollout.parallelism.dp_replicate_size": (1, 2),
+        "rollout.parallelism.pp_dynamic_shape": (False, True),
+        "rollout.parallelism.pp_micro_batch_size": (1, 2),
+        "rollout.parallelism.pp_schedule": ("1F1B", "GPipe"),
+        "rollout.parallelism.sequence_parallel": (False, True),
+        "rollout.parallelism.virtual_pp_size": (1, 2),
+    },
     refused=True,
 )
 watch(command_lines, vllm, {"profiler.enable_nsys": (False, True)})

@@ -236,14 +236,14 @@ class VllmAdapter:
             "base": base,
             "deltas": [[str(root), piece.model_dump_json()] for root, piece in deltas],
         }
-        await self._llm.collective_rpc("cosmos_update", args=(info,))
+        await self._ask("cosmos_update", info)
         problem, _ = await self._until_done("cosmos_prepared")
         return problem
 
     async def apply(self, version: int) -> Update:
         """Write what was prepared, and read it back. Pause before."""
         found, _ = await asyncio.gather(
-            self._llm.collective_rpc("cosmos_finish"), self._llm.update_weight_version(str(version))
+            self._ask("cosmos_finish"), self._llm.update_weight_version(str(version))
         )
         return _update(found)
 
@@ -254,15 +254,15 @@ class VllmAdapter:
             place: fields of `transfer.StoreUpdateInfo` that say where it lies.
         """
         if self._lora_request is not None:
-            found = await self._llm.collective_rpc("cosmos_adapter", args=(dict(place),))
+            found = await self._ask("cosmos_adapter", dict(place))
             await self._llm.update_weight_version(str(version))
             return _update(found)
-        await self._llm.collective_rpc("cosmos_update", args=(dict(place),))
+        await self._ask("cosmos_update", dict(place))
         return await self.apply(version)
 
     async def layouts(self) -> list[dict[str, Any] | None]:
         """For each rank, what `StoreWeightTransferEngine.layout` says."""
-        found: list[dict[str, Any] | None] = await self._llm.collective_rpc("cosmos_layout")
+        found: list[dict[str, Any] | None] = await self._ask("cosmos_layout")
         return found
 
     async def read(self, directory: Path, n_bytes: int, rows: Sequence[tuple[str, int]]) -> list[str]:
@@ -271,7 +271,7 @@ class VllmAdapter:
         Returns:
             What is wrong with them. Raises `EngineFailed` when a file cannot be written.
         """
-        await self._llm.collective_rpc("cosmos_read", args=(str(directory), n_bytes, list(rows)))
+        await self._ask("cosmos_read", str(directory), n_bytes, list(rows))
         failed, states = await self._until_done("cosmos_reading")
         if failed is not None:
             raise EngineFailed(f"the weights inside of vLLM cannot be read: {failed}")
@@ -279,24 +279,45 @@ class VllmAdapter:
 
     async def compare(self, place: Mapping[str, str]) -> list[str]:
         """Where the adapter in use is not the version at a place; see `load`."""
-        answers = await self._llm.collective_rpc("cosmos_compare", args=(dict(place),))
+        answers = await self._ask("cosmos_compare", dict(place))
         return sorted({problem for answer in answers for problem in answer})
+
+    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """What each rank answers: those of the first data-parallel engine, then those of the next.
+
+        `AsyncLLM.collective_rpc` leaves all answers but those of the first engine out.
+        """
+        ask = self._llm.engine_core.call_utility_all_async
+        answers = await ask("collective_rpc", method, None, arguments, None)
+        return [answer for ranks in answers for answer in ranks]
 
     async def _until_done(self, question: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Why the work of some rank has failed, if it has, and what each rank answers when all are done."""
         pause = FIRST_LOOK_S
         while True:
-            states = await self._llm.collective_rpc(question)
+            states = await self._ask(question)
             problem = next((str(state["problem"]) for state in states if state["problem"] is not None), None)
             if problem is not None or all(state["done"] for state in states):
                 return problem, states
             await asyncio.sleep(pause)
             pause = min(2 * pause, LOOK_S)
 
-    async def unsupported_layers(self) -> list[str]:
-        """Layers whose weights this build cannot replace."""
-        answers = await self._llm.collective_rpc("cosmos_unsupported_layers")
-        return sorted({name for answer in answers for name in answer})
+    async def begin(self) -> tuple[list[str], list[str]]:
+        """Make the ranks ready.
+
+        Returns layers whose weights cannot be replaced, and those that are made anew of whole versions; see `layers`.
+        """
+        await self._ask("cosmos_make_ready")
+        answers = await self._ask("cosmos_kinds")
+        refused, rebuilt = (
+            sorted({name for answer in answers for name in answer[kind]}) for kind in ("refused", "rebuilt")
+        )
+        return refused, rebuilt
+
+    async def changed(self) -> list[str]:
+        """What is not as it was proven to be, in a model with layers that are made anew."""
+        answers = await self._ask("cosmos_changed")
+        return sorted({problem for answer in answers for problem in answer})
 
 
 def _update(answers: Sequence[Mapping[str, Any]]) -> Update:

@@ -69,7 +69,7 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
     arguments: dict[str, Any] = {
         "model": config.policy.model_name_or_path,
         "trust_remote_code": config.policy.trust_remote_code,
-        "dtype": config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype,
+        "dtype": config.engine_dtype,
         "seed": config.engine_seed,
         "load_format": rollout.load_format,
         "enforce_eager": rollout.enforce_eager,
@@ -78,6 +78,7 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         "max_model_len": config.engine_max_len,
         "tensor_parallel_size": rollout.parallelism.tp_size,
         "pipeline_parallel_size": rollout.parallelism.pp_size,
+        "data_parallel_size": max(1, rollout.parallelism.dp_shard_size),
         "enable_expert_parallel": rollout.parallelism.ep_size > 1,
     }
     tokenizer = config.policy.tokenizer_name_or_path
@@ -89,7 +90,9 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "block_size": rollout.block_size,
-        "quantization": None if rollout.quantization == "none" else rollout.quantization,
+        "quantization": None
+        if rollout.quantization == "none"
+        else rollout.engine.quantisations.get(rollout.quantization, rollout.quantization),
         "hf_overrides": config.policy.override_config or None,
         "attention_config": {"backend": "FLASHINFER"} if rollout.vllm_use_flashinfer else None,
     }

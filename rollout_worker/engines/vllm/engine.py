@@ -70,6 +70,8 @@ class VllmEngine:
         adapter = published_adapter(config)
         self._settings = {} if adapter is None else {"adapter": adapter_settings(adapter)}
         """Of the adapter that versions consist of, for `transfer.StoreUpdateInfo`; empty: they are the model's."""
+        self._rebuilt: list[str] = []
+        """Layers that are made anew of whole versions."""
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
         self._boot = Boot(config)
@@ -98,12 +100,13 @@ class VllmEngine:
         self._booting = asyncio.get_running_loop().run_in_executor(None, self._boot.run)
         # Shielded: a thread cannot be cancelled, and `close` must know what it has started.
         adapter = await asyncio.shield(self._booting)
-        layers = [] if self._settings else await adapter.unsupported_layers()
-        if layers:
-            more = f" and {len(layers) - NAMED_PROBLEMS} more" if len(layers) > NAMED_PROBLEMS else ""
+        refused, self._rebuilt = await adapter.begin()
+        if refused and not self._settings:
+            more = f" and {len(refused) - NAMED_PROBLEMS} more" if len(refused) > NAMED_PROBLEMS else ""
             raise EngineConfigError(
-                f"this build cannot replace the weights of {', '.join(layers[:NAMED_PROBLEMS])}{more} in "
-                'vLLM: use a dense model without quantisation, or set rollout.backend = "transformers"'
+                f"the weights of {', '.join(refused[:NAMED_PROBLEMS])}{more} cannot be replaced in vLLM: name "
+                "another model (docs/models.md lists families), another rollout.engine_kwargs.moe_backend, or "
+                'set rollout.backend = "transformers"'
             )
         self._adapter = adapter
         self._idle.end()
@@ -269,7 +272,8 @@ class VllmEngine:
         stack: AsyncExitStack,
     ) -> None:
         """Everything that can be done while requests run."""
-        if isinstance(weights, SharedWeights) and update.base is not None and not self._settings:
+        by_changes = not self._settings and not self._rebuilt
+        if isinstance(weights, SharedWeights) and update.base is not None and by_changes:
             deltas = await asyncio.to_thread(weights.changes_since, update.base)
             if deltas is not None:
                 update.publication, update.version = weights.publication, weights.publication.version
@@ -337,6 +341,9 @@ class VllmEngine:
             try:
                 if self._settings:
                     found = await served_adapter(adapter, self._weights, self._content, self._settings)
+                elif self._rebuilt:
+                    problems = await adapter.changed()
+                    found = Checksum(None if problems else self._content, False, problems, 0.0)
                 else:
                     found = await served_weights(adapter, self._weights, self._content)
             except EngineError:

@@ -11,13 +11,16 @@ which part of which parameter came from which part of which tensor. Afterwards i
 Sources are mapped files whose hashes were checked, so the chain reaches from the controller's publication to the
 memory that the engine computes with. No model or layout is known here. The remembered copies are also the map by
 which deltas find their elements afterwards (`engines.scatter`).
+
+What a layer makes of its parameters after they were loaded (`layers`) is proven there; `settle` proves that what it
+is made from are the published tensors.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,13 +71,22 @@ class _Known:
 class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
     """Watches the copies made while it is active. One per update; `given` wraps what the loader iterates over."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(
+        self, model: torch.nn.Module, zeroed: Collection[str] = (), settled: Collection[str] = ()
+    ) -> None:
+        """zeroed: parameters that hold zeros alone now, so that what is not loaded is padding. settled: those that
+        are made of others, which `settle` is called for."""
         super().__init__()
+        self._zeroed = zeroed
         self._targets: dict[int, _Known] = {}
         for name, parameter in model.named_parameters():
-            if parameter.numel():
+            if parameter.numel() and name not in settled:
                 self._targets.setdefault(_address(parameter), _Known(name, parameter.data))
         self._given = _Given()
+        self._problems: list[str] = []
+        self._read: dict[str, list[Region]] = {}
+        self._passing: dict[int, list[_Copy]] = {}
+        """Copies of given tensors into memory of other things than parameters, by its address, until they settle."""
         self.current = ""
         """The tensor that the loader took last, in words."""
 
@@ -94,20 +106,38 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
             known = None if target.is_meta else self._targets.get(_address(target))
             if known is not None and target.numel():
                 known.copies.append(_Copy(target, 0.0 if func is _aten.zero_.default else args[1]))
+            elif known is None and not target.is_meta and self._is_given(args):
+                self._passing.setdefault(_address(target), []).append(_Copy(target, args[1]))
         return result
+
+    def _is_given(self, args: tuple[Any, ...]) -> bool:
+        source = args[1] if len(args) > 1 else None
+        return isinstance(source, torch.Tensor) and self._given.part(source) is not None
+
+    def settle(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Prove now that these tensors, which the loader has just filled, hold published ones and nothing else.
+
+        They may be gone or changed when `report` is called. Call it inside of the trace.
+        """
+        for name, tensor in parameters.items():
+            if tensor.numel():
+                known = _Known(name, tensor.data, self._passing.pop(_address(tensor), []))
+                self._problems += self._check(known, self._read)
 
     def report(self) -> ProofReport:
         """Read everything again. Call it when loading is over, outside of the trace."""
-        problems: list[str] = []
-        read: dict[str, list[Region]] = {name: [] for name in self._given.tensors}
+        problems = list(self._problems)
+        read = {name: list(self._read.get(name, ())) for name in self._given.tensors}
         for known in self._targets.values():
             problems += self._check(known, read)
         return ProofReport(
             problems, read, {name: tensor.numel() for name, tensor in self._given.tensors.items()}
         )
 
-    def weight_map(self) -> WeightMap:
+    def weight_map(self, orders: Mapping[str, torch.Tensor] | None = None) -> WeightMap:
         """Where the given tensors lie in the model. Call it after a report without problems.
+
+        orders: by parameter, how it was permuted after it was loaded; see `scatter.Place`.
 
         Raises `UnmappedError` where a loader copied in a way that gives no map.
         """
@@ -127,7 +157,13 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
                 spread = source.expand(copy.target.shape)
                 region = offset, tuple(spread.shape), tuple(spread.stride())
                 places.setdefault(name, []).append(
-                    Place(known.name, storage_of(copy.target), region, region_of(copy.target))
+                    Place(
+                        known.name,
+                        storage_of(copy.target),
+                        region,
+                        region_of(copy.target),
+                        (orders or {}).get(known.name),
+                    )
                 )
         published = {
             name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._given.tensors.items()
@@ -141,14 +177,16 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
                 if found is None:
                     return [f"{known.name} was loaded from something other than the published tensors"]
                 name, offset = found
-                read[name].append((offset, *region_of(copy.source)[1:]))
+                read.setdefault(name, []).append((offset, *region_of(copy.source)[1:]))
                 if not _same_bits(copy.target, copy.source):
                     return [f"{known.name} differs from the published {name}"]
             elif not bool((copy.target == copy.source).all()):
                 return [f"{known.name} does not hold the {copy.source} it was filled with"]
-        missing = _unwritten(known.tensor, [copy.target for copy in known.copies])
-        if missing:
+        written = [copy.target for copy in known.copies]
+        if missing := _unwritten(known.tensor, written):
             total = known.tensor.numel()
+            if known.name in self._zeroed and not bool(known.tensor[_left(known.tensor, written)].any()):
+                return []
             return [f"{missing} of {total} elements of {known.name} were not part of the published weights"]
         return []
 
@@ -232,9 +270,12 @@ def _unwritten(whole: torch.Tensor, parts: list[torch.Tensor]) -> int:
             missing += max(0, first - position)
             position = max(position, last)
         return missing + max(0, end - position)
+    return int(_left(whole, parts).sum())
+
+
+def _left(whole: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Which elements of a parameter no part covers: bool, of its shape."""
     written = torch.zeros(whole.untyped_storage().nbytes() // whole.itemsize, dtype=torch.bool)
     for part in parts:
         written.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
-    view = written.as_strided(whole.shape, whole.stride(), whole.storage_offset())
-    left: int = (~view).sum().item()
-    return left
+    return ~written.as_strided(whole.shape, whole.stride(), whole.storage_offset()).to(whole.device)

@@ -7,9 +7,9 @@ Deltas are prepared in a thread while requests run: decoded, and turned into wri
 that the last full load left. Finishing the update writes and reads back what was written, in milliseconds. A full
 version is loaded by vLLM's own loader, watched and proven by `proof`.
 
-Weights are written into the parameters where they lie, so graphs and tied layers keep seeing them. That is right
-only where a parameter is what its layer computes with; `unsupported` names layers that compute from something
-derived of it (quantised, repacked), which this build does not update.
+Weights are written into the parameters where they lie, so graphs and tied layers keep seeing them. `layers` knows
+those that compute from something other than their parameters as they are loaded: packed ones are part of the map, and
+where layers are made anew of whole tensors every version is loaded whole.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
+from vllm.config import ParallelConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,7 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from rollout_worker.engines.scatter import Patch, UnmappedError, WeightMap, merge, spare_bytes
-from rollout_worker.engines.vllm import adapters
+from rollout_worker.engines.vllm import adapters, layers
 from rollout_worker.engines.vllm.proof import LoadTrace, ProofReport
 from schema.wire.weights import Piece
 from weight_sync import DirectoryStore, WeightError
@@ -44,8 +46,6 @@ from weight_sync.manifest import open_piece
 
 DRAIN_S = 600.0
 """Seconds that finishing an update waits for what is still being prepared; our adapter asks before."""
-_PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-"""Ways of vLLM's layers to compute that use the parameter itself."""
 
 
 @dataclass
@@ -91,6 +91,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         # What a full load leaves for the deltas after it; None while the weights are not proven.
         self._map: WeightMap | None = None
         self._content = ""
+        self._digests: dict[str, str] = {}
+        """Of each parameter of a model with layers that are made anew, as they were proven; else empty."""
         self.active = False
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
@@ -149,18 +151,24 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         return _state(self._job)
 
     def _load(self, info: StoreUpdateInfo) -> None:
-        self._map, self._content = None, ""
-        trace = LoadTrace(self.model)
+        self._map, self._content, self._digests = None, "", {}
+        packed, rebuilt = layers.packed(self.model), layers.rebuilt(self.model)
+        for weights in packed:
+            weights.open()
+        made = {f"{name}.{own}" for name, layer in rebuilt.items() for own, _ in layer.named_parameters()}
+        trace = LoadTrace(self.model, {weights.name for weights in packed}, made)
         started = time.monotonic()
         try:
             with _opened(info) as tensors, disable_mtp_completeness_check(), torch.no_grad():
-                with trace:
+                with layers.rebuilding(rebuilt, self.vllm_config.model_config, trace) as compared, trace:
                     self.model.load_weights(trace.given(tensors))
                 self._wait()
                 loaded = time.monotonic()
                 self._proof = trace.report()
+                self._proof.problems.extend(fault for weights in packed for fault in weights.close())
+                self._proof.problems.extend(compared())
                 if not self._proof.problems:
-                    self._remember(trace, info.content_hash)
+                    self._remember(trace, packed, is_rebuilt=bool(rebuilt), content=info.content_hash)
         except (WeightError, ValidationError) as error:
             self._proof = ProofReport([str(error)], {}, {})
         except Exception as error:  # vLLM's loaders raise anything, for unknown names and wrong shapes
@@ -196,9 +204,15 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         with _opened(info) as tensors, torch.no_grad():
             return adapters.problems(self.model, info.adapter, dict(tensors))
 
-    def _remember(self, trace: LoadTrace, content: str) -> None:
+    def _remember(
+        self, trace: LoadTrace, packed: Sequence[layers.Packed], *, is_rebuilt: bool, content: str
+    ) -> None:
+        if is_rebuilt:
+            self._digests = layers.digests(self.model)
+            return
         with contextlib.suppress(UnmappedError):  # then every version is loaded whole
-            self._map, self._content = trace.weight_map(), content
+            orders = {weights.name: weights.order for weights in packed}
+            self._map, self._content = trace.weight_map(orders), content
 
     def finish_weight_update(self) -> None:
         """Write what was prepared, if anything, and read it back."""
@@ -290,16 +304,14 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def unsupported(self) -> list[str]:
-        """Layers that compute from something other than their parameters."""
-        found = []
-        for name, module in self.model.named_modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None and type(method).__name__ not in _PLAIN:
-                found.append(f"{name} ({type(method).__name__})")
-            elif type(module).__name__ == "MLAAttention":
-                found.append(f"{name} (MLAAttention)")
-        return found
+    def kinds(self) -> dict[str, list[str]]:
+        """Layers of the kinds that not every update can reach, by name; see `layers`."""
+        return {"refused": layers.refused(self.model), "rebuilt": list(layers.rebuilt(self.model))}
+
+    def changed(self) -> list[str]:
+        """In a model with layers that are made anew: parameters that are not as they were proven."""
+        now = layers.digests(self.model)
+        return [f"{name} has changed since" for name, value in self._digests.items() if now[name] != value]
 
     def shutdown(self) -> None:
         """End the thread."""
@@ -332,12 +344,25 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker class, to be called by `collective_rpc`."""
 
     weight_transfer_engine: StoreWeightTransferEngine
+    parallel_config: ParallelConfig
+    model_runner: Any
     rank: int
     if TYPE_CHECKING:  # vLLM's own: what it finds here besides, it takes for a clash of names
 
         def start_weight_update(self) -> None: ...
         def update_weights(self, update_info: dict[str, Any]) -> None: ...
         def finish_weight_update(self) -> None: ...
+
+    def cosmos_make_ready(self) -> None:
+        """Give a later pipeline stage the memory that it receives hidden states in.
+
+        vLLM makes it when it runs a model to measure its memory, which it does not do on a CPU.
+        """
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def cosmos_update(self, info: dict[str, Any]) -> None:
         """Start an update and hand it over: one way to the processes, which may be between any two steps."""
@@ -359,7 +384,9 @@ class WorkerExtension:
         return self.weight_transfer_engine.layout()
 
     def cosmos_read(self, directory: str, n_bytes: int, rows: list[tuple[str, int]]) -> None:
-        self.weight_transfer_engine.read(f"{directory}/{self.rank}", n_bytes, rows)
+        parallel = self.parallel_config
+        number = parallel.data_parallel_index * parallel.world_size + self.rank
+        self.weight_transfer_engine.read(f"{directory}/{number}", n_bytes, rows)
 
     def cosmos_reading(self) -> dict[str, Any]:
         return self.weight_transfer_engine.reading()
@@ -370,5 +397,8 @@ class WorkerExtension:
     def cosmos_compare(self, info: dict[str, Any]) -> list[str]:
         return self.weight_transfer_engine.compare(info)
 
-    def cosmos_unsupported_layers(self) -> list[str]:
-        return self.weight_transfer_engine.unsupported()
+    def cosmos_kinds(self) -> dict[str, list[str]]:
+        return self.weight_transfer_engine.kinds()
+
+    def cosmos_changed(self) -> list[str]:
+        return self.weight_transfer_engine.changed()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 
@@ -68,12 +69,9 @@ _UNBUILT = (
     ("a model's configuration from another place", r"hf_config_path"),
     ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
     ("kept sets by vLLM's sampling mask", r"return_sampling_mask"),
-    ("a quantised rollout engine", r"quantization_config"),
-    ("data parallelism of a rollout replica", r"data_parallel_.*"),
-    (
-        "expert parallelism of a rollout replica",
-        r"enable_(eplb|elastic_ep)|eplb_config|elastic_ep_max_dp_size",
-    ),
+    ("quantisation layer by layer", r"quantization_config"),
+    ("data parallelism over several machines", r"data_parallel_.*"),
+    ("experts that move between ranks", r"enable_(eplb|elastic_ep)|eplb_config|elastic_ep_max_dp_size"),
     ("context parallelism of a rollout replica", r"(decode|prefill)_context_parallel_size"),
     ("a rollout replica on several machines", r"nnodes|node_rank|master_(addr|port)"),
 )
@@ -199,13 +197,14 @@ def engine_can_do_it(config: Config) -> list[Problem]:
         return []
     rollout, engine, problems = config.rollout, config.rollout.engine, []
     related = ("rollout.backend",)
-    if engine.one_device and rollout.parallelism.tp_size != 1:
-        key = "rollout.parallelism.tp_size"
-        written = "tp_size" in rollout.parallelism.model_fields_set
-        value = rollout.parallelism.tp_size if written else f"the default of {rollout.parallelism.tp_size}"
-        message = f"{engine.title} runs on one device, not on {value}"
-        hint = f"write {key} = 1"
-        problems.append(Problem(key, message, rollout.parallelism.tp_size, hint, related=related))
+    mesh = rollout.parallelism
+    for name in ("tp_size", "pp_size", "dp_shard_size", "ep_size") if engine.one_device else ():
+        size = getattr(mesh, name)
+        if size not in (1, -1):
+            key = f"rollout.parallelism.{name}"
+            value = size if name in mesh.model_fields_set else f"the default of {size}"
+            message = f"{engine.title} runs on one device, not on {value}"
+            problems.append(Problem(key, message, size, f"write {key} = 1", related=related))
     hint = 'leave it out, or write rollout.backend = "vllm"'
     for name, neutral in engine.lacks.items():
         value = getattr(rollout, name)
@@ -216,6 +215,36 @@ def engine_can_do_it(config: Config) -> list[Problem]:
         message = f"{engine.title} passes no further sampling fields"
         problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, hint, related=related))
     return problems
+
+
+_CALIBRATED = frozenset({"awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin"})
+
+
+def engine_can_quantise(config: Config) -> Iterator[Problem]:
+    """Weights change at each version, so they are quantised as they are loaded, into a type that kernels multiply."""
+    rollout, key = config.rollout, "rollout.quantization"
+    if not config.is_grpo or rollout.quantization == "none":
+        return
+    known, related = [*rollout.engine.quantisations], ("rollout.backend",)
+    values = " or ".join(filter(None, [", ".join(map(toml_value, known[:-1])), *map(toml_value, known[-1:])]))
+    hint = f"write {key} = {values}" if known else f'write {key} = "none", or rollout.backend = "vllm"'
+    if rollout.quantization not in known:
+        message = f"{rollout.engine.title} does not quantise published weights so"
+        if rollout.quantization in _CALIBRATED and known:
+            message = "needs a checkpoint that was calibrated, and versions are published in full precision"
+        yield Problem(key, message, rollout.quantization, hint, related=related)
+    elif config.engine_dtype not in ("bfloat16", "float16"):
+        other = "rollout.dtype"
+        message = (
+            f"vLLM's quantised layers compute in 16 bits, and the engine's type is {config.engine_dtype}"
+        )
+        yield Problem(key, message, rollout.quantization, f'write {other} = "bfloat16"', related=(other,))
+    elif config.weight_sync.lora == "adapter" and config.policy.lora is not None:
+        other = "weight_sync.lora"
+        message = (
+            f'this build cannot do it yet below an adapter that is published alone ({other} = "adapter")'
+        )
+        yield Problem(key, message, rollout.quantization, f'write {other} = "merged"', related=(other,))
 
 
 def group_fits_replica(config: Config) -> Iterator[Problem]:
@@ -237,6 +266,7 @@ ENGINE_RULES = (
     raw_logprobs_are_tempered,
     pass_through_is_not_a_detour,
     engine_can_do_it,
+    engine_can_quantise,
     group_fits_replica,
 )
 ENGINE_WARNINGS = (raw_log_probs_are_another_policy,)

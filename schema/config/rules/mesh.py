@@ -271,6 +271,8 @@ def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
     }
     for name, value in written(mesh, *never):
         key, hint = f"{section}.{name}", "leave it out"
+        if name == "dp_replicate_size":
+            hint = f"write {key} = 1 and {section}.n_init_replicas = {mesh.n_init_replicas * value}"
         yield Problem(key, f"{toml_value(value)} is not possible: {never[name]}", value, hint)
     ranks = mesh.tp_size * max(1, mesh.dp_shard_size)
     if mesh.ep_size not in (1, ranks):

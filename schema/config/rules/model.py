@@ -107,21 +107,23 @@ def engine_replaces_weights(config: Config) -> list[Problem]:
     facts, _ = _facts(config)
     if facts is None or not config.is_grpo or config.rollout.engine.replaces_weights:
         return []
-    kinds = {
-        f"a mixture of {facts.experts} experts": bool(facts.experts),
-        "a model with latent attention (MLA)": facts.latent_attention,
-        f"a quantised model ({facts.quantised})": bool(facts.quantised),
-    }
-    hint = 'name a dense model without quantisation, or write rollout.backend = "transformers"'
-    return [
-        Problem(
-            _MODEL,
-            f"{facts.name} is {kind}, whose weights this build cannot replace in {config.rollout.engine.title} yet",
-            facts.name,
+    title, hint = config.rollout.engine.title, 'write rollout.backend = "transformers"'
+    kinds: list[tuple[bool, str, str]] = [
+        (
+            facts.latent_attention,
+            f"has latent attention (MLA), of whose weights {title} keeps products that this build cannot replace yet",
             hint,
-            related=("rollout.backend",),
-        )
-        for kind, found in kinds.items()
+        ),
+        (
+            bool(facts.quantised),
+            f"is a quantised model ({facts.quantised}), and versions are published in full precision",
+            "name the model that it was made of, and quantise rollouts by rollout.quantization",
+        ),
+    ]
+    related = ("rollout.backend",)
+    return [
+        Problem(_MODEL, f"{facts.name} {why}", facts.name, remedy, related=related)
+        for found, why, remedy in kinds
         if found
     ]
 

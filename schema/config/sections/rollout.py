@@ -38,44 +38,47 @@ class RolloutParallelismConfig(ParallelismConfig):
     )
     dp_shard_size: RanksOrAll = cosmos_key(
         -1,
-        "Data-parallel size of one engine; -1: one.",
-        unbuilt="data parallelism of a rollout replica",
-        neutral=(-1, 1),
+        "vLLM: data-parallel copies in one engine; -1: one. Each has attention of its own; experts are shared with "
+        "ep_size, which is what they are for: of a dense model further replicas (n_init_replicas) do the same.",
+        acts="engine argument: `data_parallel_size`; GPUs of a rollout process.",
     )
     cp_size: Ranks = cosmos_key(
-        1, "Must be 1: context-parallel size.", unbuilt="context parallelism of a rollout replica"
+        1,
+        "Must be 1: an inference engine is not split along the sequence.",
+        acts="refusal: Another value than 1.",
     )
     ep_size: Ranks = cosmos_key(
-        1, "Expert-parallel size of one engine.", unbuilt="expert parallelism of a rollout replica"
+        1,
+        "vLLM: ranks that share the experts of a layer, each with whole ones: all of a stage (tp_size * "
+        "dp_shard_size), or 1, where tp_size cuts each expert.",
+        acts="engine argument: `enable_expert_parallel`.",
     )
     pp_size: Ranks = cosmos_key(
-        1, "Pipeline-parallel size.", unbuilt="pipeline parallelism of a rollout replica"
+        1,
+        "vLLM: pipeline stages.",
+        acts="engine argument: `pipeline_parallel_size`; GPUs of a rollout process.",
     )
     pp_dynamic_shape: bool = cosmos_key(
-        False,
-        "Must be false: an engine takes any shape.",
-        unbuilt="pipeline parallelism of a rollout replica",
+        False, "Must be false: an engine takes any shape.", acts="refusal: Another value than false."
     )
     pp_micro_batch_size: Samples = cosmos_key(
-        1,
-        "Must be 1: an engine cuts its own micro-batches.",
-        unbuilt="pipeline parallelism of a rollout replica",
+        1, "Must be 1: an engine cuts its own micro-batches.", acts="refusal: Another value than 1."
     )
     pp_schedule: Literal["1F1B", "GPipe"] = key(
-        "1F1B", "An engine has its own.", unbuilt="pipeline parallelism of a rollout replica"
+        "1F1B",
+        "Must be left out: an engine has its own schedule.",
+        acts='refusal: Another value than "1F1B".',
     )
     virtual_pp_size: Ranks = key(
-        1, "Must be 1: an engine has one stage per rank.", unbuilt="pipeline parallelism of a rollout replica"
+        1, "Must be 1: an engine has one stage per rank.", acts="refusal: Another value than 1."
     )
     sequence_parallel: bool = key(
         False,
         "Must be false: an engine splits what it can by itself.",
-        unbuilt="sequence parallelism of a rollout replica",
+        acts="refusal: Another value than false.",
     )
     dp_replicate_size: Ranks = cosmos_key(
-        1,
-        "Must be 1: more replicas are n_init_replicas.",
-        unbuilt="replicated data parallelism of a rollout replica",
+        1, "Must be 1: more replicas are n_init_replicas.", acts="refusal: Another value than 1."
     )
 
 
@@ -262,7 +265,13 @@ class RolloutConfig(Section):
         1, "Groups per lease request.", acts="request or reply: Groups asked for in a lease request."
     )
     quantization: str = cosmos_key(
-        "none", "Quantisation of the engine's weights.", min_length=1, unbuilt="a quantised rollout engine"
+        "none",
+        "vLLM: how the engine quantises what is published, anew at each version: `fp8` (one scale per tensor, also "
+        "`fp8_per_tensor`), `fp8_per_channel`, `fp8_per_block`, `mxfp8`, or `int8_per_channel_weight_only` (experts "
+        "alone).",
+        min_length=1,
+        acts="engine argument: `quantization`.",
+        example="fp8",
     )
     seed: Seed | None = cosmos_key(
         None,

@@ -104,7 +104,7 @@ def _shared(context: ConversionContext) -> list[tuple[str, Any]]:
     f"{_MESH}.tp_size",
     f"{_MESH}.pp_size",
     "placement.share",
-    words="cut into engines of tp · pp devices; devices that actor_train has too are shared in turns",
+    words="cut into engines of tp · pp · dp devices; devices that actor_train has too are shared in turns",
 )
 def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
     if named_devices(context, leaf) is None:
@@ -112,8 +112,8 @@ def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
     groups = engines(context)
     if groups is None:
         return implicit("null: no devices are named")
-    tp, pp = engine_size(context)
-    placed: Any = [group[0] for group in groups] if tp * pp == 1 else groups
+    (tp, pp, _), size = engine_size(context), len(groups[0])
+    placed: Any = [group[0] for group in groups] if size == 1 else groups
     targets = [
         ("placement.rollout", placed),
         (f"{_MESH}.n_init_replicas", len(groups)),
@@ -122,7 +122,7 @@ def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
         *_shared(context),
     ]
     both = overlaps(context)
-    note = f"{count(len(groups), 'engine')} of {count(tp * pp, 'device')}"
+    note = f"{count(len(groups), 'engine')} of {count(size, 'device')}"
     if both:
         whole = devices(context, "actor_train") or []
         part = "all" if len(both) == len(whole) else f"{len(both)}"
@@ -184,7 +184,8 @@ def _only(name: str, converter: Converter) -> Converter:
 def _experts(context: ConversionContext, leaf: KeyPath) -> Result:
     if not values.flag(leaf.value):
         return implicit("experts are split like every other layer")
-    return mapped((f"{_MESH}.ep_size", engine_size(context)[0]))
+    tp, _, dp = engine_size(context)
+    return mapped((f"{_MESH}.ep_size", tp * dp))
 
 
 def _without_engine(context: ConversionContext) -> str:

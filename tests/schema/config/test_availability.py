@@ -14,8 +14,6 @@ from tests.support.each import check_each
 DEFAULTS_REFUSED = {"train.compile", "validation.enable"}
 
 EXAMPLES: dict[str, Any] = {
-    "rollout.parallelism.dp_shard_size": 2,
-    "rollout.quantization": "fp8",
     "train.fa_version": 3,
     "train.fp4.fp4_recipe": "delayed_scaling",
     "train.fp4.quant_recipe": "tensorwise",

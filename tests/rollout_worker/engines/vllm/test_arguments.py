@@ -56,7 +56,7 @@ ENGINE_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "seed": ({"rollout": {"seed": 7}}, "seed", 42, 7),
     "seed of the job": ({"train": {"seed": 9}}, "seed", 42, 9),
     "load_format": ({"rollout": {"load_format": "dummy"}}, "load_format", "auto", "dummy"),
-    "quantization": ({"rollout": {"quantization": "fp8"}}, "quantization", ABSENT, "fp8"),
+    "quantization": ({"rollout": {"quantization": "fp8"}}, "quantization", ABSENT, "fp8_per_tensor"),
     "enforce_eager": ({"rollout": {"enforce_eager": False}}, "enforce_eager", True, False),
     "chunked": ({"rollout": {"enable_chunked_prefill": True}}, "enable_chunked_prefill", False, True),
     "memory": ({"rollout": {"gpu_memory_utilization": 0.5}}, "gpu_memory_utilization", 0.8, 0.5),
@@ -67,6 +67,7 @@ ENGINE_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "block_size": ({"rollout": {"block_size": 32}}, "block_size", ABSENT, 32),
     "tp": ({"rollout": {"parallelism": {"tp_size": 4}}}, "tensor_parallel_size", 1, 4),
     "pp": ({"rollout": {"parallelism": {"tp_size": 1, "pp_size": 2}}}, "pipeline_parallel_size", 1, 2),
+    "dp": ({"rollout": {"parallelism": {"dp_shard_size": 2}}}, "data_parallel_size", 1, 2),
     "ep": ({"rollout": {"parallelism": {"tp_size": 2, "ep_size": 2}}}, "enable_expert_parallel", False, True),
     "flashinfer": (
         {"rollout": {"vllm_use_flashinfer": True}}, "attention_config", ABSENT, {"backend": "FLASHINFER"},

@@ -196,17 +196,18 @@ class Calls:
 
         self.worker: Any = type("Worker", (WorkerExtension,), {})()
         self.worker.weight_transfer_engine, self.worker.rank = bench.engine, 0
-        self.engine_core = SimpleNamespace(
-            resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[]))
-        )
+        self.worker.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
+        resources = SimpleNamespace(engine_manager=SimpleNamespace(processes=[]))
+        self.engine_core = SimpleNamespace(resources=resources, call_utility_all_async=self.call)
         model_config = SimpleNamespace(max_model_len=1, get_vocab_size=lambda: 1)
         self.vllm_config = SimpleNamespace(model_config=model_config)
         self.directories: list[Path] = []
 
-    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+    async def call(self, rpc: str, method: str, timeout: None, args: Sequence[Any], named: None) -> list[Any]:
+        assert rpc == "collective_rpc"
         if method == "cosmos_read":
             self.directories.append(Path(args[0]).parent)
-        return [getattr(self.worker, method)(*args)]
+        return [[getattr(self.worker, method)(*args)]]
 
 
 def test_what_is_read_goes_where_there_is_room(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from schema.config import Config, check_config, check_rules, check_warnings
+from schema.config.backends import BACKENDS
+from schema.config.rules.engine import engine_can_quantise
 from tests.schema.config_samples import GRPO, SFT, changed, only, problems, refused
-from tests.schema.remedies import config_of
+from tests.schema.remedies import Case, check_case, config_of
 
 P = "train.train_policy"
 
@@ -172,14 +174,14 @@ def test_extra_is_no_detour(name: str, hint: str) -> None:
         ("max_lora_rank", 8, "is set by policy.lora"),
         ("speculative_config", {"method": "ngram"}, "this build cannot do speculative decoding yet"),
         ("spec_model", "org/draft", "this build cannot do speculative decoding yet"),
-        ("quantization_config", {"a": 1}, "this build cannot do a quantised rollout engine yet"),
-        ("data_parallel_rank", 1, "this build cannot do data parallelism of a rollout replica yet"),
+        ("quantization_config", {"a": 1}, "this build cannot do quantisation layer by layer yet"),
+        ("data_parallel_rank", 1, "this build cannot do data parallelism over several machines yet"),
         (
             "decode_context_parallel_size",
             2,
             "this build cannot do context parallelism of a rollout replica yet",
         ),
-        ("enable_eplb", True, "this build cannot do expert parallelism of a rollout replica yet"),
+        ("enable_eplb", True, "this build cannot do experts that move between ranks yet"),
         ("hf_overrides", {"a": 1}, "write it as policy.override_config"),
         ("nnodes", 2, "this build cannot do a rollout replica on several machines yet"),
         ("attention_backend", "FLASHINFER", "write rollout.vllm_use_flashinfer = true"),
@@ -210,6 +212,8 @@ def test_engine_kwargs_that_ask_for_nothing_of_the_kind_pass(kwargs: dict[str, A
     ("key", "value"),
     [
         ("parallelism__tp_size", 2),
+        ("parallelism__pp_size", 2),
+        ("parallelism__dp_shard_size", 2),
         ("enforce_eager", False),
         ("gpu_memory_utilization", 0.5),
         ("enable_chunked_prefill", True),
@@ -223,6 +227,32 @@ def test_the_transformers_engine_refuses_what_it_lacks(key: str, value: Any) -> 
     problem = only(**{f"rollout__{key}": value})
     assert problem.key.startswith("rollout." + key.replace("__", "."))
     assert problems(rollout__backend="vllm", **{f"rollout__{key}": value}) == []
+
+
+Q, VLLM = "rollout.quantization", {"rollout.backend": "vllm"}
+HALF = VLLM | {"rollout.dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({Q: "fp8"}, ("the transformers engine does not quantise",)),
+        ({Q: "gptq"} | HALF, ("calibrated", "full precision")),
+        ({Q: "int3"} | HALF, ("vLLM does not quantise published weights so",)),
+        ({Q: "fp8", "rollout.dtype": "float32"} | VLLM, ("compute in 16 bits", "float32")),
+        (
+            {Q: "fp8", "policy.lora.r": 4, "weight_sync.lora": "adapter"} | HALF,
+            ('weight_sync.lora = "adapter"',),
+        ),
+    ],
+)
+def test_what_an_engine_quantises(values: dict[str, Any], words: tuple[str, ...]) -> None:
+    check_case(Case(engine_can_quantise, values, Q, words), GRPO)
+
+
+def test_each_quantisation_of_an_engine_passes() -> None:
+    for name in BACKENDS["vllm"].quantisations:
+        assert [*engine_can_quantise(config_of(GRPO, {Q: name} | HALF))] == []
 
 
 def test_the_default_size_of_an_engine_is_refused_by_name() -> None:

@@ -255,6 +255,10 @@ def test_engine_arguments_with_a_key_of_ours_take_it() -> None:
     assert value_of(found, "rollout.engine_kwargs") is None
     split = roll_with({f"{_ENGINE}.enable_expert_parallel": True, f"{_ENGINE}.tensor_parallel_size": 4})
     assert value_of(split, "rollout.parallelism.ep_size") == 4
+    copies = {f"{_ENGINE}.data_parallel_size": 2, f"{_ENGINE}.tensor_parallel_size": 2}
+    split = roll_with({f"{_ENGINE}.enable_expert_parallel": True, **copies})
+    assert value_of(split, "rollout.parallelism.ep_size") == 4
+    assert value_of(split, "rollout.parallelism.dp_shard_size") == 2
 
 
 @pytest.mark.parametrize(
