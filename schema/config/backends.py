@@ -27,7 +27,7 @@ class Backend:
     reserves_memory: it takes `gpu_memory_utilization` of a GPU whole, its cache included.
     bounds_steps: an engine step holds at most `max_num_batched_tokens`. bounds_positions: sequences longer than the
     model's positions are refused. repeats: the same requests give the same bits.
-    replaces_weights: every layer can get new weights, those of MLA and of quantised models too.
+    loads_quantised: it takes what is published of a model whose checkpoint is quantised.
     quantisations: values of `rollout.quantization` by which it quantises what is published, each with its own name.
     tried: first numbers of the versions that it was tried with. cpu_quantisations: those of `quantisations` that
     it can do without a GPU.
@@ -45,7 +45,7 @@ class Backend:
     bounds_steps: bool = False
     bounds_positions: bool = False
     repeats: bool = True
-    replaces_weights: bool = True
+    loads_quantised: bool = True
     quantisations: Mapping[str, str] = field(default_factory=dict)
     carries_state: bool = True
     tried: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ BACKENDS: dict[RolloutBackend, Backend] = {
         bounds_steps=True,
         bounds_positions=True,
         repeats=False,
-        replaces_weights=False,
+        loads_quantised=False,
         tried=("0.32",),
         cpu_quantisations=frozenset({"fp8_per_block", "int8_per_channel_weight_only"}),
         quantisations={

@@ -71,7 +71,7 @@ class ModelFacts:
 
     longest: tokens, after rotary scaling; length_key: where it stands. has_rope: whether longer sequences are
     possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
-    latent_attention: keys and values are projected from a latent vector (MLA). quantised: by which method, or "".
+    quantised: by which method, or "".
     carries_state: a layer carries state from token to token along a row, whatever their positions. deep_head: logits
     come of several layers after the last hidden state.
     """
@@ -86,7 +86,6 @@ class ModelFacts:
     longest: int | None = None
     length_key: str = ""
     has_rope: bool = True
-    latent_attention: bool = False
     quantised: str = ""
     carries_state: bool = False
     deep_head: bool = False
@@ -159,7 +158,6 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
         longest=longest,
         length_key=key,
         has_rope="n_positions" not in text and kind != "opt",
-        latent_attention=_count(text, ("kv_lora_rank",)) is not None,
         quantised=_quantised(data) or _quantised(text),
         carries_state=_carries_state(text, str(kind)),
         deep_head=kind in _DEEP_HEADS if isinstance(kind, str) else False,

@@ -27,7 +27,13 @@ from pydantic import ValidationError
 
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import processes
-from rollout_worker.engines.vllm.arguments import SLOT_ID, check_sampling, engine_arguments, published_adapter
+from rollout_worker.engines.vllm.arguments import (
+    LATENT_ON_CPU,
+    SLOT_ID,
+    check_sampling,
+    engine_arguments,
+    published_adapter,
+)
 from rollout_worker.engines.vllm.processes import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
@@ -124,6 +130,8 @@ class Boot:
         arguments = engine_arguments(self._config, known=known, on_cpu=on_cpu)
         try:
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+            if on_cpu and vllm_config.model_config.use_mla:
+                vllm_config = AsyncEngineArgs(**LATENT_ON_CPU | arguments).create_engine_config()
         except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
             raise EngineConfigError(f"vLLM refuses these settings: {_in_short(error)}") from error
         if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:

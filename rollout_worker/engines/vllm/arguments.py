@@ -22,6 +22,13 @@ TRANSFER_BACKEND = "cosmos_store"
 WORKER_EXTENSION = "rollout_worker.engines.vllm.transfer.WorkerExtension"
 WHOLE = -1
 """As a number of log-probs: of the whole vocabulary."""
+LATENT_ON_CPU: dict[str, Any] = {
+    # The kernel for AMX packs what it computes with, in 16 bits.
+    "attention_config": {"backend": "CPU_MLA"},
+    # vLLM's rotary kernel for CPUs (0.32) rotates a part of each head wrongly.
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+"""Arguments for models with latent attention, without an accelerator."""
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 SLOT_ID = 1

@@ -2,6 +2,7 @@
 
     plain     from the parameters themselves
     packed    from the same elements in the order of a kernel (experts on a CPU): in place, by the permutation
+    derived   from copies of a parameter in another order (latent attention): copied again after each update
     rebuilt   from what is made of whole tensors (quantised layers, experts in a layout of a GPU's kernel): by vLLM's
               layerwise reload, with all of a version
     refused   anything else: `refused` names it
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -50,8 +52,8 @@ def refused(model: torch.nn.Module) -> list[str]:
         method = _method(module)
         if method is not None and not (_is_plain(method) or _is_packed(method) or _is_rebuilt(method)):
             found.append(f"{name} ({_title(method)})")
-        elif type(module).__name__ == "MLAAttention":
-            found.append(f"{name} (MLAAttention)")
+        elif isinstance(module, MLAAttention) and not _is_derived(module):
+            found.append(f"{name} (latent attention by {type(module.impl).__name__})")
         elif _drops_bias(getattr(module, "router", None)):
             found.append(f"{name} (the correction of its router's scores, which vLLM leaves out on a CPU)")
     return found
@@ -103,6 +105,51 @@ def _is_rebuilt(method: Any) -> bool:
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend in _REBUILT_EXPERTS
     return type(method).__module__.startswith(_QUANTISED_ONLINE)
+
+
+# ---- derived -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Derived:
+    """The halves of a latent attention's projection, from which keys and values are decoded."""
+
+    name: str
+    layer: Any
+
+    @property
+    def parameters(self) -> list[str]:
+        return [f"{self.name}.W_UK_T", f"{self.name}.W_UV"]
+
+    def renew(self) -> list[str]:
+        """Copy them from the projection. Returns what is wrong: halves that are not those of it."""
+        layer = self.layer
+        sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
+        rows = layer.kv_b_proj.weight.data.view(layer.num_heads, sum(sizes), layer.kv_lora_rank)
+        keys, values = rows.split(sizes, dim=1)
+        halves = {"W_UK_T": keys, "W_UV": values.transpose(1, 2)}
+        for own, half in halves.items():
+            getattr(layer, own).data.copy_(half)
+        return [
+            f"{self.name}.{own} is not a part of kv_b_proj.weight"
+            for own, half in halves.items()
+            if not torch.equal(getattr(layer, own), half)
+        ]
+
+
+def derived(model: torch.nn.Module) -> list[Derived]:
+    """The latent attention of a model."""
+    return [
+        Derived(name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention)
+    ]
+
+
+def _is_derived(layer: Any) -> bool:
+    """Whether both halves are plain copies; other kernels keep them packed or quantised."""
+    plain = _is_plain(_method(layer.kv_b_proj)) and layer.kv_b_proj.weight.numel() > 0
+    return (
+        plain and isinstance(layer.W_UK_T, torch.nn.Parameter) and isinstance(layer.W_UV, torch.nn.Parameter)
+    )
 
 
 # ---- packed ------------------------------------------------------------------------------------------------

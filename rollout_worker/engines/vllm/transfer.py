@@ -153,9 +153,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def _load(self, info: StoreUpdateInfo) -> None:
         self._map, self._content, self._digests = None, "", {}
         packed, rebuilt = layers.packed(self.model), layers.rebuilt(self.model)
+        derived = layers.derived(self.model)
         for weights in packed:
             weights.open()
         made = {f"{name}.{own}" for name, layer in rebuilt.items() for own, _ in layer.named_parameters()}
+        made |= {name for halves in derived for name in halves.parameters}
         trace = LoadTrace(self.model, {weights.name for weights in packed}, made)
         started = time.monotonic()
         try:
@@ -166,6 +168,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
                 loaded = time.monotonic()
                 self._proof = trace.report()
                 self._proof.problems.extend(fault for weights in packed for fault in weights.close())
+                self._proof.problems.extend(fault for halves in derived for fault in halves.renew())
                 self._proof.problems.extend(compared())
                 if not self._proof.problems:
                     self._remember(trace, packed, is_rebuilt=bool(rebuilt), content=info.content_hash)
@@ -224,6 +227,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             patch = job.result(DRAIN_S)
             self._content, started = "", time.monotonic()
             problems = patch.apply()
+            problems += [fault for halves in layers.derived(self.model) for fault in halves.renew()]
             self._wait()
         except Exception as error:  # the update ends in order, and reports it
             problems = [f"changes cannot be written ({type(error).__name__}: {error})"[:300]]

@@ -102,30 +102,21 @@ def model_warnings(config: Config) -> Iterator[Problem]:
         yield from long_sequences(config, facts)
 
 
-def engine_replaces_weights(config: Config) -> list[Problem]:
-    """An engine may compute these layers from something other than their parameters, which no update reaches."""
+def engine_loads_what_is_published(config: Config) -> list[Problem]:
+    """A quantised checkpoint has other tensors than those that a trainer publishes."""
     facts, _ = _facts(config)
-    if facts is None or not config.is_grpo or config.rollout.engine.replaces_weights:
+    engine = config.rollout.engine
+    if facts is None or not config.is_grpo or not facts.quantised or engine.loads_quantised:
         return []
-    title, hint = config.rollout.engine.title, 'write rollout.backend = "transformers"'
-    kinds: list[tuple[bool, str, str]] = [
-        (
-            facts.latent_attention,
-            f"has latent attention (MLA), of whose weights {title} keeps products that this build cannot replace yet",
-            hint,
-        ),
-        (
-            bool(facts.quantised),
-            f"is a quantised model ({facts.quantised}), and versions are published in full precision",
-            "name the model that it was made of, and quantise rollouts by rollout.quantization",
-        ),
-    ]
-    related = ("rollout.backend",)
-    return [
-        Problem(_MODEL, f"{facts.name} {why}", facts.name, remedy, related=related)
-        for found, why, remedy in kinds
-        if found
-    ]
+    message = (
+        f"{facts.name} is a quantised model ({facts.quantised}): {engine.title} would expect tensors of that kind, "
+        "and versions are published in full precision"
+    )
+    hint = (
+        "name the model that it was made of and quantise rollouts by rollout.quantization, or write "
+        'rollout.backend = "transformers"'
+    )
+    return [Problem(_MODEL, message, facts.name, hint, related=("rollout.backend",))]
 
 
 def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
@@ -485,7 +476,7 @@ MODEL_RULES = (
     logprobs_are_right,
     sequences_can_be_cut,
     other_models_agree,
-    engine_replaces_weights,
+    engine_loads_what_is_published,
     critic_reads_the_policy,
     kept_sets_are_bounded,
     model_is_there,
