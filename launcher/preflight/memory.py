@@ -290,29 +290,38 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     ]
 
 
-def engine_dtype(config: Config) -> str:
-    """The type in which the engine holds weights and cache."""
-    return config.train.effective_transfer_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-
-
 def rollout_weights(config: Config, model: LocalModel, ranks: int) -> Part:
-    """The weights of a replica on each of its devices."""
-    size = BYTES[engine_dtype(config)]
-    words = f"{model.parameters:,} x {size} B" + (f" / {ranks}" if ranks > 1 else "")
-    return Part("weights", model.parameters * size // ranks, words)
+    """The weights of a replica on each of its devices: copies share experts alone.
+
+    Quantised weights count 1 B, as do embeddings then, which stay as they are.
+    """
+    rollout, copies = config.rollout, max(1, config.rollout.parallelism.dp_shard_size)
+    size = BYTES[config.engine_dtype]
+    of_experts = of_rest = size
+    if rollout.quantization != "none":
+        of_experts, of_rest = 1, size if rollout.quantization.startswith("int8") else 1
+    rest, parts = model.parameters - model.experts, max(1, ranks // copies)
+    n_bytes = rest * of_rest // parts + model.experts * of_experts // ranks
+    if of_experts == of_rest and (copies == 1 or not model.experts):
+        words = f"{model.parameters:,} x {of_rest} B" + (f" / {parts}" if parts > 1 else "")
+    else:
+        words = f"{rest:,} x {of_rest} B / {parts} + {model.experts:,} of experts x {of_experts} B / {ranks}"
+    return Part("weights", n_bytes, words)
 
 
 def rollout_cache(
     config: Config, model: LocalModel, ranks: int, memory: int, *, on_gpu: bool
 ) -> Cache | None:
-    """The KV cache on each device of a replica; None where the model's shape is not known.
+    """The KV cache on each device of a replica, of its layers and heads; None where the model's shape is not known.
 
     memory: bytes of the GPU, or bytes free on the host.
     """
     if model.shape is None:
         return None
-    rollout, size = config.rollout, BYTES[engine_dtype(config)]
-    per_token = max(1, model.shape.kv_numbers_per_token // min(ranks, model.shape.kv_heads) * size)
+    rollout, size = config.rollout, BYTES[config.engine_dtype]
+    stages, copies = rollout.parallelism.pp_size, max(1, rollout.parallelism.dp_shard_size)
+    heads = min(max(1, ranks // (stages * copies)), model.shape.kv_heads)
+    per_token = max(1, model.shape.kv_numbers_per_token // (heads * stages) * size)
     share = rollout.gpu_memory_utilization
     if not rollout.engine.reserves_memory:
         share = GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE

@@ -269,6 +269,24 @@ def test_vllm_takes_its_share_and_splits_heads() -> None:
     assert (tight.room, tight.tokens) == (0, 0)
 
 
+def test_stages_copies_and_quantised_weights_of_vllm() -> None:
+    experts = replace(MODEL, experts=600)
+
+    def needs(model: LocalModel, ranks: int, quantization: str = "none", **mesh: int) -> tuple[int, int]:
+        rollout = {"backend": "vllm", "dtype": "bfloat16", "quantization": quantization, "parallelism": mesh}
+        made = config(rollout=rollout)
+        cache = rollout_cache(made, model, ranks, 10**6, on_gpu=True)
+        assert cache is not None
+        return rollout_weights(made, model, ranks).bytes, cache.per_token
+
+    assert needs(MODEL, 1, tp_size=1) == (2000, 64)
+    assert needs(MODEL, 2, tp_size=1, pp_size=2) == (1000, 32)
+    assert needs(MODEL, 2, tp_size=1, dp_shard_size=2) == (2000, 64)
+    assert needs(experts, 4, tp_size=2, dp_shard_size=2, ep_size=4) == (400 + 300, 32)
+    assert needs(MODEL, 1, "fp8", tp_size=1) == (1000, 64)
+    assert needs(experts, 1, "int8_per_channel_weight_only", tp_size=1) == (800 + 600, 64)
+
+
 def test_the_published_copy_has_the_transfer_type() -> None:
     assert host_copy(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2000
     assert host_copy(config(train={"transfer_dtype": "float32"}), MODEL).bytes == 4000

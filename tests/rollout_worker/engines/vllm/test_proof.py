@@ -217,3 +217,35 @@ def test_scalars_and_empty_tensors() -> None:
 def test_a_report_travels_as_json() -> None:
     report = prove(right)
     assert report_from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("", ""),
+        ("left over", "8 of 16 elements of made.weight were not part of the published weights"),
+        ("overwritten", "made.weight differs from the published w"),
+        ("ignored", "16 of 16 elements"),
+    ],
+)
+def test_what_a_parameter_is_made_of_is_proven_before_it_is_made(fault: str, words: str) -> None:
+    """A loader fills memory of its own; what is made of it replaces the parameter."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    published = torch.randn(4, 4)
+    trace = LoadTrace(model, settled=["weight"])
+    with trace, torch.no_grad():
+        for _, tensor in trace.given([("w", published)]):
+            staged = torch.full((4, 4), 7.0)
+            if fault != "ignored":
+                staged[2:].copy_(tensor[2:])
+            if fault not in ("ignored", "left over"):
+                staged[:2].copy_(tensor[:2])
+            if fault == "overwritten":
+                staged[0, 0] += 1
+            trace.settle({"made.weight": staged})
+            model.weight.data.copy_(staged.sum(1)[:2])
+            staged.zero_()
+    report = trace.report()
+    assert [words in problem for problem in report.problems] == [True] * bool(fault)
+    assert unread([report]) == ([] if fault in ("", "overwritten") else ["w"])
