@@ -54,10 +54,17 @@ def run_command(command: Sequence[str], log: Path, cwd: Path) -> float:
     return time.monotonic() - began
 
 
-def make_model(place: Path) -> Path:
-    """The quickstart's model, untrained."""
-    model = place / "model"
-    command = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(model)]
+def make_model(place: Path, experts: int = 0) -> Path:
+    """The quickstart's model, untrained. experts: in each layer."""
+    model = place / ("experts" if experts else "model")
+    command = [
+        sys.executable,
+        str(QUICKSTART / "make_model.py"),
+        "--out",
+        str(model),
+        "--experts",
+        str(experts),
+    ]
     run_command(command, place / "make_model.log", place)
     return model
 

@@ -2,13 +2,15 @@
 
     weights from the store     one GPU is enough, or none
     weights from the trainer   by NCCL between two GPUs; else over TCP, which is said
-    tensor parallel            two ranks of one engine, so two GPUs and the trainer's
+    experts, quantised         a mixture of experts; and fp8, with every update compared
+    on two GPUs                tensor parallel, stages, shared experts: and the trainer's GPU
 
 Each counts as right when the job ends as finished with every update applied.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -20,6 +22,14 @@ from benchmarks.gpukit.jobs import make_model, reinforce, speed_of
 SMALL = ("rollout.max_response_length=12", "train.train_batch_per_replica=16", "rollout.max_num_seqs=16")
 COLLECTIVE = "collective"
 APART = ('placement.share="none"',)
+CHECKED = "weight_sync.checksum_interval=1"
+TP = "rollout.parallelism.tp_size=2"
+TWO_GPUS = {
+    "tensor parallel": ((TP,), False),
+    "stages": (("rollout.parallelism.pp_size=2",), False),
+    "shared experts": ((TP, "rollout.parallelism.ep_size=2"), True),
+}
+"""Settings of jobs with an engine on two GPUs, and whether their model has experts."""
 
 
 def run(bench: Bench) -> None:
@@ -44,11 +54,16 @@ def run(bench: Bench) -> None:
         collective = 'weight_sync.transport="collective"'
         if bench.tiny:  # one start of vLLM proves both
             job(COLLECTIVE, *own, collective)
-            bench.skip("tensor parallel", "two GPUs are needed")
+            for name in TWO_GPUS:
+                bench.skip(name, "two GPUs are needed")
             return
+        of_experts = f"policy.model_name_or_path={json.dumps(str(make_model(place, experts=4)))}"
         job("store", *own)
         job(COLLECTIVE, *own, collective)
-        if gpus >= 3:
-            job("tensor parallel", *own, "rollout.parallelism.tp_size=2")
-        else:
-            bench.skip("tensor parallel", f"two GPUs and the trainer's are needed, here are {gpus}")
+        job("experts", *own, CHECKED, of_experts)
+        job("quantised", *own, CHECKED, 'rollout.quantization="fp8"', 'rollout.dtype="bfloat16"')
+        for name, (settings, experts) in TWO_GPUS.items():
+            if gpus >= 3:
+                job(name, *own, CHECKED, *settings, *([of_experts] if experts else []))
+            else:
+                bench.skip(name, f"two GPUs and the trainer's are needed, here are {gpus}")
