@@ -29,6 +29,10 @@ LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 PADDED: dict[str, Any] = {"moe_intermediate_size": 48}
 """No multiple of what a CPU's kernel computes with: it is padded."""
+LATENT: dict[str, Any] = {
+    **ROUTED, **PADDED, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, **FOUR, **PADDED, "norm_topk_prob": True},
     "qwen2_moe": {**FOUR, **PADDED, "shared_expert_intermediate_size": 64},
@@ -36,11 +40,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**FOUR, "num_key_value_heads": 4, "intermediate_size": 96},
     "glm4_moe": {"head_dim": 32, **ROUTED, **PADDED, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "granitemoe": {**LOCAL, "intermediate_size": 96, "logits_scaling": 8.0},
-    "deepseek_v2": {
-        **ROUTED, **PADDED, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
-        "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    },
-}  # fmt: skip
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
 EXACT = 1e-5
 """Of a log-prob, in float32."""
 HALF = {"dtype": "bfloat16", "quantization": "fp8_per_block"}
