@@ -93,7 +93,7 @@ def share(completion: str, row: dict[str, object]) -> float:
 
 
 def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path) -> None:
-    """Experts that are updated wrongly would show as a difference between trainer and engine at once."""
+    """On-policy: experts that are updated wrongly show as a difference between trainer and engine at once."""
     make = [
         sys.executable,
         str(QUICKSTART / "make_model.py"),
@@ -104,7 +104,7 @@ def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path) ->
     ]
     subprocess.run(make, check=True, timeout=PATIENCE)
     (tmp_path / "rewards.py").write_text(LETTERS)
-    config = write_config(tmp_path, tmp_path / "model", engine="vllm", steps=25, bound=1, validation=False)
+    config = write_config(tmp_path, tmp_path / "model", engine="vllm", steps=25, bound=0, validation=False)
     settings = [
         f'train.train_policy.reward_function={{ "{tmp_path}/rewards.py:share" = 1.0 }}',
         "train.optm_lr=3e-3",
@@ -117,6 +117,4 @@ def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path) ->
     metrics = [step["metrics"] for step in summary["steps"]]
     rewards = [one["reward_mean"] for one in metrics]
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.2, "0.4 was seen"
-    assert max(abs(one["mismatch/stale_k1"]) for one in metrics) < 0.1, (
-        "1 and more with experts packed wrongly"
-    )
+    assert max(one["mismatch/engine_ratio_max"] for one in metrics) < 1.001, "of each token, at each version"
