@@ -9,6 +9,7 @@
     submit([request, …])   ───────────▶  queued at once, never blocks
     collect()              ◀───────────  everything that has finished since the last call
     abort({request_id, …}) ───────────▶  forgotten, running or waiting
+    sleep(), wake()        ───────────▶  gives its device's memory back, requests kept; takes it again
     close()                ───────────▶  everything it started is gone
 
 Every engine keeps these promises; `tests/rollout_worker/engines/engine_contract.py` checks them for any engine:
@@ -315,6 +316,16 @@ class Engine(Protocol):
     async def checksum(self) -> Checksum:
         """Put the published tensors together from the parameters in use, and hash them. Requests go on; an update
         waits until it is done. Raises `EngineFailed` when the engine has died."""
+
+    async def sleep(self) -> None:
+        """Release the memory of the devices: the cache is dropped, the weights wait in host memory.
+
+        Requests are kept, as in an update, and their cache is computed again afterwards. Updates and checksums wait
+        for `wake`. Not twice in a row. Raises `EngineFailed`.
+        """
+
+    async def wake(self) -> None:
+        """Take the memory again and go on with the same weights, bit by bit. Raises `EngineFailed`."""
 
     def stats(self) -> EngineStats: ...
 

@@ -62,6 +62,8 @@ class Decoder:
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self.window = Window(model.device, model.dtype)
         self.version = -1
+        self._cold = False
+        """Whether keys and values are gone, so that they are computed again even where they are kept."""
         self.rows: list[Row] = []
         self.columns = np.zeros(0, COLUMNS)
         self.rules: list[StopRules] = []
@@ -125,10 +127,15 @@ class Decoder:
 
     def recompute(self) -> None:
         """Compute the cache of all rows with the model's present weights."""
-        if not self.rows or self.keep_cache:
+        if not self.rows:
             return
         self._fill_prompts(range(len(self.rows)))
         self._fill_responses()
+
+    def release_cache(self) -> None:
+        """Drop the cache of all rows; the next `set_version` computes it again."""
+        self.window.release()
+        self._cold = True
 
     def _fill_prompts(self, rows: range) -> None:
         """Cache of all prompt tokens but the last, computed once for all rows that were admitted together."""
@@ -321,8 +328,9 @@ class Decoder:
     def set_version(self, version: int) -> None:
         """New weights are in the model: recompute the cache (unless it is kept) and note the version."""
         self.version = version
-        if self.keep_cache:
+        if self.keep_cache and not self._cold:
             return
+        self._cold = False
         self.recompute()
         for row, generated in zip(self.rows, self._generated(), strict=True):
             if row.versions[-1][0] == generated:

@@ -47,6 +47,7 @@ from rollout_worker.engines.transformers.settings import Settings
 from schema.wire.weights import Publication
 from weight_sync import WeightError
 from weight_sync.delta.delta import open_chain
+from weight_sync.parking import Parked
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class _Load:
     """An update on its way to the engine thread."""
 
     version: int
-    what: Mapping[str, torch.Tensor] | Patch
-    """All tensors, or prepared writes of what has changed."""
+    what: Mapping[str, torch.Tensor] | Patch | None
+    """All tensors, or prepared writes of what has changed; None: no update, the engine is to sleep."""
     asked_at: float = 0.0
     future: Future[_Loaded] = field(default_factory=Future)
 
@@ -117,7 +118,7 @@ class TransformersEngine:
         self._finished: list[Generation] = []
         self._arrived = asyncio.Event()
         self._failure: EngineFailed | None = None
-        self._loading: Future[_Loaded] | None = None
+        self._loading: Future[Any] | None = None
         self._updating = asyncio.Lock()
         self._served: _Served | None = None
         self._booted: Decoder | None = None  # only looked at from here
@@ -125,6 +126,7 @@ class TransformersEngine:
         self._queue: deque[_Queued] = deque()
         self._pending: _Load | None = None
         self._closing = False
+        self._parked: Parked | None = None
         self._idle: tuple[float, float | None] = (0.0, None)  # total, since when; replaced as one
         self._samples = 0
         self._outbox: list[Generation] = []
@@ -235,7 +237,9 @@ class TransformersEngine:
             )
         return replace(_report(asked, loaded, prepare_s, "full", publication), detail=detail)
 
-    async def _load(self, version: int, what: Mapping[str, torch.Tensor] | Patch) -> tuple[_Loaded, float]:
+    async def _load(
+        self, version: int, what: Mapping[str, torch.Tensor] | Patch | None
+    ) -> tuple[_Loaded, float]:
         """Have the thread update the model. Returns its report, and when it was asked."""
         if self._failure is not None:
             raise self._failure
@@ -244,6 +248,19 @@ class TransformersEngine:
         self._loading = load.future
         self._post(lambda: self._take_load(load))
         return await asyncio.wrap_future(load.future), load.asked_at
+
+    async def sleep(self) -> None:
+        await self._updating.acquire()  # until it is awake again
+        await self._load(self.version, None)
+
+    async def wake(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._loading = awake = Future[None]()
+        awake.set_running_or_notify_cancel()
+        self._post(lambda: self._get_up(awake))
+        await asyncio.wrap_future(awake)
+        self._updating.release()
 
     async def checksum(self) -> Checksum:
         async with self._updating:
@@ -388,8 +405,11 @@ class TransformersEngine:
         if self._closing:
             return
         if self._pending is not None and not self._wait_for_running():
-            self._update(self._pending)
+            self._update(self._pending) if self._pending.what is not None else self._lie_down(self._pending)
         decoder = self._decoder
+        if self._parked is not None:
+            self._sleep()
+            return
         if decoder.version >= 0 and self._queue and self._pending is None:
             self._admit()
         if decoder.version >= 0 and decoder.rows:
@@ -466,6 +486,26 @@ class TransformersEngine:
             )
         self._pending = load
 
+    def _lie_down(self, load: _Load) -> None:
+        """Release the device's memory; the parameters come back in place, so views of them (`WeightMap`) hold."""
+        decoder, began = self._decoder, time.monotonic()
+        decoder.release_cache()
+        self._parked = Parked([*decoder.model.parameters(), *decoder.model.buffers()])
+        self._pending = None
+        self._hand_over()
+        now = time.monotonic()
+        load.future.set_result(_Loaded(began, now, now, now))
+
+    def _get_up(self, awake: Future[None]) -> None:
+        assert self._parked is not None
+        self._parked.restore()
+        self._parked = None
+        decoder = self._decoder
+        if decoder.version >= 0:
+            decoder.set_version(decoder.version)
+        _wait_for(decoder.window.device)
+        awake.set_result(None)
+
     def _update(self, load: _Load) -> None:
         decoder, began = self._decoder, time.monotonic()
         try:
@@ -474,7 +514,7 @@ class TransformersEngine:
                 applied = time.monotonic()  # read back, too
                 if problems:
                     raise _NotWrittenError("; ".join(problems[:NAMED_PROBLEMS]))
-            else:
+            elif load.what is not None:
                 models.apply_weights(decoder.model, load.what)
                 applied = time.monotonic()
                 models.verify_weights(decoder.model, load.what)

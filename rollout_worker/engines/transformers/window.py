@@ -126,6 +126,10 @@ class Window:
         self._write_bias(first, last)
         return slice(first, last)
 
+    def release(self) -> None:
+        """Drop keys and values; what is at the columns has to be computed again."""
+        self.layers = []
+
     def remove(self, rows: list[int]) -> list[tuple[int, int]]:
         """Take rows out; the last rows fill the holes. Returns the moves (from, to) for tables kept in parallel."""
         gone = set(rows)

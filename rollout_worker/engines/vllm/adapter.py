@@ -230,6 +230,14 @@ class VllmAdapter:
         # AsyncLLM.pause_generation does the same and then sleeps for 20 ms.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=forget_cache)
 
+    async def sleep(self) -> None:
+        """Weights to host memory, the cache is gone; requests are kept and computed again after `wake`."""
+        await self._llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        """The memory is there again, and requests run."""
+        await self._llm.wake_up()
+
     async def resume(self) -> None:
         await self._llm.resume_generation()
 

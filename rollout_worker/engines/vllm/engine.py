@@ -331,6 +331,31 @@ class VllmEngine:
             with suppress(Exception):
                 await adapter.pause(forget_cache=not self._keep_kv)
 
+    async def sleep(self) -> None:
+        """See the contract: vLLM's sleep mode, level 1. To be measured on a GPU."""
+        adapter = self._running()
+        await self._updating.acquire()  # until it is awake again
+        self._gate.clear()
+        try:
+            await adapter.sleep()
+        except Exception as error:
+            self._running()
+            raise EngineFailed(f"vLLM could not be put to sleep: {error}") from error
+
+    async def wake(self) -> None:
+        adapter = self._running()
+        try:
+            await adapter.wake()
+            if self.version < 0:  # nothing may be generated before the next update
+                await adapter.pause(forget_cache=not self._keep_kv)
+        except Exception as error:
+            self._running()
+            raise EngineFailed(f"vLLM could not be woken: {error}") from error
+        self._loads += 1  # the cache of before is gone
+        if self.version >= 0:
+            self._gate.set()
+        self._updating.release()
+
     async def checksum(self) -> Checksum:
         """See the contract. See `reading`."""
         adapter = self._running()

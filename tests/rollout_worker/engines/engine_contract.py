@@ -313,6 +313,8 @@ class EngineContract:
     backend: ClassVar[str]
     rollout: ClassVar[dict[str, Any]] = {}
     """Further keys of `[rollout]` for this engine."""
+    sleeps: ClassVar[bool] = True
+    """Whether it can release its memory on this machine."""
 
     @classmethod
     def config(cls, model: Path, **sections: Any) -> Config:
@@ -792,6 +794,61 @@ class EngineContract:
         assert {sample.request_id for sample in found} == {kept.request_id}
         after = subject.one(request(PROMPTS[1], SamplingSettings(max_tokens=3)))
         assert after.request_id not in (kept.request_id, gone.request_id)
+
+    def test_requests_and_weights_outlive_a_sleep(self, subject: Subject) -> None:
+        if not self.sleeps:
+            pytest.skip("its memory is released on GPUs alone")
+        settings = SamplingSettings(max_tokens=MAX_LEN, ignore_eos=True)
+        requests = [request(prompt, settings, range(8)) for prompt in PROMPTS]
+        again = [request(prompt, settings, range(8)) for prompt in PROMPTS]
+        undisturbed = subject.generate(requests)
+
+        async def disturbed() -> tuple[bool, list[Generation]]:
+            engine, gone = subject.engine, request("x", settings, range(4))
+            before = engine.stats().tokens
+            engine.submit(again)
+            await _until(lambda: engine.stats().tokens >= before + 150)
+            await engine.sleep()
+            asleep = engine.stats()
+            engine.submit([gone])
+            engine.abort([gone.request_id])
+            await asyncio.sleep(0.05)
+            assert engine.stats().tokens == asleep.tokens, "nothing is generated"
+            await engine.wake()
+            return asleep.running > 0, await subject._collect(32)
+
+        for _ in range(ATTEMPTS):
+            met, found = subject.run(disturbed())
+            if met:
+                break
+            again = [request(prompt, settings, range(8)) for prompt in PROMPTS]
+        assert met, "no sleep met a running sample"
+        first = dict(zip((one.request_id for one in again), requests, strict=True))
+        for sample in found:
+            same = undisturbed[first[sample.request_id].request_id, sample.index]
+            assert sample.token_ids.tolist() == same.token_ids.tolist()
+            assert np.abs(sample.logprobs - same.logprobs).max() <= TOLERANCE
+            assert token_versions(sample) == token_versions(same)
+
+    def test_an_update_waits_for_the_end_of_a_sleep(self, subject: Subject) -> None:
+        if not self.sleeps:
+            pytest.skip("its memory is released on GPUs alone")
+
+        async def work() -> None:
+            await subject.engine.sleep()
+            loading = asyncio.create_task(subject.engine.load_weights(subject.weights[1], 5))
+            await asyncio.sleep(0.05)
+            assert not loading.done()
+            assert subject.engine.version == 0
+            await subject.engine.wake()
+            await loading
+
+        subject.run(work())
+        subject.version = 5
+        after = request(PROMPTS[0], SamplingSettings(max_tokens=12))
+        sample = subject.one(after)
+        check_logprobs(subject.models[1], after, sample)
+        assert token_versions(sample) == [5] * len(sample.token_ids)
 
     def test_idle_time_grows_only_without_work(self, subject: Subject) -> None:
         settings = SamplingSettings(max_tokens=80, ignore_eos=True)

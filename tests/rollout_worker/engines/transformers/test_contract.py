@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollout_worker.engines.base import Engine, EngineFailed, SamplingSettings, WeightMismatch
-from rollout_worker.engines.transformers import TransformersEngine
+from rollout_worker.engines.base import Engine, EngineFailed, Generation, SamplingSettings, WeightMismatch
+from rollout_worker.engines.transformers import TransformersEngine, engine
 from rollout_worker.engines.transformers.settings import settings_of
 from schema.config import Config
 from schema.config.sections.policy import LoraConfig
@@ -21,6 +23,7 @@ from tests.rollout_worker.engines.engine_contract import (
     EngineContract,
     KeepKvContract,
     Subject,
+    _until,
     check_logprobs,
     request,
     running,
@@ -28,6 +31,7 @@ from tests.rollout_worker.engines.engine_contract import (
 from tests.rollout_worker.tiny import random_model, tokenizer
 from tests.rollout_worker.versions import Versions, nudged
 from weight_sync import lora
+from weight_sync.parking import Parked
 
 
 class TestTransformers(EngineContract):
@@ -49,6 +53,40 @@ class TestKeepKv(KeepKvContract):
             TestTransformers, tmp_path_factory.mktemp("keep"), weight_sync={"update_mode": "keep_kv"}
         ) as subject:
             yield subject
+
+
+class TestSleep:
+    """What a sleeping engine holds; its parameters leave the device as they do on a GPU."""
+
+    @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
+    def test_memory_is_released(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+        monkeypatch.setattr(engine, "Parked", partial(Parked, stays="nowhere"))
+        settings = SamplingSettings(max_tokens=60, ignore_eos=True)
+        with running(TestTransformers, tmp_path, weight_sync={"update_mode": mode}) as subject:
+            subject.load(0, 0)
+            before, after = request("x", settings, range(4)), request("x", settings, range(4))
+            undisturbed = subject.generate([before])
+            embedded = subject.engine
+            assert isinstance(embedded, TransformersEngine)
+            decoder = embedded._decoder
+
+            async def nap() -> list[Generation]:
+                tokens = embedded.stats().tokens
+                embedded.submit([after])
+                await _until(lambda: embedded.stats().tokens > tokens)
+                await embedded.sleep()
+                assert decoder.window.layers == []
+                assert [alive for cache in caches if (alive := cache()) is not None] == []
+                assert {p.untyped_storage().nbytes() for p in decoder.model.parameters()} == {0}
+                await embedded.wake()
+                return await subject._collect(4)
+
+            caches = [weakref.ref(layer.keys) for layer in decoder.window.layers]
+            assert caches
+            found = subject.run(nap())
+            for sample in found:
+                same = undisturbed[before.request_id, sample.index]
+                assert sample.token_ids.tolist() == same.token_ids.tolist()
 
 
 class TestHalfPrecision:
