@@ -27,6 +27,7 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | POST /replicas/…/leases         | leases that the store lost are taken back | replicas     | replay                |
 | POST /replicas/…/drain          | replica drains                            | replicas     | replicas              |
 | POST /replicas/…/profile        | a profile; heartbeats hand it on          | replicas     | replicas              |
+| POST /replicas/…/turn           | who has memory on devices in common       | replicas     | turns                 |
 | DELETE /replicas/…              | replica left; its groups wait             | replicas     | replicas, job         |
 | POST /leases                    | groups leased; a validation round begins  | leases       | admission, validation |
 | DELETE /leases/…                | group: leased → waiting                   | leases       | ledger                |

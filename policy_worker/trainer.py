@@ -500,6 +500,28 @@ class Trainer(TrainedModel):
         decay = config.train.ema_decay
         self.ema = None if decay is None else Ema(self.model, decay)
 
+    def resident(self) -> Iterator[Tensor]:
+        """All that this rank keeps on its devices between two steps."""
+        frozen = [self.reference] if isinstance(self.reference, PolicyModel) else []
+        trained: list[TrainedModel] = [self] if self.critic is None else [self, self.critic]
+        for model in (*(one.model for one in trained), *frozen, *self.teachers.values()):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            yield from model.buffers()
+            for parameter in model.parameters():
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+        for one in trained:
+            for optimizer in one.optimizer.optimizers:
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
+        if isinstance(self.reference, EarlierPolicy):
+            yield from self.reference.kept.values()
+        if self.ema is not None:
+            yield from self.ema.average.values()
+
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         if self._reference_is_apart:
             device = self.reference_place.layout.device

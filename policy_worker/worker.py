@@ -29,6 +29,7 @@ from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.training.teachers import Teachers, tokenizer_of
+from policy_worker.training.turns import Turns
 from schema.config import Config
 from schema.config.layout import reference_is_within
 from schema.config.rules.profiler import absent_ranks
@@ -68,10 +69,15 @@ def _train(environment: Environment, group: Group, session: Session | None, shut
     config = Config.model_validate(reply.config)
     group.set_control_timeout(config.controller.controller_lost_timeout)
     shutdown.grace = config.launcher.shutdown_timeout
+    turns = Turns(group, session, shutdown) if config.takes_turns else None
+    if turns is not None:
+        turns.take()
     trainer = make_trainer(config, group, reply.total_steps, resumption)
     checkpointer = Checkpointer(config, reply, trainer, session, shutdown)
     step = checkpointer.restore(resumption) if resumption is not None else 0
-    loop = Loop(config, reply, trainer, session, shutdown, checkpointer)
+    if turns is not None:
+        turns.tensors = trainer.resident
+    loop = Loop(config, reply, trainer, session, shutdown, checkpointer, turns)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
         return loop.run(_algorithm(config, reply, trainer, caller, resumption), step)

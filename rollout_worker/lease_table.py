@@ -36,6 +36,7 @@ class LeaseTable:
         self._requests: dict[str, tuple[HeldGroup, tuple[int, ...]]] = {}
         self._unfinished: dict[str, tuple[float, set[int]]] = {}
         """Of each request, when it was made, and which of its samples are not generated yet."""
+        self._asleep_since: float | None = None
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -70,7 +71,11 @@ class LeaseTable:
         self._unfinished[request_id][1].discard(index)
 
     def overdue(self, before: float) -> list[tuple[str, HeldGroup, list[int]]]:
-        """Requests made before a time, with the samples that are open and not generated yet: these are given up."""
+        """Requests made before a time, with the samples that are open and not generated yet: these are given up.
+
+        None while the engine sleeps."""
+        if self._asleep_since is not None:
+            return []
         late = [name for name, (began, left) in self._unfinished.items() if began < before and left]
         found = []
         for name in late:
@@ -78,6 +83,17 @@ class LeaseTable:
             found.append((name, group, sorted(self._unfinished[name][1] & group.open)))
             self._unfinished[name] = self._unfinished[name][0], set()
         return found
+
+    def sleep(self, now: float) -> None:
+        """Nothing is generated from now on."""
+        self._asleep_since = now
+
+    def wake(self, now: float) -> None:
+        """The engine goes on: its sleep does not count as time of any request."""
+        since, self._asleep_since = self._asleep_since, None
+        if since is not None:
+            for name, (began, left) in self._unfinished.items():
+                self._unfinished[name] = began + now - max(began, since), left
 
     @property
     def requests(self) -> list[str]:

@@ -26,6 +26,7 @@ from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
 from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
+from rollout_worker.groups.turns import Turns
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
@@ -121,6 +122,9 @@ class Worker:
         host = HostWeights(config, self._session.reply)
         stack.push_async_callback(host.close)
         await host.prove()
+        turns = Turns(self._session, self._leases, self._metrics, self._heartbeat)
+        if config.takes_turns:
+            await turns.begin()
         engine, tokenizer = await self._boot(config, stack)
         pusher = Pusher(
             self._session,
@@ -143,6 +147,7 @@ class Worker:
             *([(generating.end_overdue(), "deadlines")] if config.rollout.sample_timeout else []),
             (pusher.run(), "pushing"),
             (rewards.watch(), "rewards"),
+            *([(turns.run(engine), "turns")] if config.takes_turns else []),
         ):
             self._spawn(loop, name)
         self._heartbeat.status, self._booted = "waiting for weights", True

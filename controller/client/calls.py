@@ -21,6 +21,7 @@ from schema.wire.messages.recovery import (
     DeclareRequest,
     ReplayRequest,
 )
+from schema.wire.messages.turns import TurnReply, TurnRequest
 from schema.wire.sample_file import Order
 from schema.wire.weights import Publication
 
@@ -87,6 +88,11 @@ def drain(replica_id: str) -> Call[m.DrainReply]:
 def profile(replica_id: str, request: m.ProfileRequest) -> Call[m.ProfileStatus]:
     """Ask a trainer for a profile."""
     return _post(f"/v1/replicas/{replica_id}/profile", request, m.ProfileStatus)
+
+
+def turn(replica_id: str, request: TurnRequest) -> Call[TurnReply]:
+    """Say what a replica holds of devices in common; whether they are its own."""
+    return _post(f"/v1/replicas/{replica_id}/turn", request, TurnReply, wait_s=request.wait_s)
 
 
 # ---- rollout ----------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A lease request is answered by the first of these that applies:
 
-    finished | draining | paused (by a user, or during an outage of rewards: see `controller.ledger.reward_health`) |
+    finished | draining | paused (by a user, in the trainer's turn, or during an outage of rewards: see
+    `controller.ledger.reward_health`) |
     update (its weights are not part of this run any more) |
     groups of the validation round | update (the last round waits for newer weights) |
     groups to train on, or the ledger's refusal: throttled, or update where newer weights would help
@@ -87,6 +88,8 @@ class LeaseService:
             return LeaseReply(status=LeaseStatus.DRAINING, reason="this replica was asked to drain")
         if job.facts.paused:
             return _paused("the job is paused")
+        if job.trainers_turn:
+            return _paused('the trainer has the devices (placement.share = "time")')
         newest = job.publications.newest
         if newest is None:
             return _throttled("no weights have been published yet")

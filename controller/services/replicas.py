@@ -34,6 +34,7 @@ from schema.config.secrets import cut
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases
+from schema.wire.messages.turns import TurnReply, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ NAMED = 5
 """Ranks that a refusal names."""
 MOST_MEETINGS = 256
 """Starts of trainers of which the meeting point is remembered; the oldest are forgotten first."""
+LOOK_S = 0.5
+"""Seconds between two looks of a call that waits for devices: a replica that comes back from silence wakes nobody."""
 ANCHOR_BEATS = 6
 """Heartbeats without a publication after which the trainer is asked for a full version that replicas wait for."""
 
@@ -143,6 +146,7 @@ class ReplicaService:
             self._new_policy_epoch(request)
         self._check_assembled(job.facts)
         job.lease_signal.notify()
+        job.turn_signal.notify()
 
     def adopt(self, replica_id: str, held: Sequence[m.HeldLease], now: float) -> list[str]:
         """Leases that a rollout replica says it holds become its own where possible; the ids of those that cannot.
@@ -294,6 +298,54 @@ class ReplicaService:
         self._anchor_asked_at = now
         return True
 
+    # ---- turns on devices in common ---------------------------------------------------------------------------
+
+    async def turn(self, replica_id: str, request: TurnRequest) -> TurnReply:
+        """Whether the devices are the caller's: answered when it has to do something, or after `wait_s`.
+
+        Raises `ApiError`, `StoreUnavailable`.
+        """
+        job, loop, turns = self._job, asyncio.get_running_loop(), self._job.turns
+        if not job.config.takes_turns:
+            detail = f'there are no turns: placement.share = "{job.config.placement.share}"'
+            raise ApiError(ErrorCode.CONFLICT, detail)
+        give_up = loop.time() + request.wait_s
+        role = job.registry.find(replica_id).role
+        self._hear_turn(job.acting(replica_id, request.incarnation, role), request)
+        await job.save()
+        while True:
+            job.store.require()
+            job.registry.check(replica_id, request.incarnation)
+            seen, yours = job.turn_signal.generation, self._may_have(role, request.holds)
+            left = give_up - loop.time()
+            as_it_is = request.holds if role == "rollout" else False
+            if yours != as_it_is or left <= 0 or job.closing or turns.is_old(replica_id, request.sequence):
+                if role == "rollout" and yours:
+                    turns.wakes(replica_id)
+                return TurnReply(yours=yours)
+            await job.turn_signal.wait(seen, min(left, LOOK_S))
+
+    def _hear_turn(self, replica: Replica, request: TurnRequest) -> None:
+        job, turns = self._job, self._job.turns
+        turns.forget([one.replica_id for one in job.registry])
+        if not turns.hears(replica.replica_id, request.sequence):
+            return
+        if replica.role == "policy":
+            turns.given = 0 if request.holds else job.facts.policy_epoch
+            job.lease_signal.notify()
+        elif request.holds:
+            turns.wakes(replica.replica_id)
+        else:
+            turns.sleeps(replica.replica_id)
+        job.turn_signal.notify()
+
+    def _may_have(self, role: m.Role, holds: bool) -> bool:
+        """A trainer: what it asks for, once no rollout replica holds any."""
+        job = self._job
+        if role == "rollout":
+            return not job.trainers_turn
+        return holds and not job.turns.awake([one.replica_id for one in job.registry.present("rollout")])
+
     # ---- profile ------------------------------------------------------------------------------------------
 
     async def profile(self, replica_id: str, request: m.ProfileRequest) -> m.ProfileStatus:
@@ -409,6 +461,8 @@ class ReplicaService:
             self._gone(replica, failed=False)
 
     def _gone(self, replica: Replica, *, failed: bool) -> None:
+        self._job.turn_signal.notify()
+        self._job.lease_signal.notify()
         if replica.role == "rollout":
             self.release_all(replica.replica_id, failed=failed)
 

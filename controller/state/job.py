@@ -33,6 +33,7 @@ from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
 from controller.state.sample_log import RewardStats, SampleLog
 from controller.state.step_log import StepLog
+from controller.state.turns import Turns
 from controller.state.update_reports import Updates
 from controller.state.validation import Validation, ValidationParams
 from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
@@ -112,6 +113,7 @@ class Job:
             config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
         )
         self.updates = Updates()
+        self.turns = Turns(self.facts.devices_given)
         self.rewards = RewardHealth(
             config.groups_per_step if config.is_grpo else 1,
             config.reward.outage_timeout,
@@ -130,7 +132,7 @@ class Job:
         self.closing = False
         self.checkpoint_asked = False
         self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
-        self.event_signal = Signal()
+        self.event_signal, self.turn_signal = Signal(), Signal()
         self._stored: dict[str, dict[str, Any]] = {}
         self._alone_since: float | None = None
         self._said = self._state()
@@ -232,6 +234,7 @@ class Job:
             rows[Table.SAMPLES, group.id] = group.samples_row
         rows.update({(Table.HISTORY, name): render for name, render in changes.archive.items()})
         self.facts.highest_publication = self.publications.highest_id
+        self.facts.devices_given = self.turns.given
         self._stage_header(rows, "ledger", changes.header)
         self._stage_header(rows, "job", self.facts.to_record())
         self._stage_header(rows, "rewards", self.reward_stats.to_record())
@@ -379,6 +382,12 @@ class Job:
         replica = self.registry.check(replica_id, incarnation, role)
         self.registry.seen(replica, self.clock())
         return replica
+
+    @property
+    def trainers_turn(self) -> bool:
+        """Whether the trainer has, or wants, devices that rollout replicas have too."""
+        present = bool(self.registry.present("policy"))
+        return self.config.takes_turns and self.turns.of_policy(self.facts.policy_epoch, present)
 
     def commit_reply(self, *, publish: bool) -> CommitReply:
         return CommitReply(
@@ -530,7 +539,13 @@ class Job:
         return False
 
     def wake_all(self) -> None:
-        for signal in (self.lease_signal, self.batch_signal, self.publication_signal, self.event_signal):
+        for signal in (
+            self.lease_signal,
+            self.batch_signal,
+            self.publication_signal,
+            self.event_signal,
+            self.turn_signal,
+        ):
             signal.notify()
 
     def close(self) -> None:

@@ -34,6 +34,8 @@ class JobFacts:
     """A replica could not read a chain: one is wanted that begins after this publication; 0: none is wanted."""
     anchor_told: int = 0
     """The publication in whose answer the trainer was last asked for it."""
+    devices_given: int = 0
+    """See `controller.state.turns.Turns`."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
 

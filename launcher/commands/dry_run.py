@@ -105,7 +105,7 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
         warnings=list(checked.warnings), uploads=list(credentials.upload_targets(config, run.path.name, env)),
     )  # fmt: skip
-    _sum_up(planned, capacity)
+    _sum_up(planned, capacity, config.takes_turns)
     planned.warnings += _warnings(planned, config)
     return planned
 
@@ -218,10 +218,13 @@ def _process(
 # ---- sums -------------------------------------------------------------------------------------------------
 
 
-def _sum_up(planned: Planned, capacity: Capacity) -> None:
-    """Bytes per device; every process also takes host memory for its program, and loads its model there."""
+def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
+    """Bytes per device; every process also takes host memory for its program, and loads its model there.
+
+    takes_turns: a GPU holds trainer or engine, not both."""
     used = planned.used
     used[HOST] = sum(part.bytes for part in planned.shared)
+    of_role: dict[tuple[str, str], int] = {}
     for process in planned.processes:
         used[HOST] += memory.PROGRAM_BYTES.get(process.role, 0)
         # The first device stands for all of a rollout replica: each holds the same.
@@ -230,7 +233,12 @@ def _sum_up(planned: Planned, capacity: Capacity) -> None:
             used.setdefault(device, 0)
             for part in process.memory:
                 place = part.device or device
-                used[place] = used.get(place, 0) + part.bytes
+                of_role[place, process.role] = of_role.get((place, process.role), 0) + part.bytes
+    for (place, role), size in of_role.items():
+        in_turns = takes_turns and place != HOST
+        used[place] = max(used.get(place, 0), size) if in_turns else used.get(place, 0) + size
+        if in_turns and role == Role.POLICY:
+            used[HOST] += size  # where it is between its turns
     planned.capacity = {HOST: capacity.host_free}
     planned.capacity |= {f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus}
 

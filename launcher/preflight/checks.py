@@ -32,6 +32,7 @@ from schema.config import BUILTIN_REWARDS, Config, Problem, local_path, override
 from schema.config.backends import BACKENDS
 from schema.config.layout import policy_layout
 from schema.config.model_facts import BrokenModelError, config_file, read_config, read_facts
+from schema.config.rules.placement import no_sleep
 from schema.config.rules.profiler import absent_ranks
 from schema.config.sections.model_keys import ModelKeys
 
@@ -222,6 +223,8 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollout
         findings.problems.append(error.problem)
     findings.problems += check_hardware(config, machine)
     findings.problems += check_engine_hardware(config, machine)
+    if not machine.gpus and config.takes_turns and config.rollout.engine.sleeps_on_gpus:
+        findings.problems.append(no_sleep(config))
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))

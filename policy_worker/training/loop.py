@@ -30,6 +30,7 @@ from policy_worker.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.profiles import Profiles
+from policy_worker.training.turns import Turns
 from policy_worker.weights.publisher import Publisher
 from schema.config import Config
 from schema.wire import messages as m
@@ -86,8 +87,9 @@ class Loop:
         session: Session | None,
         shutdown: ShutdownRequest,
         checkpointer: Checkpointer,
+        turns: Turns | None = None,
     ) -> None:
-        self._config, self._reply, self._trainer = config, reply, trainer
+        self._config, self._reply, self._trainer, self._turns = config, reply, trainer, turns
         self._session, self._shutdown, self._checkpointer = session, shutdown, checkpointer
         self.publisher: Publisher | None = None
         if reply.mode != "sft":  # where no replica would fetch
@@ -162,10 +164,22 @@ class Loop:
                 metrics = algorithm.train_on(batch)
         if self._clock is not None:
             metrics |= self._clock.metrics(waiting_since, began, time.monotonic())
+        if self._turns is not None:
+            metrics |= self._turns.metrics
         return metrics
 
     def _wait(self, algorithm: Algorithm, step: int) -> Any:
-        """The batch of a step, or the `StepEnd` that comes first; profiles begin and end here. A collective."""
+        """The batch of a step, or the `StepEnd` that comes first. Where devices are taken in turns, they are those of
+        rollout replicas meanwhile. A collective."""
+        if self._turns is None:
+            return self._next(algorithm, step)
+        self._turns.give()
+        found = self._next(algorithm, step)
+        self._turns.take()
+        return found
+
+    def _next(self, algorithm: Algorithm, step: int) -> Any:
+        """As `_wait`; profiles begin and end here."""
         publisher, shutdown = self.publisher, self._shutdown
         while True:
             signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()

@@ -26,7 +26,8 @@ class Backend:
     one_device: no tensor or pipeline parallelism. own_options: `engine_kwargs` and `sampling_config.extra` reach it.
     reserves_memory: it takes `gpu_memory_utilization` of a GPU whole, its cache included.
     bounds_steps: an engine step holds at most `max_num_batched_tokens`. bounds_positions: sequences longer than the
-    model's positions are refused. repeats: the same requests give the same bits.
+    model's positions are refused. sleeps_on_gpus: it releases its memory on GPUs alone.
+    repeats: the same requests give the same bits.
     loads_quantised: it takes what is published of a model whose checkpoint is quantised.
     quantisations: values of `rollout.quantization` by which it quantises what is published, each with its own name.
     tried: first numbers of the versions that it was tried with. cpu_quantisations: those of `quantisations` that
@@ -44,6 +45,7 @@ class Backend:
     reserves_memory: bool = False
     bounds_steps: bool = False
     bounds_positions: bool = False
+    sleeps_on_gpus: bool = False
     repeats: bool = True
     loads_quantised: bool = True
     quantisations: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +64,7 @@ BACKENDS: dict[RolloutBackend, Backend] = {
         reserves_memory=True,
         bounds_steps=True,
         bounds_positions=True,
+        sleeps_on_gpus=True,
         repeats=False,
         loads_quantised=False,
         tried=("0.32",),

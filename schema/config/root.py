@@ -97,6 +97,11 @@ class Config(Section):
         return policy
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and rollout replicas have the same devices in turns."""
+        return self.is_grpo and self.placement.share == "time"
+
+    @property
     def has_reference(self) -> bool:
         """Whether a KL term needs the reference model."""
         return self.is_grpo and (self.grpo.kl_beta > 0.0 or self.grpo.kl_in_reward.beta > 0.0)

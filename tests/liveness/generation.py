@@ -108,7 +108,7 @@ ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "train.transfer_dtype": ("float32", "bfloat16"),
     "train.seed": (1, 2),
 }
-watch(vllm_arguments, vllm, ENGINE_ARGUMENTS)
+watch(vllm_arguments, vllm, ENGINE_ARGUMENTS | {"placement.share": ("memory", "time")})
 watch(
     vllm_arguments,
     changed(

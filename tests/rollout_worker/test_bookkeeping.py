@@ -233,3 +233,18 @@ def test_requests_that_take_too_long_are_given_up_once() -> None:
     assert held.overdue(30.0) == [("r2", group, [3])]
     held.drop(["lease-a"])
     assert held.overdue(99.0) == []
+
+
+def test_time_asleep_is_no_time_of_a_request() -> None:
+    held = LeaseTable()
+    group = held.add(lease())
+    assert group is not None
+    held.ask("before", group, [0], 10.0)
+    held.sleep(14.0)
+    held.ask("meanwhile", group, [1], 50.0)
+    assert held.overdue(99.0) == [], "nothing is given up that cannot go on"
+    held.wake(114.0)
+    assert held.overdue(110.0) == []
+    assert [name for name, *_ in held.overdue(110.5)] == ["before"]
+    assert held.overdue(114.0) == []
+    assert [name for name, *_ in held.overdue(114.5)] == ["meanwhile"]

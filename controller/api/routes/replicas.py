@@ -23,6 +23,7 @@ from controller.api.routes.base import (
 from controller.errors import ApiError
 from controller.services.controller import Controller
 from schema.wire import messages as m
+from schema.wire.messages.turns import TurnReply, TurnRequest
 from schema.wire.secret import REPLICA_HEADER, fault
 
 
@@ -60,6 +61,13 @@ def router(controller: Controller) -> APIRouter:
         require(request, REPLICAS)
         require_own(request, registry, replica_id)
         return reply(await service.heartbeat(replica_id, await read(request, m.HeartbeatRequest)))
+
+    @api.post("/{replica_id}/turn", **models(TurnReply, TurnRequest))
+    async def turn(request: Request, replica_id: Identifier) -> Response:
+        require(request, REPLICAS)
+        require_own(request, registry, replica_id)
+        body = await read(request, TurnRequest)
+        return reply_or_nothing(await unless_gone(request, service.turn(replica_id, body)))
 
     @api.post("/{replica_id}/drain", **models(m.DrainReply))
     async def drain(request: Request, replica_id: Identifier) -> Response:

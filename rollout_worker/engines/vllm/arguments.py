@@ -106,6 +106,8 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
     arguments |= {name: value for name, value in optional.items() if value is not None}
     if adapter := published_adapter(config):
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_rank(adapter)}
+    if config.takes_turns:
+        arguments["enable_sleep_mode"] = True
     if on_cpu:
         arguments |= _cpu_arguments(config)
     arguments |= _passed_through(rollout.engine_kwargs, known)

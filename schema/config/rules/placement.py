@@ -315,6 +315,48 @@ def memory_is_tight(config: Config) -> Iterator[Problem]:
     yield Problem(SHARE_KEY, message, share, hint, related=("placement.share",))
 
 
+def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
+    """In turns, a replica with devices of its own would sleep for nothing."""
+    policy, rollout = policy_layout(config), rollout_layout(config)
+    own = sorted(set(rollout.devices) - set(policy.devices))
+    if config.takes_turns and policy.listed and set(rollout.devices) & set(policy.devices) and own:
+        message = (
+            f"{rollout.listed} has device {_names(own)} that {policy.key} = {policy.listed} has not: a replica there "
+            f'would sleep in the trainer\'s turns (placement.share = "time")'
+        )
+        hint = f'write placement.share = "memory", or name devices of {policy.key} alone'
+        yield Problem(rollout.key, message, rollout.listed, hint, related=(policy.key, "placement.share"))
+
+
+def sleep_needs_gpus(config: Config) -> Iterator[Problem]:
+    """vLLM releases its memory by its sleep mode alone, and that is one of CUDA's allocator."""
+    if config.takes_turns and config.rollout.engine.sleeps_on_gpus and config.placement.gpus_per_node == 0:
+        yield no_sleep(config)
+
+
+def no_sleep(config: Config) -> Problem:
+    """The problem of turns without GPUs, for an engine that needs them to sleep."""
+    message = (
+        f'is "time", but {config.rollout.engine.title} can only sleep on GPUs (its sleep mode needs CUDA\'s cuMem '
+        f"allocator), and there are none"
+    )
+    hint = 'write placement.share = "memory", or rollout.backend = "transformers"'
+    related = ("rollout.backend", "placement.gpus_per_node")
+    return Problem("placement.share", message, "time", hint, related=related)
+
+
+def turns_overlap_nothing(config: Config) -> Iterator[Problem]:
+    """Warning: in turns nothing is generated while a step is trained, so older samples win no time."""
+    bound = config.staleness_bound if config.takes_turns else 0
+    if bound > 0:
+        key = "train.train_policy.allowed_outdated_steps"
+        message = (
+            f"{bound} lets samples get older, and nothing is generated while a step is trained "
+            f'(placement.share = "time"): it only saves answers that are unfinished when a batch is complete'
+        )
+        yield Problem(key, message, bound, f"write {key} = 0", related=("placement.share",))
+
+
 def _engine_shares_gpu(config: Config) -> bool:
     return config.is_grpo and config.placement.share == "memory" and config.rollout.engine.reserves_memory
 
@@ -336,5 +378,7 @@ PLACEMENT_RULES = (
     no_device_is_idle,
     memory_is_divided,
     models_apart_are_whole,
+    turns_are_of_common_devices,
+    sleep_needs_gpus,
 )
-PLACEMENT_WARNINGS = (memory_is_tight,)
+PLACEMENT_WARNINGS = (memory_is_tight, turns_overlap_nothing)

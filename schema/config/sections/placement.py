@@ -41,10 +41,9 @@ class PlacementConfig(Section):
     share: Literal["none", "memory", "time"] = key(
         "none",
         "Whether policy and rollout may have the same GPU: `memory`, both resident, each with its "
-        "part of the memory; `time`, in turns.",
-        acts="process: Whether two roles may have one GPU.",
-        unbuilt="sharing a GPU in turns",
-        neutral=("none", "memory"),
+        "part of the memory; `time`, in turns: replicas generate until a batch is complete, and sleep while it "
+        "is trained.",
+        acts="process: Whether two roles may have one GPU; and whether they take turns.",
     )
     policy: Devices = key(
         [],

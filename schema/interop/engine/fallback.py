@@ -17,7 +17,7 @@ from schema.config.availability import UNAVAILABLE, check_available
 from schema.config.loading.explain import findings_of
 from schema.config.root import Config
 from schema.config.sections.unsupported import TABLE
-from schema.interop.engine.keys import lookup, split_key, words
+from schema.interop.engine.keys import words
 
 _MODEL_SPEED = words(
     "model_gradient_checkpointing enable_liger_kernel moe_token_dispatcher moe_grouped_gemm "
@@ -68,9 +68,6 @@ _SWITCHES = {
 }
 """A role that is asked for and not built at all is refused as such: its keys stay as they are meant."""
 
-_NEARER: dict[str, dict[Any, Any]] = {"placement.share": {"time": "memory"}}
-"""Where the recommended neutral value is not the nearest: key -> value -> nearest, if the build takes it."""
-
 
 def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Our key -> (nearest value that this build can do, what it lacks), for a converted configuration.
@@ -84,17 +81,10 @@ def nearest(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     refused = {problem.key for problem in check_available(sound)}
     missing_roles = tuple(role for role, switches in _SWITCHES.items() if refused & set(switches))
     return {
-        key: (_nearest_value(config, key), UNAVAILABLE[key].missing)
+        key: (UNAVAILABLE[key].neutral[0], UNAVAILABLE[key].missing)
         for key in sorted(refused & SPEED_ONLY)
         if key in UNAVAILABLE and not key.startswith(missing_roles)
     }
-
-
-def _nearest_value(config: Mapping[str, Any], key: str) -> Any:
-    neutral = UNAVAILABLE[key].neutral
-    value = lookup(config, split_key(key))
-    near = _NEARER.get(key, {}).get(value) if isinstance(value, str) else None
-    return near if near in neutral and near is not None else neutral[0]
 
 
 def _sound(config: Mapping[str, Any]) -> Config | None:

@@ -172,6 +172,21 @@ def test_a_shared_gpu_is_summed(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "on GPU 0" in found.warnings[0].message
 
 
+def test_in_turns_a_gpu_holds_the_larger_of_both(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity, used = Capacity(64 * GIB, 32 * GIB, {"0": GIB}), {}
+    for share in ("memory", "time"):
+        rollout = {"backend": "vllm", "gpu_memory_utilization": 0.5}
+        found = planned(
+            Machine(8, ("0",)), capacity, monkeypatch, rollout=rollout, placement={"share": share}
+        )
+        parts = {process.role: sum(part.bytes for part in process.memory) for process in found.processes}
+        used[share] = found.used
+    trainer, engine = parts["policy"], parts["rollout"]
+    assert used["memory"]["GPU 0"] == trainer + engine
+    assert used["time"]["GPU 0"] == max(trainer, engine)
+    assert used["time"]["host"] == used["memory"]["host"] + trainer, "between its turns it is there"
+
+
 def test_a_model_that_is_elsewhere_has_no_estimate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = {"model_name_or_path": "owner/elsewhere"}
     found = planned(Machine(2), Capacity(GIB, 1), monkeypatch, {"HF_HOME": str(here)}, policy=policy)

@@ -134,6 +134,18 @@ def test_a_gpu_is_not_shared_in_silence(tmp_path: Path):
         assert (found.problems, found.warnings) == ([], [])
 
 
+def test_vllm_takes_turns_on_gpus_alone(tmp_path: Path):
+    turns = job(tmp_path, placement={"share": "time"}, rollout={"backend": "vllm"})
+    assert not any(
+        problem.key == "placement.share" for problem in check_machine(turns, Machine(8, ("0",))).problems
+    )
+    (problem,) = [one for one in check_machine(turns, Machine(8)).problems if one.key == "placement.share"]
+    assert "cuMem" in problem.message
+    assert 'rollout.backend = "transformers"' in problem.hint
+    embedded = job(tmp_path, placement={"share": "time"})
+    assert check_machine(embedded, Machine(8)).problems == []
+
+
 def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):
     (unused,) = check_machine(job(tmp_path), Machine(8, (), unused_gpus=2)).warnings
     assert "without CUDA" in unused.message

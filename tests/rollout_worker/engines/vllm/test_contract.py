@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from schema.config import Config
 from tests.rollout_worker.engines.engine_contract import EngineContract, KeepKvContract, Subject, running
 
 pytestmark = pytest.mark.slow
@@ -13,6 +17,12 @@ pytestmark = pytest.mark.slow
 
 class TestVllm(EngineContract):
     backend = "vllm"
+    sleeps = torch.cuda.is_available()
+
+    @classmethod
+    def config(cls, model: Path, **sections: Any) -> Config:
+        turns = {"placement": {"share": "time"}} if cls.sleeps else {}
+        return super().config(model, **turns | sections)
 
 
 @pytest.mark.soak

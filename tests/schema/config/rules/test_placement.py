@@ -23,12 +23,15 @@ from schema.config.rules.placement import (
     reference_is_whole,
     roles_exist,
     sharing_is_asked_for,
+    sleep_needs_gpus,
+    turns_are_of_common_devices,
 )
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, cases, check_case, config_of, written
 
 VLLM = {"rollout.backend": "vllm"}
 SHARED = VLLM | {"placement.share": "memory"}
+TURNS = {"placement.share": "time"}
 P, R, REF = "placement.policy", "placement.rollout", "placement.reference"
 CRITIC, GAE = "placement.critic", {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}
 KL = {"train.train_policy.kl_beta": 0.1}
@@ -99,11 +102,18 @@ FAULTS = {
         ({GPUS: 4, P: [0], R: [1]}, "device 2, 3 of 4", f"{P} = [0]", f"{R} = [1]"),
         ({GPUS: 100, P: [0], R: [5]}, "device 1, 2, 3, 4, 6, 7, 8, 9 and 90 more"),
     ],
+    sleep_needs_gpus: [(TURNS | VLLM | {GPUS: 0}, '"time"', "cuMem", "vLLM")],
     models_apart_are_whole: [
         (
             {REF: [2], P: [0, 1], "policy.parallelism.tp_size": 2} | KL,
             "[2] has one device",
             "tp_size = 2 makes",
+        )
+    ],
+    turns_are_of_common_devices: [
+        (
+            {R: [[0], [1]], P: [0], "rollout.parallelism.n_init_replicas": 2} | TURNS,
+            *("device 1", f"{P} = [0]", 'placement.share = "time"'),
         )
     ],
     memory_is_divided: [
@@ -129,6 +139,8 @@ SOUND: list[dict[str, Any]] = [
     SHARED | {P: [0], R: [0], GPUS: 1},
     SHARED | {GPUS: 1, "rollout.gpu_memory_utilization": 0.9},
     {GPUS: 0},
+    {GPUS: 0} | TURNS,
+    VLLM | TURNS | {P: [0, 1], R: [1], SHARDS: 2},
     {REF: [2]} | KL,
     {REF: [3, 2], P: [0, 1], SHARDS: 2, R: [4], GPUS: 5} | KL,
     {REF: [[2, 3]], P: [0, 1], SHARDS: -1} | KL,
