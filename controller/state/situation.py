@@ -53,6 +53,9 @@ def sentence(job: Job) -> tuple[str, str]:
         )
     step = table.committed
     if job.ledger.batch(step):
+        rollouts = [replica.replica_id for replica in job.registry.present("rollout")]
+        if job.trainers_turn and (awake := job.turns.awake(rollouts)):
+            return f"turn {step}", f"step {step} is complete and waits for {', '.join(awake[:3])} to sleep"
         return f"trains {step}", f"step {step} is being trained by {trainer.name}{_detail(trainer)}"
     missing = table.params.groups_per_step - table.ready
     if missing <= 0:

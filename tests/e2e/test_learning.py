@@ -42,6 +42,13 @@ def test_a_model_begins_to_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_it_learns_as_well_in_turns(tmp_path: Path) -> None:
+    settings = ("--set", "train.max_num_steps=20", "--set", 'placement.share="time"')
+    accuracy, _ = curves(tmp_path / "quickstart", *settings)
+    assert accuracy[-1] > accuracy[0] + 0.15
+
+
+@pytest.mark.soak
 def test_a_trained_model_teaches_an_untrained_one(tmp_path: Path) -> None:
     """No reward counts: all that the pupil learns is what the teacher says of its tokens, in either way."""
     out = tmp_path / "quickstart"

@@ -49,6 +49,7 @@ def test_a_round_of_turns(stage: Stage) -> None:
     assert not holds(rollout, True, SOON), "told to sleep"
     assert not holds(rollout, False)
     assert not holds(trainer, True), "one is awake"
+    assert served.job.turns.awake([rollout.reply.replica_id, other.reply.replica_id]) == ["rollout-1.1"]
     stage.client(served).send(exited("rollout-1"))
     assert holds(trainer, True, SOON), "who has died holds nothing"
 
