@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from policy_worker.errors import SettingsError
+from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
@@ -39,7 +40,14 @@ from policy_worker.model.optim import Optimizer
 from policy_worker.model.stages import Entry, Stages
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
-from policy_worker.parallel.fsdp import local_of, needs_sharding, set_last_micro_batch, whole
+from policy_worker.parallel.fsdp import (
+    Units,
+    local_of,
+    needs_sharding,
+    reduce_gradients,
+    set_last_micro_batch,
+    whole,
+)
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.parts import finish_gradients
@@ -179,13 +187,14 @@ class TrainedModel(ABC):
     ) -> None:
         self.group, self.schedule = group, schedule
         own, device = device is not None, device or group.device
-        self.sharded = needs_sharding(group.sizes.fsdp_ranks, keys)
+        self.sharded = keys.fsdp_offload or needs_sharding(group.sizes.fsdp_ranks, keys)
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
         spared, piece = self.least_spared, sizes.piece(group.rank)
         layout = Layout(packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts)
         section = "critic" if isinstance(keys, CriticConfig) else "train"
+        Units.of_config(keys).check(model, section)
         self._pipeline = Pipeline(group, Pipe.of_config(mesh)) if sizes.pp > 1 else None
         self.place = Place(group, layout, numbers_of(keys), self._pipeline)
         if self._pipeline is not None:
@@ -193,6 +202,8 @@ class TrainedModel(ABC):
         with torch.accelerator.device_index(device.index):
             self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)
             self.optimizer = Optimizer.of_model(self.model, keys, section)
+        offloads = keys.fsdp_gradient_offload and not keys.fsdp_offload  # by which FSDP2 has them on the host
+        self._gradients = Gradients(self.optimizer.parameters) if offloads else None
         self._dropouts = [m for m in self.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
         if self._pipeline is not None:
             self.optimizer.copies = copies_in(self.model)
@@ -283,6 +294,9 @@ class TrainedModel(ABC):
             NonFiniteGradientError: see `Optimizer.step`.
         """
         with span("optimizer"):
+            reduce_gradients(self.model)
+            if self._gradients is not None:
+                self._gradients.bring_back()
             finish_gradients(self.model)
             if self._pipeline is not None:
                 self._pipeline.share_gradients(self.model)
@@ -529,7 +543,9 @@ class Trainer(TrainedModel):
             return model.requires_grad_(False).eval().read_weights(device).to(device)
         if self.reference_place.group is not self.group:
             check_experts(model, self.reference_place.group, "reference.parallelism")
-        return self._spread(model, config, config.reference.offload, self.reference_place)
+        units = Units.of_config(config.reference)
+        units.check(model, "reference")
+        return self._spread(model, config, config.reference.offload, self.reference_place, units)
 
     def _own_place(self, config: Config) -> Place:
         """That of a reference model with a mesh of its own. A collective."""
@@ -539,14 +555,16 @@ class Trainer(TrainedModel):
         pipeline = Pipeline(group, Pipe.of_config(mesh)) if mesh.pp_size > 1 else None
         return self.place._replace(group=group, layout=layout, pipeline=pipeline)
 
-    def _spread(self, model: PolicyModel, config: Config, offload: bool, place: Place) -> PolicyModel:
+    def _spread(
+        self, model: PolicyModel, config: Config, offload: bool, place: Place, units: Units | None = None
+    ) -> PolicyModel:
         """A frozen model on the policy's devices, cut and sharded as it is there."""
         model.requires_grad_(False).eval()
         if place.pipeline is not None:
             place.pipeline.cut(model)
         dispatcher = config.policy.dispatcher
         return distribute(
-            model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher
+            model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher, units=units
         )
 
     def place_of(self, model: PolicyModel | EarlierPolicy) -> Place:

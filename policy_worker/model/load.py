@@ -28,7 +28,8 @@ from schema.config import Config, overrides
 from schema.config.layout import mesh_of
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.config.rules.teacher import tokens_are_those_of_the_policy
-from schema.config.sections.model_keys import ModelKeys
+from schema.config.sections.model_keys import CheckpointingKeys, ModelKeys
+from schema.config.sections.optimizer import PrecisionKeys
 from schema.config.sections.policy import LoraConfig, ParallelismConfig, PolicyConfig
 from schema.config.sections.teacher import TeacherConfig
 from weight_sync.errors import WeightError
@@ -63,7 +64,7 @@ def load_model(
     if loaded.weights is not None:  # a checkpoint of adapters does not hold the rest of the model
         loaded.weights.restored = restored and adapters is None
     model = _policy_like(
-        loaded, config, config.policy.parallelism, config.policy.model_gradient_checkpointing, lead
+        loaded, config, config.policy.parallelism, lead, **kept_activations(config.policy, config.train)
     )
     if adapters is not None:
         lora.widen(model, master)
@@ -159,7 +160,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     prepare_model(
         model,
         packed=config.train.sequence_packing,
-        recompute=critic.model_gradient_checkpointing,
+        **kept_activations(critic, critic),
         pieces=mesh.cp_size,
         parted=mesh.sequence_parallel,
         lead=lead,
@@ -178,11 +179,19 @@ def _load_frozen(config: Config, source: Source, mesh: ParallelismConfig, lead: 
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     dtype = DTYPES[config.train.param_dtype]
     loaded = source.load(AutoModelForCausalLM, dtype)
-    return _policy_like(loaded, config, mesh, False, lead)
+    return _policy_like(loaded, config, mesh, lead, recompute=False)
+
+
+def kept_activations(model: CheckpointingKeys, keys: PrecisionKeys) -> dict[str, Any]:
+    """What `prepare_model` is to make of the activations of a model that trains."""
+    parts = ["attention"] if keys.recompute_granularity == "selective" else []
+    parts += ["experts"] if keys.recompute_moe_layers else []
+    again, on_host = model.model_gradient_checkpointing, keys.activation_offload
+    return {"recompute": again, "parts": parts, "on_host": on_host}
 
 
 def _policy_like(
-    loaded: Loaded, config: Config, mesh: ParallelismConfig, recompute: bool, lead: Lead
+    loaded: Loaded, config: Config, mesh: ParallelismConfig, lead: Lead, **kept: Any
 ) -> PolicyModel:
     _choose_experts(loaded.lm, config.policy)
     model = PolicyModel(loaded.lm, loaded.dropout)
@@ -190,7 +199,7 @@ def _policy_like(
     return prepare_model(
         model,
         packed=config.train.sequence_packing,
-        recompute=recompute,
+        **kept,
         pieces=mesh.cp_size,
         parted=mesh.sequence_parallel,
         lead=lead,

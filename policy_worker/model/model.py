@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
+from policy_worker.memory import activations
 from policy_worker.model import attention, probe, sequence
 from policy_worker.model.attention import Block, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
@@ -55,6 +56,8 @@ class Backbone(nn.Module):
         """Those of a pipeline that are left of the model; None: it is whole."""
         self.gather: sequence.Exchange | None = None
         """Of this process' part of the last hidden states all positions (see `sequence`); None: it has them."""
+        self.reduces_late = False
+        """Whether gradients are reduced after backward, and not within it (see `fsdp`)."""
 
     def read_weights(self, device: torch.device) -> Self:
         """Read this rank's part of the weights to a device; a model that has them stays where it is."""
@@ -134,6 +137,22 @@ class Backbone(nn.Module):
     def _named_layers(self) -> list[nn.Module]:
         names = set(self.lm._no_split_modules or ())
         return [m for m in self.lm.modules() if type(m).__name__.removeprefix("FSDP") in names]
+
+    def attentions(self) -> list[nn.Module]:
+        """The attention of each layer that has one. Raises as `decoder_layers`."""
+        found: list[nn.Module] = []
+        for layer in self.decoder_layers():
+            named = [
+                m for m in layer.modules() if type(m).__name__.removeprefix("FSDP").endswith("Attention")
+            ]
+            inner = {m for one in named for m in one.modules() if m is not one}
+            found += [m for m in named if m not in inner]
+        return found
+
+    def expert_blocks(self) -> list[nn.Module]:
+        """Layers of experts, each with its router and shared experts."""
+        names = [name for name, style in sequence.layers_of(self.lm).items() if style == sequence.EXPERTS]
+        return [self.lm.get_submodule(name.rpartition(".")[0]) for name in names]
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """The matrices of the layers: what Muon is for. Raises as `decoder_layers`."""
@@ -257,6 +276,8 @@ def prepare_model(
     *,
     packed: bool,
     recompute: bool,
+    parts: Sequence[str] = (),
+    on_host: bool = False,
     pieces: int = 1,
     parted: bool = False,
     lead: Lead = alone,
@@ -265,17 +286,30 @@ def prepare_model(
 
     A model that has no weights yet is proved by a small one of its architecture (see `probe`).
 
+    recompute: whether its layers, or these parts of them alone ("attention", "experts"), are computed again in
+    backward. on_host: whether what a layer keeps for its backward is in host memory.
     pieces: into how many its rows are cut (context parallelism). parted: whether ranks that share its layers have a
     part of the positions each between them (sequence parallelism).
 
     Raises:
-        SettingsError: they are not.
+        SettingsError: they are not, or the model does not have these parts.
     """
     lm = model.lm
     if lead(lambda: _prove(model, packed, pieces, parted)):
         lm.set_attn_implementation(attention.NAME)
-    if recompute:
+    if recompute and not parts:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in parts if recompute else ():
+        modules = model.attentions() if part == "attention" else model.expert_blocks()
+        if not modules:
+            raise SettingsError(
+                f"{type(lm).__name__} names no {part} that could be recomputed alone: write recompute_granularity = "
+                f'"full" and recompute_moe_layers = false'
+            )
+        for module in modules:
+            activations.recompute(module)
+    for layer in model.decoder_layers() if on_host else ():
+        activations.keep_on_host(layer)
     lm.train()
     return model
 

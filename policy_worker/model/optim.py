@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from policy_worker.errors import NonFiniteGradientError, SettingsError
+from policy_worker.memory.offload import in_parts, states_here, synchronise
 from policy_worker.model.slots import Slots, fits_blocks, slots_of
-from schema.config.sections.optimizer import OptimizerKeys
+from schema.config import CriticConfig, TrainingConfig
+
+TrainedKeys = TrainingConfig | CriticConfig
 
 EIGHT_BIT = {"AdamW8bit": "AdamW", "Adam8bit": "Adam"}
 """Optimizers of torchao, and what takes the parameters that they leave."""
@@ -31,6 +34,7 @@ class OptimizerSettings:
 
     lrs: peak of each optimizer; one is for all. impl: of torch's own. weight_decay: at the end of its ramp, which
     begins at weight_decay_start. momentum None: the optimizer's usual. grad_norm_clip 0: gradients are not clipped.
+    offload: state is in host memory between steps.
     """
 
     lrs: tuple[float, ...]
@@ -44,9 +48,10 @@ class OptimizerSettings:
     weight_decay_ramp: str = "constant"
     weight_decay_start: float = 0.0
     section: str = "train"
+    offload: bool = False
 
     @staticmethod
-    def of_config(keys: OptimizerKeys, section: str = "train") -> OptimizerSettings:
+    def of_config(keys: TrainedKeys, section: str = "train") -> OptimizerSettings:
         """What a section's keys say; a list of implementations ends with that of torch's AdamW."""
         impl = keys.optm_impl
         return OptimizerSettings(
@@ -61,6 +66,7 @@ class OptimizerSettings:
             weight_decay_ramp=keys.optm_weight_decay_ramp,
             weight_decay_start=keys.optm_weight_decay_start or 0.0,
             section=section,
+            offload=keys.optimizer_offload and not keys.fsdp_offload,  # which moves the step as well
         )
 
     def weight_decay_at(self, progress: float) -> float:
@@ -94,7 +100,7 @@ class Optimizer:
         """The norm of the whole model's gradients from that of this rank's."""
 
     @staticmethod
-    def of_model(model: Any, keys: OptimizerKeys, section: str = "train") -> Optimizer:
+    def of_model(model: Any, keys: TrainedKeys, section: str = "train") -> Optimizer:
         """The optimizer of a model on its devices. Raises as the constructor."""
         matrices = model.hidden_matrices() if keys.optm_name == "Muon" else ()
         return Optimizer(model.parameters(), OptimizerSettings.of_config(keys, section), matrices)
@@ -138,7 +144,7 @@ class Optimizer:
         for parameter in fresh:
             parameter.grad = torch.zeros_like(parameter)
         _set(optimizer, 0.0, 0.0)
-        optimizer.step()
+        self._advance(optimizer)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for parameter in fresh:
@@ -171,9 +177,26 @@ class Optimizer:
                 clip_grads_with_norm_(parameters, self._settings.grad_norm_clip, norm)
         for optimizer, lr in zip(self.optimizers, self._lrs, strict=True):
             _set(optimizer, lr * lr_factor, self._settings.weight_decay_at(progress))
-            optimizer.step()
+            self._advance(optimizer)
             optimizer.zero_grad(set_to_none=True)
         return value
+
+    def _advance(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of it; of some parameters after others where state has to come from the host."""
+        if not self._settings.offload:
+            optimizer.step()
+            return
+        groups = optimizer.param_groups
+        try:
+            for group in groups:
+                for parameters in in_parts(group["params"]):
+                    with states_here(optimizer.state, parameters):
+                        optimizer.param_groups = [{**group, "params": parameters}]
+                        optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+        for device in {parameter.device for parameter in self.parameters}:
+            synchronise(device)
 
 
 def _set(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
@@ -310,11 +333,16 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         moving = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(moving, momentum) if group["nesterov"] else moving
-        whole = _orthogonal(update.bfloat16().full_tensor(), group).to(parameter.dtype)
+        own = update.to_local()  # in host memory where the parameter is
+        narrow = DTensor.from_local(
+            own.bfloat16().to(update.device_mesh.device_type), update.device_mesh, update.placements,
+            run_check=False, shape=update.shape, stride=update.stride(),
+        )  # fmt: skip
+        whole = _orthogonal(narrow.full_tensor(), group).to(parameter.dtype)
         # every rank has computed the same matrix, so that nothing is sent to cut it
         mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(mine, alpha=group["lr"])
+        parameter.to_local().add_(mine.to_local().to(own.device), alpha=group["lr"])
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from policy_worker.model.model import AnyModel
 from policy_worker.parallel.context import apply_context
 from policy_worker.parallel.experts import apply_ep
-from policy_worker.parallel.fsdp import apply_fsdp, needs_sharding
+from policy_worker.parallel.fsdp import Units, apply_fsdp, needs_sharding
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import EP, TP
 from policy_worker.parallel.tensor import apply_tp
@@ -23,17 +23,20 @@ def distribute(
     frozen: bool = False,
     offload: bool = False,
     dispatcher: str = "alltoall",
+    units: Units | None = None,
 ) -> AnyModel:
     """Keep of `model` what this rank has, on its device. A collective.
 
-    device: where the ranks have a second mesh, for a role with devices of its own. frozen, offload: see `apply_fsdp`.
-    dispatcher: see `experts`.
+    device: where the ranks have a second mesh, for a role with devices of its own. frozen, offload, units: see
+    `apply_fsdp`; those of what trains are in its keys. dispatcher: see `experts`.
 
     Raises:
         SettingsError: the model cannot be cut so.
     """
     ranks = group.sizes.fsdp_ranks
-    shards = ranks > 1 or offload if frozen else needs_sharding(ranks, keys)
+    if not frozen:
+        offload, units = keys.fsdp_offload, Units.of_config(keys)
+    shards = offload or (ranks > 1 if frozen else needs_sharding(ranks, keys))
     if shards or group.sizes.tp > 1:
         mesh = group.mesh() if device is None else group.second_mesh()
         apply_context(model, mesh)
@@ -42,6 +45,6 @@ def distribute(
         elif group.sizes.ep > 1:
             apply_ep(model, mesh[EP], dispatcher)
         if shards:
-            return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload)
+            return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload, units=units or Units())
     place = device or group.device
     return model.read_weights(place).to(place)

@@ -25,11 +25,9 @@ from transformers import PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import AnyModel
-from policy_worker.model.sequence import pattern
+from policy_worker.model.sequence import EXPERTS, pattern
 from policy_worker.parallel.parts import ROWS, Add, Copy, Gather, Scatter, cut, gathered, travel, wrap
 
-EXPERTS = "moe_tp_experts"
-"""What a plan of transformers calls a layer of experts."""
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [T, D], ids of their experts [T, k], weights of these [T, k]) → what they say, weighted and added up."""
 Dispatch = Callable[[Forward, Tensor, Tensor, Tensor, int, dist.ProcessGroup], Tensor]

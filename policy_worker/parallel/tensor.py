@@ -37,12 +37,13 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from policy_worker.errors import SettingsError
+from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.logprobs import VocabularyShard
 from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
-from policy_worker.model.sequence import blocks_of, gather_into, pattern
+from policy_worker.model.sequence import EXPERTS, blocks_of, gather_into, pattern
 from policy_worker.model.stages import Elsewhere
-from policy_worker.parallel.experts import EXPERTS, shared_expert, spread_experts
+from policy_worker.parallel.experts import shared_expert, spread_experts
 from policy_worker.parallel.parts import (
     COLUMNS,
     COPY,
@@ -105,7 +106,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
         head.weight = embeddings.weight if is_tied else head.weight
         model.vocabulary_shard = ranks.shard_of(head.weight)
     blocks = {
-        name: _Block(block, ranks, _is_all_cut(block, name, plan), keeps=lm.is_gradient_checkpointing)
+        name: _Block(block, ranks, _is_all_cut(block, name, plan), keeps=_keeps(lm, name))
         for name, block in blocks_of(lm).items()
     }
     for name, layer in lm.named_modules():
@@ -149,6 +150,12 @@ def _whole_plan(lm: PreTrainedModel) -> dict[str, str]:
             others = (at for at, some in own if some and all(p.numel() != width for p in some))
             plan |= dict.fromkeys(others, OWN_HEADS)
     return plan
+
+
+def _keeps(lm: PreTrainedModel, name: str) -> bool:
+    """Whether a block keeps what it gathered: it, or what is around it, is computed again or keeps in host memory."""
+    around = (lm.get_submodule(".".join(name.split(".")[:n])) for n in range(1, name.count(".") + 2))
+    return lm.is_gradient_checkpointing or any(is_recomputed(m) or is_kept_on_host(m) for m in around)
 
 
 def _is_all_cut(block: nn.Module, name: str, plan: Mapping[str, str]) -> bool:
@@ -294,7 +301,7 @@ class _Block:
 
     What several of its layers read is one copy, whose gradients are then added up in one exchange. Where it gathers
     positions and is all cut, these are added up where it gathered. keeps: what it gathered stays for its backward,
-    which is near where layers are computed again; else it is gathered again.
+    which is near where it is computed again, or in host memory; else it is gathered again.
     """
 
     def __init__(self, block: nn.Module, ranks: _Ranks, is_all_cut: bool, *, keeps: bool) -> None:

@@ -29,13 +29,16 @@ from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
+from policy_worker.memory import offload
+from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import Backbone
 from policy_worker.model.stages import cut
+from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import apply_ep
-from policy_worker.parallel.fsdp import apply_fsdp
+from policy_worker.parallel.fsdp import apply_fsdp, local_of
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.tensor import apply_tp
@@ -144,7 +147,7 @@ def _grpo(
     def keep(*_: Any) -> None:
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad:
-                found.setdefault(name, parameter.grad.numpy().copy())
+                found.setdefault(name, local_of(parameter.grad).numpy().copy())
 
     trainer.optimizer.optimizers[0].register_step_pre_hook(keep)
     return Grpo(config, trainer, source), found
@@ -1104,6 +1107,112 @@ for section, observe, job in (("train", sharding, grpo), ("critic", sharding_of_
             f"{section}.fsdp_reshard_after_forward": ("default", "never"),
         },
     )
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------
+
+
+def _units(model: Backbone, keys: PrecisionKeys, place: Place) -> list[tuple[str, str]]:
+    """What FSDP shards one by one, and where it keeps the weights."""
+    model = distribute(model, place.group, keys)
+    names = {id(module): name for name, module in model.named_modules()}
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return [
+        (names[id(state._modules[0])], type(state._fsdp_param_group.offload_policy).__name__)
+        for state in states
+    ]
+
+
+def units(config: Config, place: Place) -> list[tuple[str, str]]:
+    return _units(tiny_model(), config.train, place)
+
+
+def units_of_the_critic(config: Config, place: Place) -> list[tuple[str, str]]:
+    return _units(tiny_critic(), config.critic, place)
+
+
+def units_of_the_reference(config: Config, place: Place) -> list[str]:
+    modules = _trainer(config, place).reference.named_modules()
+    return [name for name, module in modules if hasattr(module, "_get_fsdp_state")]
+
+
+def after_backward(config: Config, place: Place) -> list[tuple[int, list[int]]]:
+    """Of policy and critic: how many parameters have a gradient where they are, after backward; and how many step at
+    a time."""
+    algorithm, found = _grpo(config, place)[0], []
+    for trained in _trained_by(algorithm):
+        steps: list[int] = []
+        found.append((0, steps))
+
+        def step(number: int, one: TrainedModel = trained, at: int = len(found) - 1) -> float:
+            found[at] = sum(p.grad is not None for p in one.model.parameters()), found[at][1]
+            return type(one).step(one, number)
+
+        def count(optimizer: Any, *_: Any, steps: list[int] = steps) -> None:
+            steps.append(sum(len(group["params"]) for group in optimizer.param_groups))
+
+        trained.step = step
+        trained.optimizer.optimizers[0].register_step_pre_hook(count)
+    with patch.object(offload, "NUMBERS", 3000):
+        train_step(algorithm, 0)
+    return found
+
+
+def _trained_by(algorithm: Grpo) -> list[TrainedModel]:
+    trainer = algorithm._trainer
+    return [trainer, *([trainer.critic] if trainer.critic else [])]
+
+
+def kept_activations(config: Config, place: Place) -> list[tuple[str, bool, bool]]:
+    """The modules of policy and critic that are recomputed, or have activations in host memory."""
+    model = load_model(config)
+    models = [model, *([load_critic(config, model)] if config.has_critic else [])]
+    modules = [(name, m) for one in models for name, m in one.named_modules()]
+    facts = (
+        (name, is_recomputed(m) or getattr(m, "gradient_checkpointing", False) is True, is_kept_on_host(m))
+        for name, m in modules
+    )
+    return [fact for fact in facts if fact[1] or fact[2]]
+
+
+for section, observe, job in (("train", units, grpo), ("critic", units_of_the_critic, with_critic)):
+    cast_units = changed(job, {f"{section}.param_dtype": "bfloat16"})
+    watch(
+        observe,
+        cast_units,
+        {
+            f"{section}.fsdp_offload": (False, True),
+            f"{section}.fsdp_wrap_layers": ([], ["Qwen3MLP"]),
+            f"{section}.fsdp_wrap_min_params": (0, 3000),
+        },
+    )
+    watch(
+        after_backward,
+        cast_units,
+        {
+            f"{section}.fsdp_gradient_offload": (False, True),
+            f"{section}.optimizer_offload": (False, True),
+            f"{section}.overlap_grad_reduce": (True, False),
+        },
+    )
+    owner = "policy" if section == "train" else section
+    again = changed(
+        job, {f"{owner}.model_gradient_checkpointing": True, "policy.model_name_or_path": Made(_experts)}
+    )
+    watch(
+        kept_activations,
+        again,
+        {
+            f"{section}.recompute_granularity": ("full", "selective"),
+            f"{section}.recompute_moe_layers": (False, True),
+            f"{section}.activation_offload": (False, True),
+        },
+    )
+watch(
+    units_of_the_reference,
+    changed(unclipped, with_kl | {"reference.offload": True}),
+    {"reference.fsdp_wrap_layers": ([], ["Qwen3MLP"]), "reference.fsdp_wrap_min_params": (0, 3000)},
+)
 
 
 def randomness(config: Config, place: Place) -> tuple[float, float, float, bool]:

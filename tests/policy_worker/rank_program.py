@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from policy_worker.checkpoints.export import export_model
+from policy_worker.model.load import kept_activations
 from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
 from policy_worker.model.stages import names_here, names_of_all
 from policy_worker.parallel.fsdp import local_of
@@ -98,13 +99,14 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         model = prepare_model(
             PolicyModel(tiny_family(**options["model"])),
             packed=config.train.sequence_packing,
-            recompute=config.policy.model_gradient_checkpointing,
+            **kept_activations(config.policy, config.train),
             pieces=group.sizes.cp,
             parted=group.sizes.sequence,
         )
     trainer = make_trainer(config, group, model, layers=options.get("layers", 2))
+    keys = config.train
     assert trainer.sharded == (
-        group.sizes.fsdp_ranks > 1 or config.train.param_dtype != config.train.master_dtype
+        keys.fsdp_offload or group.sizes.fsdp_ranks > 1 or keys.param_dtype != keys.master_dtype
     )
     held = sum(local_of(parameter).numel() for parameter in trainer.model.parameters())
     total = sum(parameter.numel() for parameter in trainer.model.parameters())

@@ -323,6 +323,7 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     }
     if config.has_critic and config.critic.model_name_or_path in (None, config.policy.model_name_or_path):
         options["critic.freeze_moe_router"] = config.critic.freeze_moe_router
+        options["critic.recompute_moe_layers"] = config.critic.recompute_moe_layers
     message = f"true is for mixtures of experts, and {_MODEL} = {facts.name} is none"
     return [
         Problem(key, message, True, f"write {key} = false", related=(_MODEL,))

@@ -142,6 +142,14 @@ def reference_is_whole(config: Config) -> Iterator[Problem]:
         yield Problem(
             key, message, True, f"write {key} = false, or {reference.key} = []", related=(reference.key,)
         )
+    for name in ("fsdp_wrap_layers", "fsdp_wrap_min_params"):
+        if reference and (value := getattr(config.reference, name)):
+            key = f"reference.{name}"
+            message = (
+                f"{value} says what is sharded, and with {reference.key} = {reference.listed} nothing is"
+            )
+            hint = f"leave it out, or write {reference.key} = []"
+            yield Problem(key, message, value, hint, related=(reference.key,))
 
 
 def devices_are_there(config: Config) -> Iterator[Problem]:

@@ -228,13 +228,18 @@ def adapters_can_be_published_alone(config: Config) -> Iterator[Problem]:
 
 
 def offload_has_a_model(config: Config) -> Iterator[Problem]:
-    """Warning: a reference within the policy has no weights of its own to keep elsewhere."""
-    key = "reference.offload"
-    if config.reference.offload and reference_is_within(config):
-        message = (
-            "true has no effect: with policy.lora the reference is the policy without what it has learned"
-        )
-        yield Problem(key, message, True, f"write {key} = false", related=("policy.lora",))
+    """Warning: a reference within the policy has no weights of its own to keep elsewhere, or to shard otherwise."""
+    if not reference_is_within(config):
+        return
+    for name in ("offload", "fsdp_wrap_layers", "fsdp_wrap_min_params"):
+        key, value = f"reference.{name}", getattr(config.reference, name)
+        if value:
+            message = (
+                f"{toml_value(value)} has no effect: with policy.lora the reference is the policy without what it "
+                "has learned"
+            )
+            hint = f"write {key} = false" if value is True else "leave it out"
+            yield Problem(key, message, value, hint, related=("policy.lora",))
 
 
 TRAINABLE_RULES = (

@@ -234,6 +234,15 @@ def wrapping_is_one_way(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, size, hint, related=(other,))
 
 
+def optimizers_have_state(config: Config) -> Iterator[Problem]:
+    """Warning: SGD without momentum keeps nothing of which host memory could relieve the device."""
+    for section, keys in _optimizers(config):
+        key, name = f"{section}.optimizer_offload", f"{section}.optm_name"
+        if keys.optm_name == "SGD" and not keys.optm_momentum and any(written(keys, "optimizer_offload")):
+            message = f'has no effect: {name} = "SGD" has no state without {section}.optm_momentum'
+            yield Problem(key, message, True, f"write {key} = false", related=(name,))
+
+
 def casts_are_fused(config: Config) -> Iterator[Problem]:
     """Warning: scaling and casting cost more than a narrow product saves, unless the compiler fuses them."""
     if config.train.compile:
@@ -258,4 +267,4 @@ TRAINING_RULES = (
     recomputation_is_on,
     wrapping_is_one_way,
 )
-TRAINING_WARNINGS = (warmup_ends_in_time, options_are_the_optimizers, casts_are_fused)
+TRAINING_WARNINGS = (warmup_ends_in_time, options_are_the_optimizers, optimizers_have_state, casts_are_fused)

@@ -152,13 +152,21 @@ class PrecisionKeys(Section):
         "float32", "Type in which gradients are reduced.", acts="number: Type in which gradients are reduced."
     )
     fsdp_offload: bool = cosmos_key(
-        False, "Whether FSDP keeps parameters in host memory.", unbuilt="parameter offload"
+        False,
+        "Whether FSDP keeps parameters in host memory, and with them gradients and the optimizer, whose step then "
+        "runs on the host. Each unit comes to the device for its forward and its backward.",
+        acts="number: Where FSDP keeps the weights.",
     )
     fsdp_gradient_offload: bool = key(
-        False, "Whether FSDP keeps gradients in host memory.", unbuilt="gradient offload"
+        False,
+        "Whether reduced gradients are kept in host memory until they are applied. fsdp_offload implies it.",
+        acts="number: Where gradients are between backward and step.",
     )
     optimizer_offload: bool = key(
-        False, "Whether the optimizer's state is kept in host memory.", unbuilt="optimizer offload"
+        False,
+        "Whether the optimizer's state is kept in host memory. It comes to the device for the step of some "
+        "parameters after others, which computes there. fsdp_offload implies it.",
+        acts="number: How many parameters step at a time.",
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = cosmos_key(
         "default",
@@ -169,30 +177,35 @@ class PrecisionKeys(Section):
         [],
         "Class names of the modules that FSDP shards one by one. Empty: the model's layers.",
         example=["Qwen3DecoderLayer"],
-        unbuilt="a choice of what FSDP shards",
+        acts="number: Which modules FSDP shards one by one.",
     )
     fsdp_wrap_min_params: Natural = key(
         0,
-        "FSDP shards modules of at least this many parameters; 0: by layer.",
-        unbuilt="a choice of what FSDP shards",
+        "FSDP shards modules of at least this many parameters, less those of such modules within; 0: by layer.",
+        acts="number: Which modules FSDP shards one by one.",
     )
     overlap_grad_reduce: bool = key(
         True,
-        "Whether gradients are reduced while backward goes on.",
-        unbuilt="gradient reduction after backward",
+        "Whether gradients are reduced while backward goes on. False: all at once after it, until which each rank "
+        "keeps the gradients of all parameters that it gathers, in fsdp_reduce_dtype.",
+        acts="number: Whether a backward reduces gradients.",
     )
     recompute_granularity: Literal["full", "selective"] = key(
         "full",
         "What model_gradient_checkpointing recomputes in backward: whole layers, or attention alone.",
-        unbuilt="a choice of what is recomputed",
+        acts="number: Which modules are recomputed.",
     )
     recompute_moe_layers: bool = key(
         False,
-        "Whether the expert layers alone are recomputed in backward.",
-        unbuilt="a choice of what is recomputed",
+        "Whether model_gradient_checkpointing recomputes the expert layers alone, exchanges of tokens too; with "
+        "`selective` these and attention.",
+        acts="number: Which modules are recomputed.",
     )
     activation_offload: bool = cosmos_key(
-        False, "Whether activations are kept in host memory.", unbuilt="activation offload"
+        False,
+        "Whether what a layer keeps for its backward is in host memory meanwhile: its activations, or with "
+        "model_gradient_checkpointing what it begins to recompute from.",
+        acts="number: Which modules keep activations in host memory.",
     )
     compile: bool = cosmos_key(
         True, "Whether the model is compiled with torch.compile.", unbuilt="torch.compile", neutral=(False,)

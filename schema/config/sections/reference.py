@@ -32,12 +32,12 @@ class ReferenceConfig(Section):
         [],
         "Class names of the modules that FSDP shards one by one. Empty: the model's layers.",
         example=["Qwen3DecoderLayer"],
-        unbuilt="a choice of what FSDP shards",
+        acts="number: Which modules FSDP shards one by one.",
     )
     fsdp_wrap_min_params: Natural = key(
         0,
-        "FSDP shards modules of at least this many parameters; 0: by layer.",
-        unbuilt="a choice of what FSDP shards",
+        "FSDP shards modules of at least this many parameters, less those of such modules within; 0: by layer.",
+        acts="number: Which modules FSDP shards one by one.",
     )
     mini_batch: Count | None = key(
         None,

@@ -17,6 +17,7 @@ from schema.interop.roll.converters import (
     lost,
     model_dtype,
     named_devices,
+    recomputation,
     reshard,
     under,
 )
@@ -101,10 +102,9 @@ def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
     null="null: activations are recomputed, as by default",
 )
 def _no_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
-    if strategy(context, ROLE).startswith("megatron") and context.get(
-        config_key(ROLE, "recompute_granularity"), None
-    ):
-        return implicit("recompute_granularity decides for Megatron")
+    keys = (config_key(ROLE, name) for name in ("recompute_granularity", "moe_layer_recompute"))
+    if strategy(context, ROLE).startswith("megatron") and any(context.get(key, None) for key in keys):
+        return implicit("recompute_granularity and moe_layer_recompute decide for Megatron")
     return mapped(("policy.model_gradient_checkpointing", not values.flag(leaf.value)))
 
 
@@ -218,17 +218,6 @@ def _strategy(context: ConversionContext, leaf: KeyPath) -> Result:
     )
 
 
-@computed(
-    "policy.model_gradient_checkpointing", "train.recompute_granularity", words="null: nothing is recomputed"
-)
-def _recompute(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return mapped(("policy.model_gradient_checkpointing", False))
-    if leaf.value not in ("full", "selective"):
-        raise BadValue(f"expected full or selective, got {shown(leaf.value)}")
-    return mapped(("policy.model_gradient_checkpointing", True), ("train.recompute_granularity", leaf.value))
-
-
 @computed("train.ckpt.save_contents", words="true → only the model")
 def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
     if not values.flag(leaf.value):
@@ -239,8 +228,7 @@ def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
 _STRATEGY_RULES: tuple[Rule, ...] = (
     *(Rule(key, _dimension(name)) for key, name in SIZES.items()),
     Rule("sequence_parallel", to.flag(f"{_MESH}.sequence_parallel")),
-    Rule("recompute_granularity", _recompute),
-    Rule("moe_layer_recompute", to.flag("train.recompute_moe_layers")),
+    *(Rule(name, how) for name, how in recomputation(ROLE, "policy", "train").items()),
     Rule(
         "moe_token_dispatcher_type",
         to.choice("policy.moe_token_dispatcher", {"allgather": "allgather", "alltoall": "alltoall"}),

@@ -11,7 +11,7 @@ from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
 from schema.interop.engine.unsupported import same
-from schema.interop.engine.values import shown
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 from schema.interop.roll.facts import config_key
 from schema.interop.roll.unsupported import ROLL
@@ -120,3 +120,32 @@ def under(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         replace(rule, key=f"{prefix}.{rule.key}", also=tuple(f"{prefix}.{name}" for name in rule.also))
         for rule in rules
     )
+
+
+def recomputation(role: str, model: str, section: str) -> dict[str, Converter]:
+    """What is recomputed of a role: whole layers, attention, and independently of both the layers of experts.
+
+    model, section: ours with model_gradient_checkpointing, and with what it recomputes.
+    """
+    switch, granularity = f"{model}.model_gradient_checkpointing", f"{section}.recompute_granularity"
+    experts = f"{section}.recompute_moe_layers"
+
+    @computed(switch, granularity, words="null: nothing is recomputed, or what moe_layer_recompute says")
+    def whole(context: ConversionContext, leaf: KeyPath) -> Result:
+        if leaf.value is None:
+            alone = context.flag(config_key(role, "moe_layer_recompute"))
+            return implicit("moe_layer_recompute decides") if alone else mapped((switch, False))
+        if leaf.value not in ("full", "selective"):
+            raise BadValue(f"expected full or selective, got {shown(leaf.value)}")
+        return mapped((switch, True), (granularity, leaf.value))
+
+    @computed(experts, switch, words="without recompute_granularity these layers alone")
+    def of_experts(context: ConversionContext, leaf: KeyPath) -> Result:
+        around = context.get(config_key(role, "recompute_granularity"), None)
+        if leaf.value is None or not values.flag(leaf.value):
+            return mapped((experts, False))
+        if around == "full":
+            return implicit("whole layers are recomputed, experts among them")
+        return mapped((experts, True), *([(switch, True)] if around is None else []))
+
+    return {"recompute_granularity": whole, "moe_layer_recompute": of_experts}

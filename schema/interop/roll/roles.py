@@ -9,13 +9,13 @@ from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
 from schema.interop.engine.unsupported import below
-from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
     LORA_KEYS,
     dtype,
     lost,
     model_dtype,
     named_devices,
+    recomputation,
     repeats,
     reshard,
     wins,
@@ -200,17 +200,6 @@ def _critic_accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("critic.batch_size_per_optimize", batch), note=f"global batch {formula}")
 
 
-@computed(
-    "critic.recompute_granularity", "critic.model_gradient_checkpointing", words="null: nothing is recomputed"
-)
-def _critic_recompute(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None:
-        return mapped(("critic.model_gradient_checkpointing", False))
-    if leaf.value not in ("full", "selective"):
-        raise BadValue(f"expected full or selective, got {shown(leaf.value)}")
-    return mapped(("critic.model_gradient_checkpointing", True), ("critic.recompute_granularity", leaf.value))
-
-
 _CRITIC_SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -261,8 +250,7 @@ _CRITIC: dict[str, Converter] = {
     **below(
         _SETTINGS,
         {
-            "recompute_granularity": _critic_recompute,
-            "moe_layer_recompute": to.flag("critic.recompute_moe_layers"),
+            **recomputation("critic", "critic", "critic"),
             "overlap_grad_reduce": to.flag("critic.overlap_grad_reduce"),
             "use_distributed_optimizer": to.always("the optimizer is always sharded with its parameters"),
             "optimizer_cpu_offload": to.flag("critic.optimizer_offload"),

@@ -136,7 +136,7 @@ class Mesh:
         least = to.unless([0], "0: by layer, as always", to.integer(f"{self.speed}.fsdp_wrap_min_params"))
         own = {
             "wrap_policy.min_num_params": least,
-            "wrap_policy.transformer_layer_cls_to_wrap": _wrapped(f"{self.speed}.fsdp_wrap_layers"),
+            "wrap_policy.transformer_layer_cls_to_wrap": self._wrapped(),
             "wrap_policy.disable": lacking(False),
             "forward_prefetch": to.always("FSDP2 prefetches by itself"),
             "use_orig_params": to.always("FSDP2 always keeps the model's own parameters"),
@@ -162,6 +162,19 @@ class Mesh:
             tables = {"qat.*": _qat(f"{prefix}.qat.enable"), "turbo_config.*": other}
             rules += rules_below(prefix, tables, self.when)
         return tuple(rules)
+
+    def _wrapped(self) -> Converter:
+        ours, least = f"{self.speed}.fsdp_wrap_layers", "wrap_policy.min_num_params"
+
+        @computed(ours, words="one name becomes a list")
+        def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+            if leaf.value in (None, [], "None"):
+                return implicit("null: the model's layers, as always")
+            if any(context.get(f"{self.role}.{table}.{least}", None) for table in _TABLES):
+                return implicit("min_num_params chooses, as in verl")
+            return mapped((ours, values.texts(leaf.value)))
+
+        return convert
 
     def _fsdp_reference(self) -> dict[str, Converter]:
         """What differs for a model that is not trained."""
@@ -285,16 +298,6 @@ class Mesh:
         if self.ours != "policy" and (found := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
             return found
         return mapped((self._ours("sequence_parallel")[0], value))
-
-
-def _wrapped(ours: str) -> Converter:
-    @computed(ours, words="one name becomes a list")
-    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value in (None, [], "None"):
-            return implicit("null: the model's layers, as always")
-        return mapped((ours, values.texts(leaf.value)))
-
-    return convert
 
 
 def _qat(switch: str) -> Converter:

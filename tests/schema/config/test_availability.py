@@ -89,7 +89,7 @@ def test_a_number_is_not_a_boolean() -> None:
     data = deepcopy(GRPO)
     write(data, ("train", "train_policy", "kl_beta"), 0.0)
     assert check_available(Config.model_validate(data)) == []
-    write(data, ("reference", "fsdp_wrap_min_params"), 1)
+    write(data, ("train", "train_policy", "dataloader_num_workers"), 1)
     assert len(check_available(Config.model_validate(data))) == 1
 
 

@@ -365,6 +365,13 @@ FAULTS = {
         )
         for section, extra in (("train", {}), ("critic", CRITIC), ("reference", {}))
     ],
+    training.optimizers_have_state: [
+        (
+            {f"{section}.optimizer_offload": True, f"{section}.optm_name": "SGD"} | extra,
+            f'{section}.optm_name = "SGD"',
+        )
+        for section, extra in (("train", {}), ("critic", CRITIC))
+    ],
     training.casts_are_fused: [
         ({f"train.{name}.enable_{name}": True}, "train.compile = false") for name in ("fp8", "fp4")
     ],
@@ -423,7 +430,11 @@ FAULTS = {
             (ADAPTER | {"rollout.load_format": "dummy"}, 'rollout.load_format = "dummy"'),
         )
     ],
-    trainable.offload_has_a_model: [({"reference.offload": True, f"{P}.kl_beta": 0.1} | ADAPTER, "true")],
+    trainable.offload_has_a_model: [
+        ({"reference.offload": True, f"{P}.kl_beta": 0.1} | ADAPTER, "true"),
+        ({"reference.fsdp_wrap_layers": ["Layer"], f"{P}.kl_beta": 0.1} | ADAPTER, '["Layer"]'),
+        ({"reference.fsdp_wrap_min_params": 1000, f"{P}.kl_beta": 0.1} | ADAPTER, "1000"),
+    ],
     trainable.modules_are_named_once: [
         ({f"{L}.target_modules": []}, "no adapter"),
         (

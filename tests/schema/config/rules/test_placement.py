@@ -66,7 +66,11 @@ FAULTS = {
         ({REF: [0, 1], P: [1, 2], SHARDS: 2} | KL, f"{P} = [1, 2]", "device 1 in common"),
         ({CRITIC: [2, 3], REF: [3, 4], P: [0, 1], SHARDS: 2} | KL | GAE, f"{REF} = [3, 4]", "device 3"),
     ],
-    reference_is_whole: [({"reference.offload": True, REF: [1]} | KL, "true", f"{REF} = [1]")],
+    reference_is_whole: [
+        ({"reference.offload": True, REF: [1]} | KL, "true", f"{REF} = [1]"),
+        ({"reference.fsdp_wrap_min_params": 1000, REF: [1]} | KL, "1000", f"{REF} = [1]"),
+        ({"reference.fsdp_wrap_layers": ["Layer"], REF: [1]} | KL, "Layer", f"{REF} = [1]"),
+    ],
     devices_are_there: [
         ({"placement.critic": [4], GPUS: 4, "critic.enable": True}, "device 4"),
         ({R: [7], P: [0], GPUS: 4}, "device 7", f"{GPUS} = 4", "placement.nodes = 1", "4 devices"),

@@ -263,3 +263,27 @@ def test_surplus_prompts() -> None:
     found = roll_with({"is_use_additional_prompts": True, "max_additional_running_prompts": 16})
     assert value_of(found, "controller.oversample") == 1.25
     assert value_of(roll_with({"max_additional_running_prompts": 16}), "controller.oversample") is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"recompute_granularity": None, "moe_layer_recompute": True}, (True, None, True)),
+        ({"moe_layer_recompute": True}, (True, None, True)),
+        ({"recompute_granularity": "selective", "moe_layer_recompute": True}, (True, "selective", True)),
+        ({"recompute_granularity": "full", "moe_layer_recompute": True}, (True, "full", None)),
+        ({"recompute_granularity": "full", "moe_layer_recompute": False}, (True, "full", False)),
+        ({"recompute_granularity": None, "moe_layer_recompute": False}, (False, None, False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("role", ["actor_train", "critic"])
+def test_what_is_recomputed(role: str, keys: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    """Experts independently of the rest, as Megatron does."""
+    written = {f"{role}.strategy_args.strategy_config.{name}": value for name, value in keys.items()}
+    changes = {f"{role}.strategy_args.strategy_name": "megatron_train", "adv_estimator": "gae", **written}
+    found = dict(target for entry in roll_with(changes).entries for target in entry.targets)
+    model, section = ("policy", "train") if role == "actor_train" else (role, role)
+    names = ("recompute_granularity", "recompute_moe_layers")
+    values = (found.get(f"{section}.{name}") for name in names)
+    assert (found.get(f"{model}.model_gradient_checkpointing"), *values) == expected

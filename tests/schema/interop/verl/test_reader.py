@@ -335,6 +335,17 @@ def test_fsdp_size_by_verls_rule(size: int, expected: tuple[int, int]) -> None:
     assert (sizes["dp_shard_size"], sizes.get("dp_replicate_size", 1)) == expected
 
 
+def test_memory_is_traded_as_in_verl() -> None:
+    """Offloads and recomputation are taken as they are; of two ways to name units the size counts."""
+    found = dict(target for entry in example("megatron").entries for target in entry.targets)
+    names = ["fsdp_offload", "fsdp_gradient_offload", "optimizer_offload", "recompute_moe_layers"]
+    assert all(found[f"train.{name}"] is True for name in names)
+    assert (found["train.recompute_granularity"], found["train.overlap_grad_reduce"]) == ("selective", False)
+    found = dict(target for entry in example("ppo").entries for target in entry.targets)
+    assert found["reference.fsdp_wrap_min_params"] == 50000
+    assert "reference.fsdp_wrap_layers" not in found
+
+
 def test_the_hybrid_engine_shares_gpus() -> None:
     entry = example("ppo").entry("actor_rollout_ref.hybrid_engine")
     assert dict(entry.faithful or entry.targets)["placement.share"] == "time"

@@ -1,0 +1,132 @@
+"""Gradients and the optimizer's state in host memory, where parameters are on the device.
+
+    Gradients     leave the device as soon as they are whole (those of FSDP2: reduced), and are back for the step
+    states_here   an optimizer's state comes to the device for the step of some parameters, and goes back
+
+A step computes on the device, so that its numbers are those of a run that keeps everything there. Host memory is
+pinned where there is an accelerator; without one the same copies are made within host memory. With `fsdp_offload`
+FSDP2 has parameters in host memory, and so gradients, state and step as well: then none of this is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+NUMBERS = 2**24
+"""Of the parameters whose state is on the device at once: large enough for fast copies."""
+
+
+def mapped(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
+    """The same tensor of moved parts: those of ranks (DTensor), codes and scales (8 bits), or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return move(tensor.detach())
+    names, facts = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    inner = {name: mapped(part, move) if isinstance(part, Tensor) else part for name, part in parts.items()}
+    return type(tensor).__tensor_unflatten__(inner, facts, tensor.size(), tensor.stride())
+
+
+def on_host(tensor: Tensor) -> Any:
+    """A copy in host memory, which may be on its way from an accelerator until that is synchronised."""
+
+    def move(part: Tensor) -> Tensor:
+        host = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+        return host.copy_(part, non_blocking=True)
+
+    return mapped(tensor, move)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Any:
+    """A copy on a device."""
+    return mapped(tensor, lambda part: part.to(device, non_blocking=True, copy=True))
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until all copies have arrived."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Gradients:
+    """Those of some parameters, in host memory from the backward that ends them until `bring_back`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.kept: dict[nn.Parameter, Any] = {}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        kept = self.kept.get(parameter)
+        if kept is None:
+            self.kept[parameter] = on_host(gradient)
+        else:  # of an earlier micro-batch
+            _local(kept).add_(_local(gradient).to("cpu"))
+
+    def bring_back(self) -> None:
+        """Give each parameter its gradient."""
+        for device in {_local(parameter).device for parameter in self.kept}:
+            synchronise(device)
+        for parameter, kept in self.kept.items():
+            parameter.grad = on_device(kept, _local(parameter).device)
+        self.kept = {}
+
+
+@contextmanager
+def states_here(
+    states: MutableMapping[nn.Parameter, dict[str, Any]], parameters: Iterable[nn.Parameter]
+) -> Iterator[None]:
+    """Meanwhile what an optimizer has of these parameters is on their device; before and afterwards on the host,
+    in the same tensors. Single numbers (the count of steps) stay where they are."""
+    parameters, kept = [*parameters], {}
+    for parameter in parameters:
+        for name, value in _moments(states, parameter):
+            kept[parameter, name] = value
+            states[parameter][name] = on_device(value, _local(parameter).device)
+    yield
+    for parameter in parameters:
+        for name, value in _moments(states, parameter):
+            states[parameter][name] = _put(value, kept.get((parameter, name)))
+
+
+def _moments(
+    states: MutableMapping[nn.Parameter, dict[str, Any]], parameter: nn.Parameter
+) -> list[tuple[str, Tensor]]:
+    state = states.get(parameter, {})
+    return [(name, value) for name, value in state.items() if isinstance(value, Tensor) and value.ndim]
+
+
+def _put(value: Tensor, host: Tensor | None) -> Any:
+    """A tensor of the device in host memory: in one that it has there, or a new one."""
+    if host is None:
+        return on_host(value)
+    parts: list[Tensor] = []
+    mapped(value, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
+    arrived = iter(parts)
+    mapped(host, lambda part: part.copy_(next(arrived), non_blocking=True))
+    return host
+
+
+def in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The same, in order, in lists of about `NUMBERS` numbers on this rank."""
+    part: list[nn.Parameter] = []
+    for parameter in parameters:
+        part.append(parameter)
+        if sum(_local(one).numel() for one in part) >= NUMBERS:
+            yield part
+            part = []
+    if part:
+        yield part
