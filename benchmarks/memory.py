@@ -114,6 +114,15 @@ CASES = {
     "cp 2, activations kept": Case({"cp_size": 2}, policy=KEPT),
     "tp 2, adapters": Case({"tp_size": 2}, policy={"lora": {"r": 16, "lora_alpha": 32}}),
     "adapters": Case({}, policy={"lora": {"r": 16, "lora_alpha": 32}}),
+    "one rank, attention recomputed": Case({}, train={"recompute_granularity": "selective"}),
+    "one rank, activations offloaded": Case({}, train={"activation_offload": True}, policy=KEPT),
+    "one rank, optimizer offloaded": Case({}, train={"optimizer_offload": True}),
+    "one rank, gradients offloaded": Case({}, train={"fsdp_gradient_offload": True}),
+    "dp_shard 2, all offloaded": Case({"dp_shard_size": 2}, train={"fsdp_offload": True}),
+    "dp_shard 2, reduced late": Case({"dp_shard_size": 2}, train={"overlap_grad_reduce": False}),
+    "ep 2, experts recomputed": Case(
+        {"dp_shard_size": 2, "ep_size": 2}, "experts", train={"recompute_moe_layers": True}
+    ),
     "ep 2": Case({"dp_shard_size": 2, "ep_size": 2}, "experts"),
 }
 

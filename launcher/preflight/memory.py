@@ -8,15 +8,22 @@ shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-bat
                              + gradients before reduction G·reduce in their place, if a step then has several
                              micro-batches
                              + activations + output layer
-    activations              T·param·(L·H + A) when recomputed in backward, else T·param·L·A, where
-                             A = 6·H + (2·heads·dim + 2·kv·dim + 4·I) / tp numbers of one layer are kept per token;
-                             both H divided by tp where sequences are split between layers
+    activations              T·param·(L·K + R), where A = 6·H + (2·heads·dim + 2·kv·dim + 4·I) / tp numbers of one
+                             layer are needed per token: K = A and R = 0; of recomputed layers K = H and R = A, and
+                             where parts of them are, R the larger of attention, (2·heads·dim + 2·kv·dim) / tp, and
+                             experts, 4·I / tp, and K = A without these; all H divided by tp where sequences are split
+                             between layers
     output layer             4·min(2^25, T·V) / tp bytes of logits + 4·V·H / tp bytes of the gradient of the matrix
                              + N'·param/W of each local teacher, which has N' parameters
     with adapters            weights N·param/W, and weights, gradients and moments as above of the A that train;
                              a reference within the policy A·master/W
     A                        r·L·Σ(in + out) over the linear layers of a layer, and V·H for each of embeddings and
                              output layer that are trained whole: at most, where only some layers have adapters
+    in host memory           weights, gradients and moments with fsdp_offload, and then no weights but the gathered
+                             ones on the device; gradients or moments alone, which come back for the step (moments of
+                             STEPPED numbers and the largest matrix at a time) and count as far as they are more than
+                             activations and output layer, which are gone by then; T·param·L·K of activations, of
+                             which those of two layers are on the device
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
@@ -44,6 +51,8 @@ PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75
 """A process before it holds anything: Python with torch and transformers, or with the web service (measured)."""
 LOGIT_CHUNK = 2**25
 """Logits that the trainer has in memory at once (policy_worker.model.logprobs)."""
+STEPPED = 2**24
+"""Parameters whose state is on the device at once with optimizer_offload (policy_worker.memory.offload)."""
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
 """Shares of memory that the embedded engine's cache may take (rollout_worker.engines.transformers)."""
@@ -97,14 +106,19 @@ def trainer(
     mesh = config.policy.parallelism
     gathered, fsdp_ranks = _gathered_on(mesh, model), data_ranks * mesh.cp_size
     parts = _trained(config.train, model, gathered, shards, fsdp_ranks, config.policy.lora)
-    if _is_cast(config.train, fsdp_ranks) and _micro_batches(config, data_ranks) > 1:
-        whole = _learning(gathered, config.policy.lora) * BYTES[config.train.fsdp_reduce_dtype]
-        more = whole - learns * BYTES[config.train.master_dtype] // shards
+    keys = config.train
+    accumulates = _micro_batches(config, data_ranks) > 1 or not keys.overlap_grad_reduce
+    if _is_cast(keys, fsdp_ranks) and accumulates:
+        whole = _learning(gathered, config.policy.lora) * BYTES[keys.fsdp_reduce_dtype]
+        on_host = keys.fsdp_offload or keys.fsdp_gradient_offload
+        more = whole - (0 if on_host else learns * BYTES[keys.master_dtype] // shards)
         if more > 0:
-            parts.append(Part("gradients before reduction", more, f"{whole:,} B in the place of gradients"))
-    if config.train.ema_decay is not None:
+            words = f"{whole:,} B" + ("" if on_host else " in the place of gradients")
+            parts.append(Part("gradients before reduction", more, words))
+    where = HOST if keys.fsdp_offload else ""
+    if keys.ema_decay is not None:
         words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
-        parts.append(Part("moving average of the weights", learns * 4 // shards, words))
+        parts.append(Part("moving average of the weights", learns * 4 // shards, words, where))
     if config.has_critic:
         cut = _cut_of(config, "critic", shards, fsdp_ranks)
         own = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
@@ -113,7 +127,7 @@ def trainer(
                 part,
                 name=f"critic: {part.name}",
                 formula=part.formula + (", if as large" if own else ""),
-                device=apart.get("critic", ""),
+                device=part.device or apart.get("critic", ""),
             )
             for part in _trained(
                 config.critic, model, _gathered_on(cut.mesh, model), *cut[1:], config.critic.lora
@@ -122,7 +136,7 @@ def trainer(
     if reference_is_within(config):
         master = BYTES[config.train.master_dtype]
         words = f"{learns:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
-        parts.append(Part("adapters of the reference", learns * master // shards, words))
+        parts.append(Part("adapters of the reference", learns * master // shards, words, where))
     elif config.has_reference:
         alone = apart.get("reference", "")
         own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
@@ -130,7 +144,8 @@ def trainer(
         words = (
             f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
         )
-        parts.append(Part("reference model", n * param // parted, words, alone))
+        place = HOST if config.reference.offload else alone
+        parts.append(Part("reference model", n * param // parted, words, place))
     for teacher in config.local_teachers:
         known = teachers.get(teacher.name)
         count = (known or model).parameters
@@ -138,7 +153,35 @@ def trainer(
         place = HOST if teacher.offload else ""
         size = count * param // shards
         parts.append(Part(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
-    return (*parts, *_activations(config, model, param, data_ranks))
+    kept = _activations(config, model, param, data_ranks)
+    return (*parts, *_back_for_a_step(keys, learns, model, shards, kept), *kept)
+
+
+def _back_for_a_step(
+    keys: TrainingConfig, learns: int, model: LocalModel, shards: int, kept: list[Part]
+) -> Iterator[Part]:
+    """What comes from host memory for an optimizer step, as far as it is more than what a backward has in its place.
+
+    learns: how many numbers train.
+    """
+    if keys.fsdp_offload:
+        return
+    master, back = BYTES[keys.master_dtype], 0
+    if keys.fsdp_gradient_offload:
+        back += learns * master // shards
+    if keys.optimizer_offload:
+        matrix = 0 if model.shape is None else model.shape.vocabulary * model.shape.hidden
+        of_rank = learns // shards
+        (state,) = [part.bytes for part in _optimizer(keys, _of(model, learns), master, shards)] or [0]
+        back += state * min(of_rank, STEPPED + min(matrix, learns) // shards) // max(of_rank, 1)
+    back -= sum(part.bytes for part in kept if not part.device)
+    if back > 0:
+        yield Part("gradients and moments in a step", back, f"{back:,} B more than activations")
+
+
+def _of(model: LocalModel, learns: int) -> LocalModel:
+    """The part of a model that trains."""
+    return model if learns == model.parameters else replace(model, parameters=learns, rest=0)
 
 
 class _Cut(NamedTuple):
@@ -159,7 +202,7 @@ def _cut_of(config: Config, role: str, shards: int, fsdp_ranks: int) -> _Cut:
 
 
 def _is_cast(keys: PrecisionKeys, fsdp_ranks: int) -> bool:
-    return fsdp_ranks > 1 or keys.param_dtype != keys.master_dtype
+    return fsdp_ranks > 1 or keys.param_dtype != keys.master_dtype or keys.fsdp_offload
 
 
 def _gathered_on(mesh: ParallelismConfig, model: LocalModel) -> LocalModel:
@@ -203,14 +246,20 @@ def _trained(
     n, master, param = _learning(model, lora), BYTES[keys.master_dtype], BYTES[keys.param_dtype]
     by = f" / {shards}" if shards > 1 else ""
     each = f"{n:,} x {master} B{by}"
+    where = HOST if keys.fsdp_offload else ""
+    of_gradients = HOST if keys.fsdp_gradient_offload else where
+    of_state = HOST if keys.optimizer_offload else where
     parts = [
-        Part("weights that are updated", n * master // shards, each),
-        Part("gradients", n * master // shards, each),
-        *_optimizer(keys, model if lora is None else replace(model, parameters=n, rest=0), master, shards),
+        Part("weights that are updated", n * master // shards, each, where),
+        Part("gradients", n * master // shards, each, of_gradients),
+        *(
+            replace(part, device=of_state)
+            for part in _optimizer(keys, model if lora is None else _of(model, n), master, shards)
+        ),
     ]
     if lora is not None:
         words = f"{model.parameters:,} x {param} B{by}"
-        parts.append(Part("weights of the base", model.parameters * param // shards, words))
+        parts.append(Part("weights of the base", model.parameters * param // shards, words, where))
     return [*parts, _gathered(keys, gathered, param)] if _is_cast(keys, fsdp_ranks) else parts
 
 
@@ -236,8 +285,13 @@ def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int)
 def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> Part:
     if keys.fsdp_reshard_after_forward == "never":
         return Part("gathered weights", model.parameters * param, f"{model.parameters:,} x {param} B")
-    held = model.rest + min(2 * model.layer, model.parameters - model.rest)
-    return Part("gathered weights", held * param, f"(outside the layers + two layers) {held:,} x {param} B")
+    unit, words = model.layer, "(outside the layers + two layers)"
+    if keys.fsdp_wrap_min_params > unit:
+        unit, words = keys.fsdp_wrap_min_params, "(outside the layers + two units)"
+    elif keys.fsdp_wrap_layers:
+        words = "(outside the layers + two layers, if units are as large)"
+    held = model.rest + min(2 * unit, model.parameters - model.rest)
+    return Part("gathered weights", held * param, f"{words} {held:,} x {param} B")
 
 
 def micro_batch_tokens(config: Config, data_ranks: int) -> int:
@@ -274,16 +328,26 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     tokens = -(-micro_batch_tokens(config, data_ranks) // mesh.cp_size)
     inner = 2 * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.intermediate
     between = hidden // mesh.tp_size if mesh.sequence_parallel else hidden
-    layer, layers = 6 * between + inner // mesh.tp_size, -(-shape.layers // mesh.pp_size)
+    layers, keys = -(-shape.layers // mesh.pp_size), config.train
+    layer = 6 * between + inner // mesh.tp_size
+    attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads) // mesh.tp_size
+    kept, again = layer, 0
     if config.policy.model_gradient_checkpointing:
-        numbers, words = layers * between + layer, f"({layers} x {between} + {layer})"
-    else:
-        numbers, words = layers * layer, f"{layers} x {layer}"
+        parts = [attention] if keys.recompute_granularity == "selective" else []
+        parts += [inner // mesh.tp_size - attention] if keys.recompute_moe_layers else []
+        kept, again = (layer - sum(parts), max(parts)) if parts else (between, layer)
+    here = min(layers, 2) if keys.activation_offload else layers
     lora, by = config.policy.lora, f" / {mesh.tp_size}" if mesh.tp_size > 1 else ""
     chunk = min(LOGIT_CHUNK, tokens * shape.vocabulary)
     matrix = shape.vocabulary * hidden if lora is None or "lm_head" in (lora.modules_to_save or ()) else 0
+    each = f"{tokens:,} tokens x {param} B"
+    of_layers = Part(
+        "activations", tokens * param * (here * kept + again), f"{each} x ({here} x {kept} + {again})"
+    )
+    away = Part("offloaded activations", tokens * param * layers * kept, f"{each} x {layers} x {kept}", HOST)
     return [
-        Part("activations", tokens * param * numbers, f"{tokens:,} tokens x {param} B x {words}"),
+        of_layers,
+        *([away] if keys.activation_offload else []),
         Part(
             "output layer", 4 * (chunk + matrix) // mesh.tp_size, f"4 B x ({chunk:,} logits + {matrix:,}){by}"
         ),

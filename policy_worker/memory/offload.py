@@ -24,9 +24,13 @@ NUMBERS = 2**24
 
 
 def mapped(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
-    """The same tensor of moved parts: those of ranks (DTensor), codes and scales (8 bits), or the tensor itself."""
+    """The same tensor of moved parts: those of ranks (DTensor), codes and scales (8 bits), or the tensor itself.
+
+    `DTensor.from_local` would bring a part to the device of its mesh, wherever it is meant to be.
+    """
+    tensor = tensor.detach()
     if not is_traceable_wrapper_subclass(tensor):
-        return move(tensor.detach())
+        return move(tensor)
     names, facts = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
     inner = {name: mapped(part, move) if isinstance(part, Tensor) else part for name, part in parts.items()}
@@ -80,9 +84,9 @@ class Gradients:
         """Give each parameter its gradient."""
         for device in {_local(parameter).device for parameter in self.kept}:
             synchronise(device)
-        for parameter, kept in self.kept.items():
+        while self.kept:  # each leaves the host as it arrives
+            parameter, kept = self.kept.popitem()
             parameter.grad = on_device(kept, _local(parameter).device)
-        self.kept = {}
 
 
 @contextmanager

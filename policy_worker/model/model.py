@@ -297,21 +297,26 @@ def prepare_model(
     lm = model.lm
     if lead(lambda: _prove(model, packed, pieces, parted)):
         lm.set_attn_implementation(attention.NAME)
+    spare_memory(model, recompute, parts, on_host)
+    lm.train()
+    return model
+
+
+def spare_memory(model: Backbone, recompute: bool, parts: Sequence[str] = (), on_host: bool = False) -> None:
+    """Let the model keep less for its backward, or elsewhere. Arguments and errors are those of `prepare_model`."""
     if recompute and not parts:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model.lm.gradient_checkpointing_enable({"use_reentrant": False})
     for part in parts if recompute else ():
         modules = model.attentions() if part == "attention" else model.expert_blocks()
         if not modules:
             raise SettingsError(
-                f"{type(lm).__name__} names no {part} that could be recomputed alone: write recompute_granularity = "
-                f'"full" and recompute_moe_layers = false'
+                f"{type(model.lm).__name__} names no {part} that could be recomputed alone: write "
+                f'recompute_granularity = "full" and recompute_moe_layers = false'
             )
         for module in modules:
             activations.recompute(module)
     for layer in model.decoder_layers() if on_host else ():
         activations.keep_on_host(layer)
-    lm.train()
-    return model
 
 
 def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> bool:

@@ -40,6 +40,7 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from policy_worker.memory.offload import mapped
 from policy_worker.model.lora import plain_name
 from weight_sync.publishing.gather import Box, box_at
 from weight_sync.stored import StoredTensor, all_of, blocks, stored_tensors
@@ -230,9 +231,8 @@ class Weights:
         box = box_at(tensor.shape, tuple(mesh.shape), place, tensor.placements)
         assert box.sizes == tuple(tensor.to_local().shape)
         part = self._read(name, box, tensor.dtype, device)
-        return DTensor.from_local(
-            part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        made: Tensor = mapped(tensor, lambda _: part)
+        return made
 
     def _read(self, name: str, box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A box of a tensor of the model, contiguous, in memory of its own."""

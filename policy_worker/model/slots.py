@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from policy_worker.memory.offload import mapped
+
 Slots = dict[str, Tensor]
 
 LEAST_NUMBERS = 4096
@@ -52,11 +54,13 @@ def slots_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> Slots:
     return found
 
 
-def _laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
+def _laid_out_as(parameter: Tensor, local: Tensor) -> Any:
     """A tensor [rows of this rank, n] as the parameter's rows lie on the ranks."""
     if not isinstance(parameter, DTensor):
         return local
     size = torch.Size((parameter.shape[0], local.shape[1]))
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=(size[1], 1)
-    )
+    empty = DTensor.from_local(
+        torch.empty_like(local, device="meta"), parameter.device_mesh, parameter.placements,
+        run_check=False, shape=size, stride=(size[1], 1),
+    )  # fmt: skip
+    return mapped(empty, lambda _: local)

@@ -106,11 +106,12 @@ class Pipeline:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        mine = local_of(parameter.grad)
+        own = local_of(parameter.grad)
+        mine = own.to(self._device)  # from host memory, where it is there
         theirs = torch.empty_like(mine)
         for work in self.post([(dist.isend, mine, other), (dist.irecv, theirs, other)]):
             work.wait()
-        mine.add_(theirs)
+        own.add_(theirs.to(own.device))
 
     def total_norm(self, norm: float) -> float:
         """The norm of all gradients, from that of those that this rank answers for. The same on all ranks."""
@@ -127,7 +128,7 @@ class Pipeline:
             if holder == self.rank:
                 own = gather(name, held[name].detach())
                 if holder:
-                    dist.send(own.contiguous(), group=self._ranks, group_dst=0)
+                    dist.send(own.to(self._device).contiguous(), group=self._ranks, group_dst=0)
                     return empty
                 return own
             if self.rank:

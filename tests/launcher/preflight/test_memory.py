@@ -215,6 +215,76 @@ def test_activations_without_recomputation() -> None:
     assert parts(plain, MODEL, 1, 1)["activations"] == 40 * 4 * 2 * PER_LAYER
 
 
+ATTENTION, EXPERTS = 2 * 4 * (4 + 2), 4 * 12
+"""What of a layer is needed of attention, and of the rest between norms, per token."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "numbers"),
+    [
+        ({"recompute_granularity": "selective"}, 2 * (PER_LAYER - ATTENTION) + ATTENTION),
+        ({"recompute_moe_layers": True}, 2 * (PER_LAYER - EXPERTS) + EXPERTS),
+        (
+            {"recompute_granularity": "selective", "recompute_moe_layers": True},
+            2 * (PER_LAYER - ATTENTION - EXPERTS) + EXPERTS,
+        ),
+    ],
+)
+def test_what_is_recomputed_in_part(keys: dict[str, Any], numbers: int) -> None:
+    assert parts(job(**keys), MODEL, 1, 1)["activations"] == 40 * 4 * numbers
+
+
+def test_activations_of_two_layers_are_on_the_device() -> None:
+    deep = replace(MODEL, shape=replace(SHAPE, layers=5))
+    found = {part.name: part for part in trainer(job(activation_offload=True), deep, 1, 1)}
+    assert found["activations"].bytes == 40 * 4 * (2 * 8 + PER_LAYER)
+    assert found["offloaded activations"].bytes == 40 * 4 * 5 * 8
+    assert found["offloaded activations"].device == "host"
+
+
+def test_what_is_offloaded_is_in_host_memory() -> None:
+    def on_host(**keys: Any) -> dict[str, int]:
+        return {part.name: part.bytes for part in trainer(job(**keys), MODEL, 2, 2) if part.device == "host"}
+
+    everything = {"weights that are updated": 2000, "gradients": 2000, "optimizer (AdamW)": 4000}
+    assert on_host(fsdp_offload=True) == everything
+    assert on_host(fsdp_offload=True, ema_decay=0.9)["moving average of the weights"] == 2000
+    assert on_host(fsdp_gradient_offload=True) == {"gradients": 2000}
+    assert on_host(optimizer_offload=True) == {"optimizer (AdamW)": 4000}
+    assert parts(job(fsdp_offload=True), MODEL, 1, 1)["gathered weights"] == 4 * (200 + 2 * 400)
+    with_kl = job(train_policy={"mini_batch": 4, "kl_beta": 0.1})
+    away = with_kl.model_copy(update={"reference": with_kl.reference.model_copy(update={"offload": True})})
+    assert [part.name for part in trainer(away, MODEL, 2, 2) if part.device] == ["reference model"]
+
+
+def test_what_comes_back_for_a_step_takes_the_place_of_activations() -> None:
+    small, large = MODEL, replace(MODEL, parameters=10**9)
+    both = {"fsdp_gradient_offload": True, "optimizer_offload": True}
+    name = "gradients and moments in a step"
+    assert name not in parts(job(**both), small, 1, 1), "less than the activations"
+    found = parts(job(**both), large, 1, 1)
+    gone = found["activations"] + found["output layer"]
+    assert found[name] == 4 * 10**9 + 2 * 4 * (2**24 + 20 * 8) - gone
+    assert parts(job(optimizer_offload=True), large, 2, 2)[name] == 2 * 4 * (2**24 + 10 * 8) - gone
+
+
+def test_gradients_that_are_reduced_late_are_whole() -> None:
+    late = job(param_dtype="bfloat16", overlap_grad_reduce=False)
+    assert parts(late, MODEL, 2, 2)["gradients before reduction"] == 4000 - 2000
+    for key in ("fsdp_offload", "fsdp_gradient_offload"):
+        also = job(param_dtype="bfloat16", overlap_grad_reduce=False, **{key: True})
+        assert parts(also, MODEL, 2, 2)["gradients before reduction"] == 4000
+
+
+def test_larger_units_are_gathered_as_a_whole() -> None:
+    found = parts(job(param_dtype="bfloat16", fsdp_wrap_min_params=500), MODEL, 2, 2)
+    assert found["gathered weights"] == 2 * (200 + 800)
+    deep = replace(MODEL, parameters=3000)
+    for least, held in ((0, 200 + 800), (500, 200 + 1000), (10**6, 3000)):
+        found = parts(job(param_dtype="bfloat16", fsdp_wrap_min_params=least), deep, 2, 2)
+        assert found["gathered weights"] == 2 * held
+
+
 @pytest.mark.parametrize(
     ("policy", "ranks", "tokens"),
     [

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from policy_worker.memory import offload
 from policy_worker.memory.offload import Gradients, in_parts
+from policy_worker.model.slots import _laid_out_as
 from policy_worker.parallel.group import Group
 from tests.policy_worker.parallel.test_ranks import assert_equal, run_here
 from tests.support.devices import DEVICE
@@ -88,3 +91,19 @@ def test_gradients_of_several_backwards_add_up_in_host_memory():
     gradients.bring_back()
     assert weight.grad.tolist() == [8.0, 8.0]
     assert gradients.kept == {}
+
+
+@pytest.mark.usefixtures("group")
+def test_a_part_in_host_memory_stays_there_on_a_mesh_of_gpus():
+    mesh = DeviceMesh("cuda", [0], _init_backend=False)
+    empty = torch.empty(4, 3, device="meta")
+    whole = DTensor.from_local(empty, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+    part = torch.ones(4, 3)
+    assert offload.mapped(whole, lambda _: part)._local_tensor is part
+    codes = torch.zeros(4, 6, dtype=torch.uint8)
+    slot = _laid_out_as(offload.mapped(whole, lambda _: part), codes)
+    assert slot.shape == (4, 6)
+    assert slot._local_tensor is codes
+    copy = offload.on_host(offload.mapped(whole, lambda _: part))
+    assert copy._local_tensor.device.type == "cpu"
+    assert copy._local_tensor is not part

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -24,6 +26,22 @@ def main() -> None:
     assert shapes["exp_avg.codes"] == ((64, 192), torch.uint8), shapes
     assert shapes["exp_avg.scale"] == ((64, 3), torch.float32), shapes
     assert slots["step"] == 1
+    assert_the_same_from_host_memory(settings)
+
+
+def assert_the_same_from_host_memory(settings: OptimizerSettings) -> None:
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(64, 192)) for _ in range(2)]
+        optimizer = Optimizer(parameters, replace(settings, offload=offload))
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step(1.0)
+        slots = [slot for _, each in optimizer.slots() for slot in each.values()]
+        found.append([*parameters, *slots])
+    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
 
 
 if __name__ == "__main__":
