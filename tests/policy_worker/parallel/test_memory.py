@@ -49,7 +49,7 @@ def test_two_shards(tmp_path: Path):
         {"overlap_grad_reduce": False, "fsdp_offload": True, "fsdp_wrap_layers": ["Linear"], "again": True}
     ]
     train = {"param_dtype": "bfloat16", "optm_name": "Muon"}
-    assert_alike(tmp_path / "2", 2, {"dp_shard": 2}, {"train": train}, *ways)
+    assert_alike(tmp_path / "2", 2, {"dp_shard": 2}, model("qwen3") | {"train": train}, *ways)
 
 
 SELECTIVE = {"recompute_granularity": "selective", "again": True}
