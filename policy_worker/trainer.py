@@ -16,6 +16,7 @@ micro-batches; over ranks FSDP2 averages, hence the factor of their number.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -49,6 +50,7 @@ from policy_worker.parallel.fsdp import (
     whole,
 )
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.loss_scale import LossScaler, needs_scaling
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.parts import finish_gradients
 from policy_worker.parallel.pipeline import Pipeline, copies_in
@@ -204,6 +206,10 @@ class TrainedModel(ABC):
             self.optimizer = Optimizer.of_model(self.model, keys, section)
         offloads = keys.fsdp_gradient_offload and not keys.fsdp_offload  # by which FSDP2 has them on the host
         self._gradients = Gradients(self.optimizer.parameters) if offloads else None
+        self.scaler = LossScaler(group, section) if needs_scaling(keys) else None
+        """Of losses, where gradients would vanish in float16."""
+        if self.scaler is not None:
+            self.optimizer.skips = self.scaler.skips
         self._dropouts = [m for m in self.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
         if self._pipeline is not None:
             self.optimizer.copies = copies_in(self.model)
@@ -262,7 +268,7 @@ class TrainedModel(ABC):
 
         def loss_share(batch: MicroBatch, outputs: Any) -> Tensor:
             with span("loss"):
-                return loss_of(batch, outputs) * self.group.sizes.fsdp_ranks
+                return loss_of(batch, outputs) * self._loss_factor
 
         laid_out = self.place.laid_out(samples, batches, columns)
         self._pipeline.learn(self.model, laid_out, partial(self.forward, **asked), loss_share)
@@ -285,10 +291,16 @@ class TrainedModel(ABC):
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         with span("backward"):
-            (loss * self.group.sizes.fsdp_ranks).backward()
+            (loss * self._loss_factor).backward()
+
+    @property
+    def _loss_factor(self) -> float:
+        """Against the average over ranks, and for gradients in float16."""
+        return self.group.sizes.fsdp_ranks * (1.0 if self.scaler is None else self.scaler.scale)
 
     def step(self, step: int) -> float:
-        """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping.
+        """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping, NaN
+        where the step was skipped.
 
         Raises:
             NonFiniteGradientError: see `Optimizer.step`.
@@ -300,7 +312,13 @@ class TrainedModel(ABC):
             finish_gradients(self.model)
             if self._pipeline is not None:
                 self._pipeline.share_gradients(self.model)
+            if self.scaler is not None:
+                self.scaler.unscale(self.optimizer.parameters)
             return self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
+
+    def scale_metrics(self) -> dict[str, float]:
+        """The loss scale, and optimizer steps skipped since this was asked last; nothing without a scaler."""
+        return {} if self.scaler is None else self.scaler.metrics()
 
     def gather_to_first(self, gather: Gather) -> Gather:
         """By name of a tensor of the whole transformers model, that tensor on rank 0. A collective. gather: of the
@@ -639,7 +657,7 @@ class Trainer(TrainedModel):
 
     def step(self, step: int) -> float:
         norm = super().step(step)
-        if self.ema is not None:
+        if self.ema is not None and not math.isnan(norm):
             self.ema.update()
         return norm
 

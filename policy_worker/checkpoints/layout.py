@@ -115,6 +115,10 @@ class Manifest(_Facts):
     kl_coefficient: float | None = Field(
         default=None, description="Of the KL in the reward, as it had adapted."
     )
+    loss_scales: dict[str, tuple[float, int]] = Field(
+        default={},
+        description="Loss scale, and steps since it changed, of models in float16: `policy`, `critic`.",
+    )
     files: dict[Annotated[str, AfterValidator(_below)], FileFacts]
 
 

@@ -25,6 +25,7 @@ from policy_worker.checkpoints.state import (
     REFERENCE,
     base_digest,
     load_average_state,
+    load_loss_scales,
     load_model_state,
     load_optimizer_state,
     load_reference_state,
@@ -176,6 +177,7 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
         if parts.optimizer:
             with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
                 load_optimizer_state(trainer, files)
+            load_loss_scales(trainer, manifest.loss_scales)
         if parts.extra and resumption.step:
             _restore_reference(resumption, trainer)
         if parts.weights == "state" or resumption.own:

@@ -23,7 +23,15 @@ from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
-from policy_worker.checkpoints.state import BASE, MODEL, base_digests, capture_rng, state_to_save
+from policy_worker.checkpoints.state import (
+    BASE,
+    MODEL,
+    OPTIMIZER,
+    base_digests,
+    capture_rng,
+    loss_scales,
+    state_to_save,
+)
 from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
 from policy_worker.checkpoints.uploads import Uploader, make_uploader
 from policy_worker.checkpoints.write import Draft, Exporter, write
@@ -201,6 +209,7 @@ class Checkpointer:
             schedule=_schedule_of(trainer) if "extra" in contents else None,
             critic_schedule=_schedule_of(trainer.critic) if trainer.critic and "extra" in contents else None,
             kl_coefficient=trainer.kl_coefficient if "extra" in contents else None,
+            loss_scales=loss_scales(trainer) if OPTIMIZER in contents else {},
             data=None if self._data is None else self._data.at(step),
             bases=self._bases,
             files={},

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,26 @@ def average_state(trainer: Trainer) -> State:
     return {f"{EMA}.{name}": tensor for name, tensor in average.items()}
 
 
+def _roles(trainer: Trainer) -> dict[str, TrainedModel]:
+    models = {"policy": trainer, "critic": trainer.critic}
+    return {role: one for role, one in models.items() if one is not None}
+
+
+def loss_scales(trainer: Trainer) -> dict[str, tuple[float, int]]:
+    """Of the models that have one, by role."""
+    return {role: one.scaler.state for role, one in _roles(trainer).items() if one.scaler is not None}
+
+
+def load_loss_scales(trainer: Trainer, saved: Mapping[str, tuple[float, int]]) -> None:
+    """Go on with those that were saved."""
+    for role, one in _roles(trainer).items():
+        if one.scaler is not None and role in saved:
+            one.scaler.state = saved[role]
+
+
 def base_digests(trainer: Trainer) -> dict[str, str]:
     """Of the models that train adapters, by role. A collective."""
-    models: dict[str, TrainedModel | None] = {"policy": trainer, "critic": trainer.critic}
-    found = {role: base_digest(one.model, one.group) for role, one in models.items() if one is not None}
+    found = {role: base_digest(one.model, one.group) for role, one in _roles(trainer).items()}
     return {role: digest for role, digest in found.items() if digest is not None}
 
 

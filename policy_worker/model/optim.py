@@ -98,6 +98,8 @@ class Optimizer:
         """Those whose gradients are counted in the norm of another rank."""
         self.total_norm: Callable[[float], float] = lambda norm: norm
         """The norm of the whole model's gradients from that of this rank's."""
+        self.skips: Callable[[float], bool] = lambda norm: False
+        """Whether gradients of this norm are forgotten instead of applied (see `LossScaler`)."""
 
     @staticmethod
     def of_model(model: Any, keys: TrainedKeys, section: str = "train") -> Optimizer:
@@ -157,7 +159,7 @@ class Optimizer:
         progress: of the run, for a weight decay that changes.
 
         Returns:
-            The global gradient norm before clipping.
+            The global gradient norm before clipping; NaN where the step was skipped.
 
         Raises:
             NonFiniteGradientError: on all ranks alike; nothing was applied.
@@ -167,6 +169,10 @@ class Optimizer:
         mine = [_norm(p for p in parameters if id(p) not in copies) for parameters in alike]
         norm = torch.tensor(self.total_norm(math.hypot(*mine)))
         value = float(norm)
+        if self.skips(value):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            return math.nan
         if not math.isfinite(value):
             raise NonFiniteGradientError(
                 f"the gradient norm is {value}: nothing was applied; look at the loss of the last steps, lower "

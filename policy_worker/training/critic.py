@@ -34,7 +34,7 @@ from policy_worker.training.batch_plan import (
     plan_step,
     rows_of,
 )
-from policy_worker.training.metrics import Metrics, PartSums
+from policy_worker.training.metrics import Metrics, PartSums, mean_norm
 from schema.config import Config
 from schema.wire.batch import StepTable
 
@@ -165,7 +165,7 @@ class CriticTraining:
             "critic/lr": critic.lr(table.step),
             "critic/loss": sum(one["loss"] for one in found) / n,
             "critic/clip_fraction": sum(o["clipped"] / t for o, t in zip(found, tokens, strict=True)) / n,
-            "critic/grad_norm": sum(one["grad_norm"] for one in found) / n,
+            **{f"critic/{k}": value for k, value in (mean_norm(found) | critic.scale_metrics()).items()},
             **self._fit([columns[VALUE][row] for row in mine], [columns[RETURN][row] for row in mine]),
         }
 

@@ -213,6 +213,7 @@ class Grpo:
         warms_up = table.step < self._warmup
         if not warms_up:
             self._learn(Lesson(table, samples, columns, head, advantages, tokens, metrics, kept), plan)
+            metrics.facts |= trainer.scale_metrics()
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
         metrics.facts |= self._reward_kl(kl, own) | self.teachers.metrics(own)

@@ -133,7 +133,7 @@ class StepMetrics:
             **_mean([_per_token(sums, tokens) for sums, tokens in steps]),
             **table_metrics(self._table, self._advantages, self._names),
             **age_metrics(ages, self._bound),
-            "optimizer_steps": float(len(self._tokens)),
+            "optimizer_steps": len(self._tokens) - self.facts.get("skipped_steps", 0.0),
         }
 
 
@@ -156,7 +156,14 @@ def _mean(steps: Sequence[Metrics]) -> Metrics:
     if not steps:
         return {}
     mean = {name: math.fsum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    return {**mean, "ratio_max": max(step["ratio_max"] for step in steps)}
+    mean.pop("grad_norm")
+    return {**mean, "ratio_max": max(step["ratio_max"] for step in steps), **mean_norm(steps)}
+
+
+def mean_norm(steps: Sequence[Metrics]) -> Metrics:
+    """The mean `grad_norm` of the optimizer steps that were made and not skipped; nothing without one."""
+    norms = [step["grad_norm"] for step in steps if not math.isnan(step["grad_norm"])]
+    return {"grad_norm": math.fsum(norms) / len(norms)} if norms else {}
 
 
 def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[str, str]) -> Metrics:

@@ -25,7 +25,7 @@ from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, plan_step
 from policy_worker.training.batch_source import DataEnded
-from policy_worker.training.metrics import Metrics, PartSums
+from policy_worker.training.metrics import Metrics, PartSums, mean_norm
 from schema.config import Config
 from schema.wire.messages import HeldOutLoss, TrainedSample
 from schema.wire.prompts import PromptFile, PromptFileError
@@ -186,12 +186,9 @@ class Sft:
             trainer.learn(samples, mini_batch.ranks[trainer.data_rank], loss_of)
             sums.end_step(trainer.step(batch.step))
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
+        metrics |= trainer.scale_metrics()
         for found in sums.reduce(trainer.group):
-            metrics |= {
-                "loss": found["loss"],
-                "accuracy": found["correct"] / n_tokens,
-                "grad_norm": found["grad_norm"],
-            }
+            metrics |= {"loss": found["loss"], "accuracy": found["correct"] / n_tokens, **mean_norm([found])}
         if not math.isfinite(metrics.get("loss", math.nan)):
             log.warning("step %d has no token to learn: it is committed without an update", batch.step)
         return metrics

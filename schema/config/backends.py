@@ -33,6 +33,7 @@ class Backend:
     tried: first numbers of the versions that it was tried with. cpu_quantisations: those of `quantisations` that
     it can do without a GPU.
     carries_state: it decodes layers with a state (state space, linear attention, convolution) too.
+    not_in_float16: kinds of models, by `model_type`, that it does not compute in float16.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Backend:
     carries_state: bool = True
     tried: tuple[str, ...] = ()
     cpu_quantisations: frozenset[str] = frozenset()
+    not_in_float16: frozenset[str] = frozenset()
 
 
 BACKENDS: dict[RolloutBackend, Backend] = {
@@ -82,6 +84,7 @@ BACKENDS: dict[RolloutBackend, Backend] = {
                 )
             },
         },
+        not_in_float16=frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"}),
     ),
     "transformers": Backend(
         title="the transformers engine",

@@ -1102,7 +1102,7 @@ for section, observe, job in (("train", sharding, grpo), ("critic", sharding_of_
         observe,
         job,
         {
-            f"{section}.param_dtype": ("bfloat16", "float32"),
+            f"{section}.param_dtype": ("bfloat16", "float16"),
             f"{section}.fsdp_reduce_dtype": ("float32", "bfloat16"),
             f"{section}.fsdp_reshard_after_forward": ("default", "never"),
         },

@@ -19,7 +19,7 @@ from policy_worker.checkpoints.layout import (
     write_manifest,
 )
 from policy_worker.checkpoints.load import load, schedule_facts
-from policy_worker.checkpoints.state import BASE, base_digests, capture_rng, state_to_save
+from policy_worker.checkpoints.state import BASE, base_digests, capture_rng, loss_scales, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.trainer import Trainer
@@ -77,6 +77,7 @@ def save_state(
             schedule=schedule,
             critic_schedule=of_critic,
             kl_coefficient=trainer.kl_coefficient,
+            loss_scales=loss_scales(trainer),
             bases=base_digests(trainer),
         ),
         ledger="{}",

@@ -1,13 +1,14 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
 OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
-save_step, staged, export, restore, answers, ahead}, or a list of such, whose results are in OUT/0, OUT/1 and so on.
+save_step, staged, export, restore, answers, ahead, scales}, or a list of such, whose results are in OUT/0, OUT/1 and
+so on.
 `mesh` are `MeshSizes`, by default all ranks shard; of a list that of the first holds. `pipe` are further keys of the
 mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
 `model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
 float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
 assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
-"right", "partly" (but for one group), "wrong".
+"right", "partly" (but for one group), "wrong". `scales` are the first loss scales of the policy and the critic.
 
 Each rank writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the metrics as JSON; all
 ranks of a stage come to the same.
@@ -167,6 +168,9 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     if trainer.critic is not None:
         critic = trainer.critic
         critic.optimizer.optimizers[0].register_step_pre_hook(lambda *_: keep("critic.", critic.model))
+    for trained, scale in zip((trainer, trainer.critic), options.get("scales", ()), strict=False):
+        if trained is not None and trained.scaler is not None:
+            trained.scaler.state = scale, 0
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics = []
     for step in range(first, last):

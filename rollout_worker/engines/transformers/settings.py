@@ -50,7 +50,7 @@ def settings_of(config: Config) -> Settings:
     rollout = config.rollout
     alone = config.weight_sync.lora == "adapter" and not config.is_evaluation
     slots = rollout.max_num_seqs or rollout.max_concurrent_samples
-    dtype = config.train.effective_transfer_dtype if rollout.dtype == "auto" else rollout.dtype
+    dtype = config.engine_dtype
     return Settings(
         model_path=config.policy.model_name_or_path,
         revision=config.policy.model_revision,

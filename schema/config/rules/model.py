@@ -39,6 +39,7 @@ def model_agrees(config: Config) -> Iterator[Problem]:
     if config.is_grpo:
         yield from engine_divides(config.rollout.parallelism, facts)
         yield from engine_decodes(config, facts)
+        yield from engine_has_the_range(config, facts)
     yield from experts_are_there(config, facts)
     yield from lengths_are_possible(config, facts)
 
@@ -309,6 +310,18 @@ def engine_decodes(config: Config, facts: ModelFacts) -> list[Problem]:
     )
     hint = 'write rollout.backend = "vllm"'
     return [Problem(key, message, config.rollout.backend, hint, related=(_MODEL,))]
+
+
+def engine_has_the_range(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    """Activations of some models are beyond float16, and an engine may refuse to compute them in it."""
+    engine, key = config.rollout.engine, "rollout.dtype"
+    if config.engine_dtype == "float16" and facts.kind in engine.not_in_float16:
+        types = (config.rollout.dtype, config.train.transfer_dtype, config.train.param_dtype)
+        names = (key, "train.transfer_dtype", "train.param_dtype")
+        chosen = next(name for name, value in zip(names, types, strict=True) if value == "float16")
+        model = f"{_MODEL} = {facts.name} ({facts.kind})"
+        message = f'"float16" is refused by {engine.title} for {model}, whose activations are beyond it'
+        yield Problem(chosen, message, "float16", f'write {chosen} = "bfloat16"', related=(_MODEL,))
 
 
 def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:

@@ -206,6 +206,19 @@ def _trained(config: Config) -> Iterator[tuple[str, PrecisionKeys, str, Checkpoi
         yield "critic", config.critic, "critic", config.critic
 
 
+def masters_hold_small_steps(config: Config) -> Iterator[Problem]:
+    """Float16 is a type to compute in: what the optimizer keeps needs more range."""
+    for section, keys, _, _ in _trained(config):
+        if keys.master_dtype == "float16":
+            key, other = f"{section}.master_dtype", f"{section}.param_dtype"
+            message = (
+                '"float16" has no numbers below 6e-8: squares of gradients below 2e-4, by which Adam divides, are 0 in '
+                f'it, and updates below 1/2048 of a weight are lost; {other} = "float16" computes in it'
+            )
+            hint = f'write {key} = "float32"'
+            yield Problem(key, message, "float16", hint, related=(other,))
+
+
 def recomputation_is_on(config: Config) -> Iterator[Problem]:
     """What is recomputed in backward matters when something is."""
     for section, keys, owner, model in _trained(config):
@@ -264,6 +277,7 @@ TRAINING_RULES = (
     average_goes_somewhere,
     one_narrow_format,
     overlap_is_possible,
+    masters_hold_small_steps,
     recomputation_is_on,
     wrapping_is_one_way,
 )

@@ -136,17 +136,14 @@ class PrecisionKeys(Section):
 
     master_dtype: Dtype = cosmos_key(
         "float32",
-        "Type of the master weights that the optimizer updates. bfloat16 loses small updates.",
+        "Type of the master weights that the optimizer updates: float32, or bfloat16, which loses small updates.",
         acts="number: Type of the parameters that are updated.",
-        unbuilt="loss scaling, which float16 needs",
-        neutral=("float32", "bfloat16"),
     )
     param_dtype: Dtype = cosmos_key(
         "bfloat16",
-        "Type of parameters in forward and backward; outside they are in master_dtype.",
+        "Type of parameters in forward and backward; outside they are in master_dtype. With float16 the loss is "
+        "scaled, and a step whose gradients overflow is skipped.",
         acts="number: Type in which the model computes.",
-        unbuilt="loss scaling, which float16 needs",
-        neutral=("bfloat16", "float32"),
     )
     fsdp_reduce_dtype: Dtype = cosmos_key(
         "float32", "Type in which gradients are reduced.", acts="number: Type in which gradients are reduced."

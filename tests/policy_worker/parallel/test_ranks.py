@@ -282,7 +282,12 @@ def test_bfloat16_parameters_and_float32_masters(group: Group):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    "train", [{"optm_impl": "fused"}, {"optm_impl": "foreach", "param_dtype": "bfloat16"}], ids=str
+    "train",
+    [
+        {"optm_impl": "fused"},
+        *({"optm_impl": "foreach", "param_dtype": dtype} for dtype in ("bfloat16", "float16")),
+    ],
+    ids=str,
 )
 def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[str, Any]):
     straight, _ = run_here(group, train=train, steps=4)

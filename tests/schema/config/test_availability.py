@@ -19,8 +19,6 @@ EXAMPLES: dict[str, Any] = {
     "train.fp4.quant_recipe": "tensorwise",
     "train.fp8.fp8_recipe": "delayed_scaling",
     "train.fp8.quant_recipe": "tensorwise",
-    "train.master_dtype": "float16",
-    "train.param_dtype": "float16",
     "train.train_policy.dataloader_prefetch_factor": 2,
 }
 

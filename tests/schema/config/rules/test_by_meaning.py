@@ -348,6 +348,10 @@ FAULTS = {
         ({"train.async_tp_enabled": True, "train.compile": True}, f"{M}.tp_size = 1"),
         ({"train.async_tp_enabled": True, f"{M}.tp_size": 2}, "train.compile = false"),
     ],
+    training.masters_hold_small_steps: [
+        ({"train.master_dtype": "float16"}, "below 2e-4"),
+        ({"critic.master_dtype": "float16"} | CRITIC, 'critic.param_dtype = "float16"'),
+    ],
     training.recomputation_is_on: [
         (
             {"train.recompute_granularity": "selective", "policy.model_gradient_checkpointing": False},

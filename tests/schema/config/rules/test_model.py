@@ -27,6 +27,7 @@ M, R = "policy.parallelism", "rollout.parallelism"
 VLLM = {"rollout.backend": "vllm"}
 CRITIC = {"critic.enable": True, "train.train_policy.advantage_estimator": "gae"}
 MOE = QWEN | {"num_experts": 12}
+GEMMA = QWEN | {"model_type": "gemma3_text"}
 SMALL = QWEN | {"max_position_embeddings": 1024}
 LEARNED = {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
 
@@ -47,6 +48,8 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
         f"{M}.pp_size",
         (f"8 * {M}.virtual_pp_size = 4 are 32 stages for the 28 layers",),
     ),
+    (GEMMA, VLLM | {"rollout.dtype": "float16"}, "rollout.dtype", ("refused by vLLM", "gemma3_text")),
+    (GEMMA, VLLM | {"train.param_dtype": "float16"}, "train.param_dtype", ("refused by vLLM", "gemma3_text")),
     (MOE, {f"{M}.ep_size": 8}, f"{M}.ep_size", ("8 does not divide the 12 experts",)),
     (QWEN, {f"{M}.ep_size": 2}, f"{M}.ep_size", ("2 is for experts", "has none")),
     (QWEN, VLLM | {f"{R}.tp_size": 12}, f"{R}.tp_size", ("12 does not divide the 16 attention heads",)),
