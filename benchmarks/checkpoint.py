@@ -58,7 +58,7 @@ def make_learner() -> Trainer:
             num_attention_heads=12, num_key_value_heads=6, tie_word_embeddings=True,
         )
     )  # fmt: skip
-    train = {"param_dtype": "float32", "optm_impl": "foreach"}
+    train = {"param_dtype": "float32", "optm_impl": "foreach", "compile": False}
     return Trainer(
         PolicyModel(lm), Config.model_validate({"train": train}), Group(RankEnvironment()), Schedule(1000)
     )

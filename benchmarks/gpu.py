@@ -98,6 +98,7 @@ SECTIONS = (
     Section("staging", 60, 30, TRAINER, "Checkpoints: copies in host memory"),
     Section("training", 180, 130, TRAINER, "Training steps of 1.5B parameters"),
     Section("memory", 150, 20, TRAINER, "What is traded for memory: offload and recomputation"),
+    Section("kernels", 150, 20, TRAINER, "Types and kernels of training steps"),
     Section("logprobs", 50, 30, TRAINER, "Log-probs and loss over a large vocabulary"),
     Section("publication", 70, 45, TRAINER, "Publication of 1.5B parameters"),
     Section("vllm", 300, 0, (*JOB, *TRAINER, "vllm"), "Rollouts by vLLM"),

@@ -92,6 +92,7 @@ class Case:
         parallelism = {"tp_size": 1, "dp_shard_size": 1, **self.mesh}
         sft = {"type": "sft", "mini_batch": 2}
         train = {
+            "compile": False,
             "param_dtype": "float32", "sequence_packing": True, "train_batch_per_replica": 4 * data_ranks,
             "train_policy": sft, **self.train,
         }  # fmt: skip

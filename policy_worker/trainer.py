@@ -50,6 +50,7 @@ from policy_worker.parallel.fsdp import (
     whole,
 )
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.kernels import use_liger
 from policy_worker.parallel.loss_scale import LossScaler, needs_scaling
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.parts import finish_gradients
@@ -529,6 +530,9 @@ class Trainer(TrainedModel):
         """β of the KL in the reward, as it is now."""
         if self.reset_interval and isinstance(self.reference, PolicyModel):
             self._check_alike(self.reference)
+        if config.policy.enable_liger_kernel:
+            for one in self._models():
+                use_liger(one, self.group.device)
         decay = config.train.ema_decay
         self.ema = None if decay is None else Ema(self.model, decay)
 
@@ -553,6 +557,15 @@ class Trainer(TrainedModel):
             yield from self.reference.kept.values()
         if self.ema is not None:
             yield from self.ema.average.values()
+
+    def _models(self) -> Iterator[Backbone]:
+        """Those on the devices of the ranks."""
+        yield self.model
+        if self.critic is not None and self.critic.place.layout.device == self.group.device:
+            yield self.critic.model
+        if isinstance(self.reference, PolicyModel) and not self._reference_is_apart:
+            yield self.reference
+        yield from self.teachers.values()
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         if self._reference_is_apart:

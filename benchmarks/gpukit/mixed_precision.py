@@ -46,7 +46,13 @@ def run(bench: Bench) -> None:
 def train(bench: Bench, group: Group, param_dtype: str) -> list[float]:
     """The loss of each step."""
     lm = bench.language_model(**(SMALL if not bench.tiny else {})).cpu()
-    train = {"param_dtype": param_dtype, "optm_lr": 1e-3, "optm_impl": "fused", "sequence_packing": True}
+    train = {
+        "param_dtype": param_dtype,
+        "optm_lr": 1e-3,
+        "optm_impl": "fused",
+        "sequence_packing": True,
+        "compile": False,
+    }
     config = Config.model_validate({"train": {**train, "train_policy": {"type": "sft"}}})
     model = prepare_model(PolicyModel(lm), packed=True, recompute=True)
     trainer = Trainer(model, config, group, Schedule(1000))

@@ -28,7 +28,12 @@ def run(bench: Bench) -> None:
     group = Group(RankEnvironment())
     try:
         layers = {} if bench.tiny else {"num_hidden_layers": LAYERS}
-        train = {"param_dtype": "float32", "optm_impl": "fused", "train_policy": {"type": "sft"}}
+        train = {
+            "param_dtype": "float32",
+            "optm_impl": "fused",
+            "compile": False,
+            "train_policy": {"type": "sft"},
+        }
         model = PolicyModel(bench.language_model(**layers))
         trainer = Trainer(model, Config.model_validate({"train": train}), group, Schedule(1000))
         _stage(bench, trainer)

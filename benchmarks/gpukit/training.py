@@ -128,6 +128,7 @@ def config_of(*, recompute: bool, tokens: int = 0) -> Config:
                 "param_dtype": "bfloat16",
                 "master_dtype": "float32",
                 "sequence_packing": True,
+                "compile": False,
                 "optm_impl": "fused",
                 "optm_lr": 1e-6,
                 "train_batch_per_replica": 1,

@@ -130,6 +130,7 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
         wanted += [("transformers", "rollout")]
         wanted += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
     problems += missing_optimizers(config, installed)
+    problems += missing_kernels(config, installed)
     problems += missing_trackers(config, installed)
     missing: dict[str, str] = {}
     for module, extra in wanted:
@@ -162,6 +163,64 @@ def missing_optimizers(config: Config, installed: Callable[[str], bool]) -> Iter
             hint = f"pip install '.[8bit]' in the checkout of cosmos-launch, or write \"{name[:-4]}\""
             yield Problem(
                 f"{section}.optm_name", "torchao is not installed, which has this optimizer", name, hint
+            )
+
+
+FLASH_PACKAGES = {
+    2: ("flash_attn", "flash-attn"),
+    3: ("flash_attn_interface", "flash-attn-3"),
+    4: ("flash_attn", "flash-attn-4"),
+}
+"""Version -> the module that it brings, and its package."""
+
+
+def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterator[Problem]:
+    """Kernels whose package is not installed."""
+    if config.is_evaluation:
+        return
+    wanted: list[tuple[str, Any, str, str]] = []
+    if config.train.fp8.enable_fp8:
+        wanted.append(
+            ("train.fp8.enable_fp8", True, "torchao", "pip install '.[8bit]' in the checkout, or write false")
+        )
+    if config.policy.enable_liger_kernel:
+        hint = "pip install '.[liger]' in the checkout, or write false"
+        wanted.append(("policy.enable_liger_kernel", True, "liger_kernel", hint))
+    if (version := config.train.fa_version) is not None:
+        module, package = FLASH_PACKAGES[version]
+        wanted.append(
+            ("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out")
+        )
+    if config.is_grpo:
+        for key in ("rollout.vllm_use_flashinfer", "rollout.sampling_config.use_flashinfer"):
+            if attrgetter(key)(config):
+                wanted.append((key, True, "flashinfer", "pip install flashinfer-python, or write false"))
+    for key, value, module, hint in wanted:
+        if not installed(module):
+            yield Problem(
+                key, f"the package {module} is not installed, whose kernels it asks for", value, hint
+            )
+
+
+def missing_compiler(config: Config, machine: Machine, env: Mapping[str, str]) -> Iterator[Problem]:
+    """What torch.compile needs to make code: for a GPU Triton and a C compiler, for a CPU a C++ compiler."""
+    sections = {
+        "train": config.train.compile,
+        "critic": config.is_grpo and config.critic.enable and config.critic.compile,
+    }
+    names, variable, kind = ["gcc", "clang", "cc"], "CC", "C"
+    if not machine.gpus:
+        names, variable, kind = ["g++"], "CXX", "C++"
+    chosen = env.get(variable)
+    found = any(shutil.which(name, path=env.get("PATH")) for name in ([chosen] if chosen else names))
+    for key in (f"{section}.compile" for section, on in sections.items() if on):
+        hint = f"write {key} = false, or install one"
+        if not found:
+            message = f"true needs a {kind} compiler, and {chosen or ', '.join(names)} is not on the PATH"
+            yield Problem(key, message, True, hint)
+        elif machine.gpus and not has_module("triton"):
+            yield Problem(
+                key, "true needs Triton on a GPU, and the package triton is not installed", True, hint
             )
 
 
@@ -225,6 +284,11 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollout
     findings.problems += check_engine_hardware(config, machine)
     if not machine.gpus and config.takes_turns and config.rollout.engine.sleeps_on_gpus:
         findings.problems.append(no_sleep(config))
+    findings.problems += missing_compiler(config, machine, os.environ)
+    if config.train.compile and not machine.gpus:
+        message = "true compiles for minutes at the start, and on a CPU a step is hardly faster for it"
+        hint = "write train.compile = false"
+        findings.warnings.append(Problem("train.compile", message, True, hint))
     if machine.unused_gpus:
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
@@ -283,13 +347,12 @@ def _model_bytes(name: str) -> int:
 
 # ---- numerics and kernels ----------------------------------------------------------------------------------
 
-# fp8, fp4 and FlashAttention exist from some generation of GPUs on. A GPU whose generation is unknown is taken to be
+# fp8 and FlashAttention exist from some generation of GPUs on. A GPU whose generation is unknown is taken to be
 # able: a wrong refusal would be worse than the worker's own error.
 
 ANY_LATER: Capability = (99, 0)
 SWITCHES: dict[str, tuple[str, Capability]] = {
     "train.fp8.enable_fp8": ("fp8 training", (8, 9)),  # Ada and Hopper are the first that multiply fp8
-    "train.fp4.enable_fp4": ("fp4 training", (10, 0)),  # Blackwell is the first that multiplies fp4
     "policy.enable_liger_kernel": ("a Liger kernel", (7, 0)),  # Volta is the first that Triton compiles for
     "rollout.vllm_use_flashinfer": ("flashinfer", (7, 5)),  # Turing
     "rollout.sampling_config.use_flashinfer": ("flashinfer", (7, 5)),

@@ -15,8 +15,9 @@ rows of some heads and takes its outputs back: blocks are of whole rows whoever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from policy_worker.errors import SettingsError
 
 NAME, USUAL = "blocks", "sdpa"
 """The names in transformers of this attention, and of the one whose place it takes."""
@@ -94,6 +97,13 @@ class Block(NamedTuple):
     mask: Tensor | None
 
 
+class Blocks:
+    """The blocks of a row as one value, into which a compiler does not look: it would compile anew for other ones."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.all = blocks
+
+
 def block_of(start: int, shared: int, lengths: Sequence[int], device: torch.device | str) -> Block:
     """A block whose samples have these own lengths."""
     first, width = start + shared, max(lengths)
@@ -133,7 +143,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    blocks: Sequence[Block] = (),
+    blocks: Blocks | None = None,
     context: Context | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -149,16 +159,16 @@ def attend(
         raise ValueError("it has layers with attention sinks")
     if context is not None:
         query, key, value = context.to_heads(query, key, value)
-    if blocks:
+    if blocks is not None:
         row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [L, H, D]
-        parts = [part for block in blocks for part in _within(block, row, scaling, sliding_window)]
+        parts = [part for block in blocks.all for part in _within(block, row, scaling, sliding_window)]
         padding = query.shape[2] - sum(map(len, parts))
         found = pad(torch.cat(parts), (0, 0, 0, 0, 0, padding))[None]
     else:
         mask = attention_mask
         if mask is None:
             mask = _mask(0, query.shape[2], sliding_window, query.device)
-        found = _attention(query, key, value, mask, scaling).transpose(1, 2)
+        found = _attention(query, key, value, mask, scaling, sliding_window).transpose(1, 2)
     return found if context is None else context.to_positions(found), None
 
 
@@ -169,7 +179,7 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: 
     device = row[0].device
     if block.shared:
         mask = _mask(0, block.shared, window, device)
-        found.append(_attention(*shared, mask, scale)[0].transpose(0, 1))
+        found.append(_attention(*shared, mask, scale, window)[0].transpose(0, 1))
     if len(block.back):
         query, *others = (
             tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2)
@@ -179,13 +189,19 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: 
         if block.shared:
             pairs = zip(shared[1:], others, strict=True)
             others = [torch.cat([of_all.expand(block.samples, -1, -1, -1), own], 2) for of_all, own in pairs]
-        out = _attention(query, *others, mask, scale)
+        out = _attention(query, *others, mask, scale, window)
         found.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
     return found
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]; causal without a mask."""
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, window: int | None
+) -> Tensor:
+    """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]: the last n of m positions, each of which
+    sees up to itself, or the last `window` of these; mask says the same, None without a window where n is m."""
+    if Chosen.flash is not None and _on_gpu(query):
+        inputs = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return Chosen.flash(*inputs, scale, window).transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (mask is not None or not key.shape[-1] == value.shape[-1] <= 256):
         # Then only the slowest kernel takes fewer heads of keys than of queries.
@@ -196,6 +212,71 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     return scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+# ---- FlashAttention --------------------------------------------------------------------------------------------
+
+FLASH = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+"""The module of each version."""
+Flash = Callable[[Tensor, Tensor, Tensor, float | None, int | None], Tensor]
+"""(queries [R, n, H, D], keys, values [R, m, H', D], scale, window) → [R, n, H, D], causal and aligned at the end."""
+
+
+class Chosen:
+    """What computes the attention of this process on a GPU. flash: None: torch's kernels."""
+
+    flash: Flash | None = None
+
+
+def use_flash(version: int | None) -> None:
+    """Compute what is on a GPU with this version of FlashAttention from now on; None: with torch's kernels.
+
+    What is on a CPU, as the small models by which architectures are proven, is computed by torch in any case.
+
+    Raises:
+        SettingsError: it cannot be imported.
+    """
+    if version is None:
+        Chosen.flash = None
+        return
+    try:
+        function = import_module(FLASH[version]).flash_attn_func
+    except (ImportError, OSError, AttributeError) as error:
+        raise SettingsError(
+            f"train.fa_version = {version}: {FLASH[version]} cannot be imported ({error}): see docs/precision.md, or "
+            f"leave it out"
+        ) from error
+    Chosen.flash = staticmethod(flash_of(function, version))
+
+
+def flash_of(function: Callable[..., Any], version: int) -> Flash:
+    """`flash_attn_func` of a version's module, under the arguments that they have in common.
+
+    From 2.1 on causal queries are the last ones of the keys' positions (Dao-AILab/flash-attention, README), which is
+    how own positions see those that they share. No window is (-1, -1) in versions 2 and 3, (None, None) in 4.
+    """
+    endless = None if version == 4 else -1
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        size = (endless, endless) if window is None else (window - 1, 0)
+        alike = torch.are_deterministic_algorithms_enabled()
+        found = function(
+            query, key, value, softmax_scale=scale, causal=True, window_size=size, deterministic=alike
+        )
+        return cast(Tensor, found[0] if isinstance(found, tuple) else found)  # some add the log-sum-exp
+
+    return attention
+
+
+def hide_from_compiler() -> None:
+    """Let compiled layers call this attention as it is: its blocks are others in each row."""
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 
 AttentionInterface.register(NAME, attend)

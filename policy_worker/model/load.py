@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import lora
-from policy_worker.model.model import DTYPES, Lead, PolicyModel, ValueModel, alone, prepare_model
+from policy_worker.model import attention, lora
+from policy_worker.model.model import DTYPES, AnyModel, Lead, PolicyModel, ValueModel, alone, prepare_model
 from policy_worker.model.pretrained import Weights, skeleton, weight_files
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
@@ -49,6 +49,7 @@ def load_model(
     Raises:
         SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
     """
+    attention.use_flash(config.train.fa_version)
     source = Source.of_policy(config)
     if weights is not None:
         what = f"the export {weights} as a model of {source.what}"
@@ -157,14 +158,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
             f"choose a model of the same tokenizer"
         )
     mesh = mesh_of(config, "critic")
-    prepare_model(
-        model,
-        packed=config.train.sequence_packing,
-        **kept_activations(critic, critic),
-        pieces=mesh.cp_size,
-        parted=mesh.sequence_parallel,
-        lead=lead,
-    )
+    _prepare(model, config, mesh, lead, **kept_activations(critic, critic))
     if critic.lora is not None:
         lora.widen(model, master)
     return model
@@ -196,7 +190,11 @@ def _policy_like(
     _choose_experts(loaded.lm, config.policy)
     model = PolicyModel(loaded.lm, loaded.dropout)
     model.weights = loaded.weights
-    return prepare_model(
+    return _prepare(model, config, mesh, lead, **kept)
+
+
+def _prepare(model: AnyModel, config: Config, mesh: ParallelismConfig, lead: Lead, **kept: Any) -> AnyModel:
+    prepare_model(
         model,
         packed=config.train.sequence_packing,
         **kept,
@@ -204,6 +202,12 @@ def _policy_like(
         parted=mesh.sequence_parallel,
         lead=lead,
     )
+    if config.train.fa_version is not None and not model.takes_blocks:
+        raise SettingsError(
+            f"train.fa_version = {config.train.fa_version}: the attention of {type(model.lm).__name__} is not one "
+            f"that FlashAttention computes here: leave it out"
+        )
+    return model
 
 
 def _choose_experts(lm: PreTrainedModel, keys: PolicyConfig) -> None:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.memory import activations
 from policy_worker.model import attention, probe, sequence
-from policy_worker.model.attention import Block, Context, Outputs
+from policy_worker.model.attention import Block, Blocks, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.pretrained import Weights
@@ -80,7 +80,7 @@ class Backbone(nn.Module):
         entry: the stage that runs, of a model that is cut into some; those before the last end before the norm, and
         have a part of the positions alone where these are split between layers.
         """
-        more: dict[str, Any] = {"blocks": blocks} if blocks and self.takes_blocks else {}
+        more: dict[str, Any] = {"blocks": Blocks(blocks)} if blocks and self.takes_blocks else {}
         if self.context is not None:
             input_ids, position_ids = self.context.cut(input_ids), self.context.cut(position_ids)
             more["context"] = self.context

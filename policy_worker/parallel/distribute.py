@@ -9,9 +9,11 @@ from policy_worker.parallel.context import apply_context
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import Units, apply_fsdp, needs_sharding
 from policy_worker.parallel.group import Group
+from policy_worker.parallel.kernels import compile_layers, convert_to_fp8
 from policy_worker.parallel.mesh import EP, TP
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.optimizer import PrecisionKeys
+from schema.config.sections.train import TrainingConfig
 
 
 def distribute(
@@ -31,12 +33,13 @@ def distribute(
     `apply_fsdp`; those of what trains are in its keys. dispatcher: see `experts`.
 
     Raises:
-        SettingsError: the model cannot be cut so.
+        SettingsError: the model cannot be cut so, or its layers cannot compute in fp8.
     """
     ranks = group.sizes.fsdp_ranks
     if not frozen:
         offload, units = keys.fsdp_offload, Units.of_config(keys)
     shards = offload or (ranks > 1 if frozen else needs_sharding(ranks, keys))
+    mesh = None
     if shards or group.sizes.tp > 1:
         mesh = group.mesh() if device is None else group.second_mesh()
         apply_context(model, mesh)
@@ -44,7 +47,11 @@ def distribute(
             apply_tp(model, mesh[TP], dispatcher if group.sizes.sequence else None)
         elif group.sizes.ep > 1:
             apply_ep(model, mesh[EP], dispatcher)
-        if shards:
-            return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload, units=units or Units())
+    if isinstance(keys, TrainingConfig) and keys.fp8.enable_fp8 and not frozen:
+        convert_to_fp8(model, keys.fp8)
+    if keys.compile:
+        compile_layers(model)
+    if shards:
+        return apply_fsdp(model, mesh, keys, frozen=frozen, offload=offload, units=units or Units())
     place = device or group.device
     return model.read_weights(place).to(place)

@@ -98,6 +98,7 @@ BACKENDS: dict[RolloutBackend, Backend] = {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": None,
             "block_size": None,
+            "vllm_use_flashinfer": False,
             "engine_kwargs": {},
         },
     ),

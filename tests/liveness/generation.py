@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from rollout_worker.engines import create_engine
-from rollout_worker.engines.base import EngineConfigError, Generation
+from rollout_worker.engines.base import EngineConfigError, EngineFailed, Generation
 from rollout_worker.engines.transformers.settings import settings_of
+from rollout_worker.engines.vllm.adapter import Boot
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from rollout_worker.groups.leasing import Leasing, training_settings, validation_settings
 from rollout_worker.groups.pipeline import GenerationPipeline
@@ -105,6 +108,7 @@ ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "rollout.parallelism.tp_size": (1, 2),
     "rollout.parallelism.dp_shard_size": (1, 2),
     "rollout.parallelism.pp_size": (1, 2),
+    "rollout.vllm_use_flashinfer": (False, True),
     "train.transfer_dtype": ("float32", "bfloat16"),
     "train.seed": (1, 2),
 }
@@ -121,6 +125,23 @@ watch(
     ),
     {"rollout.quantization": ("none", "fp8"), "rollout.parallelism.ep_size": (1, 2)},
 )
+
+
+def vllm_environment(config: Config, place: Place) -> str | None:
+    """What vLLM's processes are told of the kernels that sample, as they are started."""
+    seen = []
+    with contextlib.suppress(EngineFailed), patch.object(Boot, "_vllm_config", lambda _: _note(seen)):
+        Boot(config).run()
+    return seen[0]
+
+
+def _note(seen: list[str | None]) -> None:
+    seen.append(os.environ.get("VLLM_USE_FLASHINFER_SAMPLER"))
+    raise EngineFailed("it is enough to know")
+
+
+filtered = {"rollout.sampling_config.top_p": 0.9, "rollout.sampling_config.sampling_correction": "raw"}
+watch(vllm_environment, changed(vllm, filtered), {"rollout.sampling_config.use_flashinfer": (False, True)})
 watch(
     vllm_arguments,
     changed(vllm, {"policy.model_name_or_path": "owner/name"}),

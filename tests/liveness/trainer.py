@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +31,7 @@ from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
+from policy_worker.errors import SettingsError
 from policy_worker.memory import offload
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
@@ -58,6 +61,7 @@ from policy_worker.worker import _algorithm, _seed
 from schema.config import Config
 from schema.config.layout import mesh_of, ranks_of
 from schema.config.rules.mesh import roles_have_the_policys_ranks, stages_take_any_shape
+from schema.config.rules.training import TRAINING_RULES
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.wire import messages as m
 from schema.wire.batch_file import folder_of, recorded
@@ -1212,6 +1216,93 @@ watch(
     units_of_the_reference,
     changed(unclipped, with_kl | {"reference.offload": True}),
     {"reference.fsdp_wrap_layers": ([], ["Qwen3MLP"]), "reference.fsdp_wrap_min_params": (0, 3000)},
+)
+
+
+def compiled(config: Config, place: Place) -> list[bool]:
+    """Whether the layers of each trained model are compiled."""
+    layers = [layer for trained in _trained(config, place) for layer in trained.model.decoder_layers()]
+    return [hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers]
+
+
+def kernel_of_the_attention(config: Config, place: Place) -> str:
+    """Which package loading the model asks for, where none is installed."""
+    try:
+        load_model(config)
+    except SettingsError as refusal:
+        return str(refusal)
+    return "torch"
+
+
+def kernels_of_the_layers(config: Config, place: Place) -> str:
+    """Which package the trainer asks for, where none is installed."""
+    try:
+        with patch.dict(sys.modules, {"liger_kernel": None, "torchao": None}):
+            _trainer(config, place)
+    except SettingsError as refusal:
+        return str(refusal)
+    return "torch"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is asked of torchao's configuration of fp8."""
+
+    name: str = ""
+    pad_inner_dim: bool = False
+    emulate: bool = False
+
+    from_recipe_name = classmethod(lambda cls, name: cls(name))
+
+
+def fp8_recipe(config: Config, place: Place) -> set[str]:
+    """Which recipe torchao is handed, for layers that fit."""
+    asked = set()
+
+    def convert(layer: Any, *, config: Recipe, module_filter_fn: Any) -> None:
+        asked.add(config.name)
+        assert any(module_filter_fn(module, name) for name, module in layer.named_modules())
+
+    library = SimpleNamespace(Float8LinearConfig=Recipe, convert_to_float8_training=convert)
+    with patch.dict(sys.modules, {"torchao": SimpleNamespace(float8=library), "torchao.float8": library}):
+        _trainer(config, place)
+    return asked
+
+
+for section, job in (("train", grpo), ("critic", with_critic)):
+    watch(compiled, job, {f"{section}.compile": (False, True)})
+narrow = changed(grpo, {"train.param_dtype": "bfloat16"})
+watch(kernel_of_the_attention, narrow, {"train.fa_version": (2, 3)})
+watch(
+    kernels_of_the_layers,
+    narrow,
+    {"policy.enable_liger_kernel": (False, True), "train.fp8.enable_fp8": (False, True)},
+)
+in_fp8 = changed(narrow, {"train.fp8.enable_fp8": True})
+watch(fp8_recipe, in_fp8, {"train.fp8.quant_recipe": ("rowwise", "tensorwise")})
+
+
+def refusals_of_training(config: Config, place: Place) -> list[str]:
+    """What the rules of training have against it."""
+    return [problem.render() for rule in TRAINING_RULES for problem in rule(config)]
+
+
+watch(
+    refusals_of_training,
+    in_fp8,
+    {"train.fp8.fp8_recipe": ("dynamic_scaling", "delayed_scaling")},
+    refused=True,
+)
+watch(
+    refusals_of_training,
+    grpo,
+    {
+        "train.async_tp_enabled": (False, True),
+        "train.fp4.enable_fp4": (False, True),
+        "train.fp4.fp4_recipe": ("dynamic_scaling", "delayed_scaling"),
+        "train.fp4.quant_recipe": ("rowwise", "tensorwise"),
+    },
+    refused=True,
 )
 
 

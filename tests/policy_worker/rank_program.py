@@ -32,6 +32,7 @@ from policy_worker.checkpoints.export import export_model
 from policy_worker.model.load import kept_activations
 from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
 from policy_worker.model.stages import names_here, names_of_all
+from policy_worker.parallel import distribute
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
@@ -208,6 +209,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
 
 def main(out: Path, options: Any) -> None:
     torch.set_num_threads(1)
+    distribute.BACKEND = "aot_eager"  # as compiled, without a C++ compiler
     several = isinstance(options, list)
     group = Group(RankEnvironment.of_environ())
     try:

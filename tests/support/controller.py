@@ -25,6 +25,7 @@ def make_config(**sections: Any) -> Config:
     """A small GRPO config: 2 groups of 2 samples per step. Keyword: section -> values that replace."""
     base: dict[str, Any] = {
         "train": {
+            "compile": False,
             "train_batch_per_replica": 4,
             "train_policy": {"type": "grpo", "allowed_outdated_steps": 1},
         },

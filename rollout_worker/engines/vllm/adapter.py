@@ -102,8 +102,8 @@ class Boot:
             EngineConfigError: vLLM does not accept the settings.
             EngineFailed: its processes did not come up.
         """
-        modules = self._config.policy.external_modules
-        with environment(boot_environment(os.getpid(), modules)):
+        modules, sampling = self._config.policy.external_modules, self._config.rollout.sampling_config
+        with environment(boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)):
             vllm_config = self._vllm_config()
             from vllm.v1.engine.async_llm import AsyncLLM
 

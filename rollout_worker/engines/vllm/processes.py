@@ -32,10 +32,13 @@ _EXIT_ORPHANED = 1
 _POLL_SECONDS = 0.5
 
 
-def boot_environment(parent: int, modules: Sequence[str] = ()) -> dict[str, str | None]:
-    """Variables to set (or, with None, to remove) while vLLM starts its processes."""
+def boot_environment(
+    parent: int, modules: Sequence[str] = (), *, flashinfer: bool = False
+) -> dict[str, str | None]:
+    """Variables to set (or, with None, to remove) while vLLM starts its processes. flashinfer: whether it samples."""
     return {
         PARENT: str(parent),
+        "VLLM_USE_FLASHINFER_SAMPLER": str(int(flashinfer)),
         MODULES: ",".join(modules) or None,
         # A forked copy of a process with threads and an event loop may deadlock.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

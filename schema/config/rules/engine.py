@@ -248,6 +248,30 @@ def engine_can_quantise(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, rollout.quantization, f'write {other} = "merged"', related=(other,))
 
 
+def sampler_is_heard(config: Config) -> Iterator[Problem]:
+    """Flashinfer samples from logits without telling what its filters left, of which exact log-probs are."""
+    sampling, key = config.rollout.sampling_config, f"{_SAMPLING}.use_flashinfer"
+    if not config.is_grpo or not sampling.use_flashinfer:
+        return
+    needed = [
+        ("rollout.backend", config.rollout.backend, "vllm", "samples by itself"),
+        (
+            f"{_SAMPLING}.sampling_correction",
+            sampling.sampling_correction,
+            "raw",
+            "needs what filters left of the logits",
+        ),
+    ]
+    for other, value, wanted, why in needed:
+        if value != wanted:
+            message = f'true lets flashinfer filter and draw, and {other} = "{value}" {why}'
+            hint = f'write {key} = false, or {other} = "{wanted}"'
+            yield Problem(key, message, True, hint, related=(other,))
+    if sampling.top_p == 1.0 and sampling.top_k <= 0:
+        message = f"true has no effect: neither {_SAMPLING}.top_p nor {_SAMPLING}.top_k filters anything"
+        yield Problem(key, message, True, f"write {key} = false", related=(f"{_SAMPLING}.top_p",))
+
+
 def group_fits_replica(config: Config) -> Iterator[Problem]:
     """A replica leases whole groups: one must fit into what it may have in flight."""
     rollout = config.rollout
@@ -268,6 +292,7 @@ ENGINE_RULES = (
     pass_through_is_not_a_detour,
     engine_can_do_it,
     engine_can_quantise,
+    sampler_is_heard,
     group_fits_replica,
 )
 ENGINE_WARNINGS = (raw_log_probs_are_another_policy,)

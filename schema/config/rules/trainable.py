@@ -53,14 +53,12 @@ def map_freezes_something(config: Config) -> Iterator[Problem]:
 
 
 def base_is_not_narrow(config: Config) -> Iterator[Problem]:
-    """Adapters wrap linear layers of the parameters' type; fp8 and fp4 would replace these layers."""
-    formats = {"fp8": config.train.fp8.enable_fp8, "fp4": config.train.fp4.enable_fp4}
-    for name, enabled in formats.items():
-        if enabled and config.policy.lora is not None:
-            key = f"train.{name}.enable_{name}"
-            message = f"true replaces the linear layers that policy.lora (r = {config.policy.lora.r}) wraps"
-            hint = f"write {key} = false, or train without LoRA"
-            yield Problem(key, message, True, hint, related=("policy.lora",))
+    """Adapters wrap linear layers of the parameters' type; fp8 would replace these layers."""
+    if config.train.fp8.enable_fp8 and config.policy.lora is not None:
+        key = "train.fp8.enable_fp8"
+        message = f"true replaces the linear layers that policy.lora (r = {config.policy.lora.r}) wraps"
+        hint = f"write {key} = false, or train without LoRA"
+        yield Problem(key, message, True, hint, related=("policy.lora",))
 
 
 def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:

@@ -174,29 +174,86 @@ def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, warmup, hint, related=(_STEPS,))
 
 
-def one_narrow_format(config: Config) -> Iterator[Problem]:
-    """Linear layers compute in fp8 or in fp4."""
-    if not (config.train.fp8.enable_fp8 and config.train.fp4.enable_fp4):
+def scales_are_found_at_each_product(config: Config) -> Iterator[Problem]:
+    """Fp8 training is torchao's: dynamic scales of linear layers that are whole, next to bfloat16."""
+    keys, key = config.train.fp8, "train.fp8.enable_fp8"
+    for name, value in written(keys, "fp8_recipe", "quant_recipe") if not keys.enable_fp8 else ():
+        message, hint = f'"{value}" has no effect: {key} = false', f"write {key} = true, or leave it out"
+        yield Problem(f"train.fp8.{name}", message, value, hint, related=(key,))
+    if not keys.enable_fp8:
         return
-    key, other = "train.fp4.enable_fp4", "train.fp8.enable_fp8"
-    message = f"true contradicts {other} = true: a linear layer computes in one of the two"
-    yield Problem(key, message, True, f"write {key} = false, or {other} = false", related=(other,))
+    if keys.fp8_recipe == "delayed_scaling":
+        recipe = "train.fp8.fp8_recipe"
+        message = (
+            '"delayed_scaling" takes scales of earlier steps, which torchao has given up for dynamic ones'
+        )
+        yield Problem(recipe, message, keys.fp8_recipe, f'write {recipe} = "dynamic_scaling"')
+    if config.train.param_dtype != "bfloat16":
+        dtype = "train.param_dtype"
+        message = f'true computes next to bfloat16, and {dtype} = "{config.train.param_dtype}"'
+        yield Problem(key, message, True, f'write {dtype} = "bfloat16", or {key} = false', related=(dtype,))
+    if (size := config.policy.parallelism.tp_size) > 1:
+        ranks = "policy.parallelism.tp_size"
+        message = f"true scales whole rows or weights, of which {ranks} = {size} leaves each rank a part"
+        yield Problem(key, message, True, f"write {ranks} = 1, or {key} = false", related=(ranks,))
 
 
-def overlap_is_possible(config: Config) -> Iterator[Problem]:
-    """Asynchronous tensor parallelism overlaps the communication of a mesh, by rewriting the compiled graph."""
-    if not config.train.async_tp_enabled:
+def fp4_is_not_trained(config: Config) -> Iterator[Problem]:
+    """There is a prototype alone, for shapes that batches here do not have."""
+    for name, value in written(config.train.fp4, "enable_fp4", "fp4_recipe", "quant_recipe"):
+        key = f"train.fp4.{name}"
+        message = (
+            f"{toml_value(value)} asks for training in fp4, of which torchao has a prototype: it takes multiples of "
+            "128 tokens, and keeps random numbers in the model's state, which exports would carry"
+        )
+        yield Problem(key, message, value, "leave [train.fp4] out; train.fp8 computes in 8 bits")
+
+
+def overlap_is_of_compiled_exchanges(config: Config) -> Iterator[Problem]:
+    """Inductor overlaps products with collectives that it finds in a graph (`_micro_pipeline_tp`)."""
+    if config.train.async_tp_enabled:
+        key = "train.async_tp_enabled"
+        message = (
+            "true lets a compiler interleave products with the collectives of DTensor around them, and tensor "
+            "parallelism here has exchanges of its own, which its pass does not know"
+        )
+        yield Problem(
+            key, message, True, f"write {key} = false; sequence_parallel = true halves what they keep"
+        )
+
+
+def kernels_take_their_types(config: Config) -> Iterator[Problem]:
+    """FlashAttention computes in 16 bits."""
+    key, version = "train.fa_version", config.train.fa_version
+    for section, keys, _, _ in _trained(config) if version is not None else ():
+        if keys.param_dtype == "float32":
+            dtype = f"{section}.param_dtype"
+            message = f'{version} computes in bfloat16 or float16, and {dtype} = "float32"'
+            yield Problem(
+                key, message, version, f'write {dtype} = "bfloat16", or leave it out', related=(dtype,)
+            )
+
+
+def kernels_take_whole_layers(config: Config) -> Iterator[Problem]:
+    """Liger's kernels replace what modules compute, and so do other keys."""
+    key, mesh = "policy.enable_liger_kernel", "policy.parallelism"
+    if not config.policy.enable_liger_kernel:
         return
-    key, compiled, size_key = "train.async_tp_enabled", "train.compile", "policy.parallelism.tp_size"
-    size = config.policy.parallelism.tp_size
-    if size == 1:
-        message = f"true overlaps the communication of tensor parallelism, and {size_key} = 1 has none"
-        hint = f"write {size_key} = 2, or {key} = false"
-        yield Problem(key, message, True, hint, related=(size_key,))
-    elif not config.train.compile:
-        message = f"true rewrites the compiled graph, and {compiled} = false compiles none"
-        hint = f"write {compiled} = true, or {key} = false"
-        yield Problem(key, message, True, hint, related=(compiled,))
+    others: list[tuple[str, bool | int, bool | int, str]] = [
+        (
+            "train.compile",
+            config.train.compile,
+            False,
+            "compiles the same operations into kernels of its own",
+        ),
+        (f"{mesh}.tp_size", config.policy.parallelism.tp_size, 1, "leaves each rank a part of a layer"),
+        (f"{mesh}.pp_size", config.policy.parallelism.pp_size, 1, "leaves each rank some of the layers"),
+    ]
+    for other, value, neutral, why in others:
+        if value != neutral:
+            message = f"true replaces what whole layers compute, and {other} = {toml_value(value)} {why}"
+            hint = f"write {key} = false, or {other} = {toml_value(neutral)}"
+            yield Problem(key, message, True, hint, related=(other,))
 
 
 def _trained(config: Config) -> Iterator[tuple[str, PrecisionKeys, str, CheckpointingKeys]]:
@@ -212,8 +269,8 @@ def masters_hold_small_steps(config: Config) -> Iterator[Problem]:
         if keys.master_dtype == "float16":
             key, other = f"{section}.master_dtype", f"{section}.param_dtype"
             message = (
-                '"float16" has no numbers below 6e-8: squares of gradients below 2e-4, by which Adam divides, are 0 in '
-                f'it, and updates below 1/2048 of a weight are lost; {other} = "float16" computes in it'
+                '"float16" has no numbers below 6e-8: squares of gradients below 2e-4, by which Adam divides, are '
+                f'0, and updates below 1/2048 of a weight are lost; {other} = "float16" computes in it'
             )
             hint = f'write {key} = "float32"'
             yield Problem(key, message, "float16", hint, related=(other,))
@@ -258,11 +315,8 @@ def optimizers_have_state(config: Config) -> Iterator[Problem]:
 
 def casts_are_fused(config: Config) -> Iterator[Problem]:
     """Warning: scaling and casting cost more than a narrow product saves, unless the compiler fuses them."""
-    if config.train.compile:
-        return
-    enabled = {"fp8": config.train.fp8.enable_fp8, "fp4": config.train.fp4.enable_fp4}
-    for name in (name for name, on in enabled.items() if on):
-        key, other = f"train.{name}.enable_{name}", "train.compile"
+    if config.train.fp8.enable_fp8 and not config.train.compile:
+        key, other = "train.fp8.enable_fp8", "train.compile"
         message = f"true casts in steps of their own while {other} = false: slower than bfloat16 as a rule"
         yield Problem(key, message, True, f"write {other} = true", related=(other,))
 
@@ -275,8 +329,11 @@ TRAINING_RULES = (
     weight_decay_ramp_agrees,
     lists_are_for_the_optimizers,
     average_goes_somewhere,
-    one_narrow_format,
-    overlap_is_possible,
+    scales_are_found_at_each_product,
+    fp4_is_not_trained,
+    overlap_is_of_compiled_exchanges,
+    kernels_take_their_types,
+    kernels_take_whole_layers,
     masters_hold_small_steps,
     recomputation_is_on,
     wrapping_is_one_way,

@@ -45,7 +45,11 @@ class CriticConfig(CheckpointingKeys, ModelKeys, PrecisionKeys, OptimizerKeys):
         "Low-rank adapters next to the model, whose own weights are frozen and kept in critic.param_dtype. Unset: "
         "all weights are trained.",
     )
-    compile: bool = key(False, "Whether the model is compiled with torch.compile.", unbuilt="torch.compile")
+    compile: bool = key(
+        False,
+        "Whether the layers of the critic are compiled with torch.compile, as those of train.compile.",
+        acts="number: Whether the layers of the critic are compiled.",
+    )
     warmup_steps: Natural = key(
         0,
         "Steps for which only the critic learns, before the policy does.",

@@ -205,5 +205,8 @@ class PrecisionKeys(Section):
         acts="number: Which modules keep activations in host memory.",
     )
     compile: bool = cosmos_key(
-        True, "Whether the model is compiled with torch.compile.", unbuilt="torch.compile", neutral=(False,)
+        True,
+        "Whether the layers of the model are compiled with torch.compile, each by itself and for rows of any length. "
+        "Takes minutes at the start, and a C++ compiler; on a CPU hardly faster.",
+        acts="number: Whether the layers of the model are compiled.",
     )

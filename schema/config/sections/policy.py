@@ -205,7 +205,10 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
         acts="number: Which weights a step leaves as they are.",
     )
     enable_liger_kernel: bool = cosmos_key(
-        False, "Whether Liger kernels replace the model's own.", unbuilt="Liger kernels"
+        False,
+        "Whether Liger's kernels (package liger-kernel, GPUs) compute norms, rotary embeddings and MLPs of "
+        "the models of training.",
+        acts="number: Which kernels compute the layers.",
     )
     moe_token_dispatcher: Literal["allgather", "alltoall"] = key(
         "alltoall",

@@ -125,7 +125,12 @@ class SamplingConfig(Section):
         "Penalty on tokens already generated, per occurrence; 0.0: off.",
         acts="sampling parameter: `frequency_penalty`; the same penalty on the trainer's logits.",
     )
-    use_flashinfer: bool = cosmos_key(False, "Whether flashinfer does the sampling.", unbuilt="flashinfer")
+    use_flashinfer: bool = cosmos_key(
+        False,
+        "vLLM: whether flashinfer's kernels apply top_p and top_k. They tell nothing of what is left, so "
+        'sampling_correction = "raw" is needed.',
+        acts="engine argument: `VLLM_USE_FLASHINFER_SAMPLER` of its processes.",
+    )
     seed: int | None = key(
         None,
         "Base of the per-sample seeds. Unset: rollout.seed, else the seed of the job.",
@@ -280,7 +285,11 @@ class RolloutConfig(Section):
         example=42,
     )
     sampling_config: SamplingConfig = cosmos_key(SamplingConfig, "How tokens are drawn.")
-    vllm_use_flashinfer: bool = cosmos_key(False, "vLLM: use flashinfer's attention.", unbuilt="flashinfer")
+    vllm_use_flashinfer: bool = cosmos_key(
+        False,
+        "vLLM: whether flashinfer computes the attention. Unset, vLLM chooses.",
+        acts="engine argument: `attention_config`.",
+    )
     multi_turn_config: MultiTurnRolloutConfig = cosmos_key(
         MultiTurnRolloutConfig, "How prompts are rendered; conversations of several turns."
     )

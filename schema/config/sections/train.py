@@ -116,27 +116,43 @@ class CheckpointConfig(Section):
     )
 
 
-class FP8Config(Section):
-    """`[train.fp8]`: linear layers in 8-bit floating point."""
+_FP4 = "refusal: training in fp4, which no library offers for batches of any length."
 
-    enable_fp8: bool = cosmos_key(False, "Whether linear layers compute in fp8.", unbuilt="fp8 training")
+
+class FP8Config(Section):
+    """`[train.fp8]`: linear layers of the policy in 8-bit floating point."""
+
+    enable_fp8: bool = cosmos_key(
+        False,
+        "Whether linear layers of the policy's decoder layers compute in fp8 (package torchao, GPUs from Ada on). "
+        "Weights stay in master_dtype; published and reference weights are not in fp8.",
+        acts="number: How many linear layers compute in fp8.",
+    )
     fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = cosmos_key(
-        "dynamic_scaling", "How scales are found.", unbuilt="fp8 training"
+        "dynamic_scaling",
+        "How scales are found: at each product. `delayed_scaling` is refused: torchao has given it up.",
+        acts="refusal: scales of earlier steps.",
     )
     quant_recipe: Literal["rowwise", "tensorwise"] = cosmos_key(
-        "rowwise", "Granularity of the scales.", unbuilt="fp8 training"
+        "rowwise",
+        "Granularity of the scales: one for each row, or for each tensor.",
+        acts="number: Outputs of the layers.",
     )
 
 
 class FP4Config(Section):
-    """`[train.fp4]`: linear layers in 4-bit floating point."""
+    """`[train.fp4]`: refused. Linear layers in 4-bit floating point."""
 
-    enable_fp4: bool = cosmos_key(False, "Whether linear layers compute in fp4.", unbuilt="fp4 training")
+    enable_fp4: bool = cosmos_key(
+        False,
+        "Must be false: torchao's training in fp4 is a prototype for multiples of 128 tokens.",
+        acts=_FP4,
+    )
     fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = cosmos_key(
-        "dynamic_scaling", "How scales are found.", unbuilt="fp4 training"
+        "dynamic_scaling", "Must be left as it is.", acts=_FP4
     )
     quant_recipe: Literal["rowwise", "tensorwise"] = cosmos_key(
-        "rowwise", "Granularity of the scales.", unbuilt="fp4 training"
+        "rowwise", "Must be left as it is.", acts=_FP4
     )
 
 
@@ -196,8 +212,9 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
     )
     async_tp_enabled: bool = cosmos_key(
         False,
-        "Whether tensor parallelism overlaps its communication.",
-        unbuilt="asynchronous tensor parallelism",
+        "Must be false: a compiler overlaps products with collectives of DTensor, and tensor parallelism here has "
+        "exchanges of its own.",
+        acts="refusal: true.",
     )
     sync_weight_interval: Count = cosmos_key(
         1,
@@ -215,11 +232,12 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
     )
     fa_version: int | None = cosmos_key(
         None,
-        "FlashAttention version. Unset: the default.",
+        "FlashAttention version that computes the attention of training, on GPUs: 2 (package flash-attn), 3 "
+        "(flash-attn-3, Hopper) or 4 (flash-attn-4, from Hopper on). Unset: torch's own kernels.",
         ge=2,
         le=4,
         example=3,
-        unbuilt="a choice of the FlashAttention version",
+        acts="number: Which kernel computes the attention.",
     )
     seed: Seed | None = cosmos_key(
         None,

@@ -25,7 +25,7 @@ _TEMPLATE = (
     "chat templates come with the tokenizer; rollout.multi_turn_config.custom_chat_template_path names a file"
 )
 _REPLAY = "replays the routing of experts from rollout to training"
-_QAT = "quantisation-aware training; train.fp8 and train.fp4 compute in low precision"
+_QAT = "quantisation-aware training; train.fp8 computes in low precision"
 _TRANSLATED = "an artefact of a machine translation, which verl does not read; its key is "
 
 _OLD_POLICY = (

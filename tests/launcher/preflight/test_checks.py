@@ -21,6 +21,8 @@ from launcher.preflight.checks import (
     check_overrides,
     check_redis,
     fields,
+    missing_compiler,
+    missing_kernels,
     missing_packages,
     unknown_names,
     unset_variables,
@@ -176,7 +178,6 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
     ("sections", "able", "unable"),
     [
         ({"train": {"fp8": {"enable_fp8": True}}}, [HOPPER, (8, 9), BLACKWELL], [AMPERE, (7, 5)]),
-        ({"train": {"fp4": {"enable_fp4": True}}}, [BLACKWELL, (12, 0)], [HOPPER]),
         ({"train": {"fa_version": 2}}, [AMPERE, HOPPER], [(7, 5)]),
         ({"train": {"fa_version": 3}}, [HOPPER], [AMPERE, BLACKWELL]),
         ({"train": {"fa_version": 4}}, [HOPPER, BLACKWELL], [AMPERE]),
@@ -246,6 +247,50 @@ def test_a_vllm_of_which_nothing_is_known_is_named(tmp_path: Path, installed: st
         assert "vllm==0.32.*" in problem.hint
     assert check_engine_version(wanted, None) == []
     assert check_engine_version(config(), tmp_path / "vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "module"),
+    [
+        ({"train": {"fp8": {"enable_fp8": True}}}, "train.fp8.enable_fp8", "torchao"),
+        ({"policy": {"enable_liger_kernel": True}}, "policy.enable_liger_kernel", "liger_kernel"),
+        ({"train": {"fa_version": 2}}, "train.fa_version", "flash_attn"),
+        ({"train": {"fa_version": 3}}, "train.fa_version", "flash_attn_interface"),
+        ({"rollout": {"vllm_use_flashinfer": True}}, "rollout.vllm_use_flashinfer", "flashinfer"),
+    ],
+)
+def test_kernels_need_their_package(sections: dict, key: str, module: str):
+    (problem,) = missing_kernels(config(**sections), lambda name: name != module)
+    assert problem.key == key
+    assert f"the package {module} is not installed" in problem.message
+    assert problem.hint
+    assert list(missing_kernels(config(**sections), lambda _: True)) == []
+    assert list(missing_kernels(config(), lambda _: False)) == []
+
+
+def test_compiling_needs_a_compiler(tmp_path: Path):
+    on, off = (config(train={"compile": value}) for value in (True, False))
+    cpu, gpu = Machine(8), Machine(8, ("0",))
+    nowhere = {"PATH": str(tmp_path)}
+    for machine, word in ((cpu, "C++ compiler, and g++"), (gpu, "C compiler, and gcc, clang, cc")):
+        (problem,) = missing_compiler(on, machine, nowhere)
+        assert (problem.key, problem.value) == ("train.compile", True)
+        assert word in problem.message
+        assert problem.hint == "write train.compile = false, or install one"
+        assert list(missing_compiler(off, machine, nowhere)) == []
+    for name in ("g++", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert list(missing_compiler(on, cpu, nowhere)) == []
+    assert list(missing_compiler(on, cpu, nowhere | {"CXX": "mine"})) == []
+    (other,) = missing_compiler(on, cpu, nowhere | {"CXX": "theirs"})
+    assert "theirs is not on the PATH" in other.message
+
+
+def test_compiling_on_a_cpu_is_a_warning(tmp_path: Path):
+    found = check_machine(job(tmp_path, train={"compile": True}), Machine(2))
+    assert [problem.key for problem in found.warnings] == ["train.compile"]
+    assert found.problems == []
 
 
 def test_nsight_systems_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,17 +10,7 @@ from schema.config.loading.explain import all_fields
 from tests.schema.config_samples import GRPO, SFT, other_value, write
 from tests.support.each import check_each
 
-# Defaults that a bare machine cannot honour: refused until the user writes what fits.
-DEFAULTS_REFUSED = {"train.compile", "validation.enable"}
-
-EXAMPLES: dict[str, Any] = {
-    "train.fa_version": 3,
-    "train.fp4.fp4_recipe": "delayed_scaling",
-    "train.fp4.quant_recipe": "tensorwise",
-    "train.fp8.fp8_recipe": "delayed_scaling",
-    "train.fp8.quant_recipe": "tensorwise",
-    "train.train_policy.dataloader_prefetch_factor": 2,
-}
+EXAMPLES: dict[str, Any] = {"train.train_policy.dataloader_prefetch_factor": 2}
 
 
 def example(key: str) -> Any:
@@ -61,20 +51,13 @@ def test_neutral_values_are_accepted() -> None:
             assert check_available(config) == [], key
 
 
-def test_only_the_known_defaults_are_refused() -> None:
-    refused = {problem.key for problem in check_available(Config())}
-    assert refused == {"train.compile"}
+def test_no_default_is_refused() -> None:
+    assert check_available(Config()) == []
     for key, row in UNAVAILABLE.items():
         value: Any = Config()
         for part in key.split("."):
             value = getattr(value, part, None)  # of a section that is unset
-        assert value in (*row.neutral, None) or key in DEFAULTS_REFUSED, key
-
-
-def test_a_refused_default_says_so_and_what_to_write() -> None:
-    (problem,) = [found for found in check_available(Config()) if found.key == "train.compile"]
-    assert problem.message.endswith("which the default, true, asks for")
-    assert problem.hint == "write train.compile = false"
+        assert value in (*row.neutral, None), key
 
 
 def test_keys_without_meaning_in_this_job_are_not_looked_at() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config, ConfigError, Problem, check_config, load_config
+from schema.config.availability import UNAVAILABLE, Unavailable
 from schema.config.problem import format_key
 from tests.schema.config_samples import GRPO, SFT, changed, refused, write
 
@@ -249,7 +250,10 @@ def test_a_fault_has_no_echo(tmp_path: Path) -> None:
     assert problem.key == "rollout.n_generation"
 
 
-def test_position_of_what_is_not_written_is_its_table(tmp_path: Path) -> None:
+def test_position_of_what_is_not_written_is_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(UNAVAILABLE, "train.compile", Unavailable((False,), "torch.compile"))
     content = text().replace("compile = false", "")
     problem = only(tmp_path, content)
     assert (problem.key, problem.line, problem.column) == ("train.compile", 1, 1)

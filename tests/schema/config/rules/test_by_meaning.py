@@ -341,12 +341,36 @@ FAULTS = {
             f"{K}.export_safetensors = false",
         ),
     ],
-    training.one_narrow_format: [
-        ({"train.fp4.enable_fp4": True, "train.fp8.enable_fp8": True}, "train.fp8.enable_fp8 = true")
+    training.scales_are_found_at_each_product: [
+        ({"train.fp8.quant_recipe": "tensorwise"}, '"tensorwise" has no effect'),
+        ({"train.fp8.fp8_recipe": "delayed_scaling", "train.fp8.enable_fp8": True}, "given up"),
+        ({"train.fp8.enable_fp8": True, "train.param_dtype": "float32"}, 'train.param_dtype = "float32"'),
+        ({"train.fp8.enable_fp8": True, f"{M}.tp_size": 2}, f"{M}.tp_size = 2"),
     ],
-    training.overlap_is_possible: [
-        ({"train.async_tp_enabled": True, "train.compile": True}, f"{M}.tp_size = 1"),
-        ({"train.async_tp_enabled": True, f"{M}.tp_size": 2}, "train.compile = false"),
+    training.fp4_is_not_trained: [
+        ({f"train.fp4.{name}": value}, "128 tokens")
+        for name, value in (
+            ("enable_fp4", True),
+            ("fp4_recipe", "delayed_scaling"),
+            ("quant_recipe", "tensorwise"),
+        )
+    ],
+    training.overlap_is_of_compiled_exchanges: [({"train.async_tp_enabled": True}, "collectives of DTensor")],
+    training.kernels_take_their_types: [
+        ({"train.fa_version": 2, "train.param_dtype": "float32"}, 'train.param_dtype = "float32"'),
+        (
+            {"train.fa_version": 3, "train.param_dtype": "bfloat16", "critic.param_dtype": "float32"}
+            | CRITIC,
+            'critic.param_dtype = "float32"',
+        ),
+    ],
+    training.kernels_take_whole_layers: [
+        ({"policy.enable_liger_kernel": True, key: value}, f"{key} = {shown}")
+        for key, value, shown in (
+            ("train.compile", True, "true"),
+            (f"{M}.tp_size", 2, "2"),
+            (f"{M}.pp_size", 2, "2"),
+        )
     ],
     training.masters_hold_small_steps: [
         ({"train.master_dtype": "float16"}, "below 2e-4"),
@@ -376,9 +400,7 @@ FAULTS = {
         )
         for section, extra in (("train", {}), ("critic", CRITIC))
     ],
-    training.casts_are_fused: [
-        ({f"train.{name}.enable_{name}": True}, "train.compile = false") for name in ("fp8", "fp4")
-    ],
+    training.casts_are_fused: [({"train.fp8.enable_fp8": True}, "train.compile = false")],
     trainable.adapters_train_alone: [
         ({"policy.trainable_map": {"lm_head": True}} | ADAPTER, L),
         ({"policy.freeze_moe_router": True} | ADAPTER, L),
@@ -388,9 +410,7 @@ FAULTS = {
         ({"policy.trainable_map": {"lm_head": True}}, "no name is false"),
         ({"policy.trainable_map": {}}, "empty"),
     ],
-    trainable.base_is_not_narrow: [
-        ({f"train.{name}.enable_{name}": True} | ADAPTER, f"{L} (r = 4)") for name in ("fp8", "fp4")
-    ],
+    trainable.base_is_not_narrow: [({"train.fp8.enable_fp8": True} | ADAPTER, f"{L} (r = 4)")],
     trainable.initialisers_have_what_they_need: [
         ({f"{L}.init_lora_weights": "loftq"}, '"loftq"', "policy.model_name_or_path"),
         ({"critic.lora.init_lora_weights": "eva"} | CRITIC, '"eva"', "[critic.lora] has seen no data"),
@@ -701,10 +721,9 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, {f"{K}.save_contents": ["optimizer"]}),
     (GRPO, {f"{K}.save_freq_in_epoch": 2, "train.epoch": 2}),
     (GRPO, {f"{K}.load_contents": ["model"], f"{K}.load_schedule": False}),
-    (
-        GRPO,
-        {"train.async_tp_enabled": True, "train.compile": True, M: {"tp_size": 2, "sequence_parallel": True}},
-    ),
+    (GRPO, {"train.fp8.enable_fp8": True, "train.fp8.quant_recipe": "tensorwise", "train.compile": True}),
+    (GRPO, {"train.fa_version": 3, "train.param_dtype": "float16", f"{M}.tp_size": 2}),
+    (GRPO, {"policy.enable_liger_kernel": True, f"{M}.cp_size": 2}),
     (GRPO, ADAPTER | {f"{L}.r_pattern": {r"layers\.\d+\.q_proj": 8}, f"{L}.target_modules": ".*_proj"}),
     (GRPO, {f"{L}.target_modules": ["q"], f"{L}.modules_to_save": ["lm_head"]}),
     (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.reference_reset_interval": 5} | ADAPTER),

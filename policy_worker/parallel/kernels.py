@@ -1,0 +1,133 @@
+"""How the layers of a model are computed: compiled, with linear layers in fp8, with Liger's kernels.
+
+    linear layers in fp8 ─▶ layers compiled ─▶ [ FSDP2 hooks on to them ] ─▶ Liger's kernels, on the device
+
+All of it replaces what modules compute and leaves parameters and their names as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from policy_worker.errors import SettingsError
+from policy_worker.model import attention
+from policy_worker.model.model import PROBE_TOLERANCE, Backbone
+from schema.config.sections.train import FP8Config
+
+log = logging.getLogger(__name__)
+
+BACKEND = "inductor"
+VARIANTS = 16
+"""Of one layer's code that are kept: with and without gradient, shared prompts and several rows, of each model."""
+MULTIPLE = 16
+"""Of a matrix's sides, which products in fp8 take (torch._scaled_mm)."""
+
+
+def compile_layers(model: Backbone) -> None:
+    """Compile each decoder layer, for rows of any length.
+
+    One layer at a time, since hooks of FSDP2 are between them, and since layers that are alike then share one
+    compiled code; those that tensor parallelism has cut have code of their own.
+    """
+    attention.hide_from_compiler()
+    layers, config = model.decoder_layers(), torch._dynamo.config
+    config.recompile_limit = config.accumulated_recompile_limit = VARIANTS * len(layers)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
+
+
+def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -> int:
+    """Let linear layers of the decoder layers compute in fp8 (torchao); how many do.
+
+    Inputs, weights and gradients of outputs are scaled anew at each product; weights stay in the type that they are
+    trained in. The output head and routers are left. emulate: the same roundings, in products of the wide type.
+
+    Raises:
+        SettingsError: torchao cannot be imported, or no layer has sides that are multiples of `MULTIPLE`.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise SettingsError(
+            f"train.fp8.enable_fp8 = true needs the package torchao, which cannot be imported ({error}): install the "
+            f'extra `8bit` (pip install ".[8bit]" in the checkout), or write false'
+        ) from error
+    # The number of tokens is the inner side of the product for a weight's gradient, and any number.
+    recipe = replace(
+        Float8LinearConfig.from_recipe_name(keys.quant_recipe), pad_inner_dim=True, emulate=emulate
+    )
+    found = 0
+
+    def fits(layer: nn.Module, name: str) -> bool:
+        nonlocal found
+        chosen = isinstance(layer, nn.Linear) and not name.endswith("gate") and _sides_fit(layer)
+        found += chosen
+        return chosen
+
+    for layer in model.decoder_layers():
+        convert_to_float8_training(layer, config=recipe, module_filter_fn=fits)
+    if not found:
+        raise SettingsError(
+            f"train.fp8.enable_fp8 = true: the decoder layers of {type(model.lm).__name__} have no linear layers "
+            f"whose sides are multiples of {MULTIPLE}: write false"
+        )
+    log.info("%d linear layers compute in fp8, %s scales", found, keys.quant_recipe)
+    return found
+
+
+def _sides_fit(layer: nn.Linear) -> bool:
+    return layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+
+
+@torch.no_grad()
+def use_liger(model: Backbone, device: torch.device) -> None:
+    """Let a model that is on its devices compute norms, rotary embeddings and MLPs by Liger's kernels. A collective.
+
+    Not its losses: log-probs come from hidden states here. Liger replaces functions of the model's module for all
+    models of its kind in this process, so that this comes when all of them are made and proven.
+
+    Raises:
+        SettingsError: it has no kernels for this kind of model, or they compute something else.
+    """
+    try:
+        from liger_kernel.transformers.monkey_patch import (
+            MODEL_TYPE_TO_APPLY_LIGER_FN,
+            _apply_liger_kernel_to_instance,
+        )
+    except ImportError as error:
+        raise SettingsError(
+            f"policy.enable_liger_kernel = true needs the package liger-kernel, which cannot be imported ({error}): "
+            f'install the extra `liger` (pip install ".[liger]" in the checkout), or write false'
+        ) from error
+    kind = model.lm.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise SettingsError(
+            f"policy.enable_liger_kernel = true: Liger has no kernels for {type(model.lm).__name__} ({kind}): write "
+            f"false"
+        )
+    ids = torch.arange(1, 17, device=device)[None] * 7919 % model.lm.config.get_text_config().vocab_size
+    positions = torch.arange(16, device=device)[None]
+    before = model._hidden(ids, positions)
+    _apply_liger_kernel_to_instance(
+        model=model.lm,
+        rope=True,
+        rms_norm=True,
+        swiglu=True,
+        geglu=True,
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
+    )
+    after = model._hidden(ids, positions)
+    error = float((after - before).abs().max() / before.abs().max().clamp(min=1.0))
+    if not error <= PROBE_TOLERANCE[before.dtype]:
+        raise SettingsError(
+            f"policy.enable_liger_kernel = true: Liger's kernels compute something else for "
+            f"{type(model.lm).__name__} (off by {error:.3g}): write false"
+        )
+    log.info(
+        "norms, rotary embeddings and MLPs of %s are computed by Liger's kernels", type(model.lm).__name__
+    )

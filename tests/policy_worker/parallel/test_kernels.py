@@ -1,0 +1,128 @@
+"""How layers are computed: compiled, in fp8, by Liger's kernels. Names and numbers are those of plain layers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from policy_worker.errors import SettingsError
+from policy_worker.model.model import PolicyModel
+from policy_worker.parallel import kernels
+from policy_worker.parallel.group import Group
+from policy_worker.parallel.kernels import convert_to_fp8, use_liger
+from schema.config.sections.train import FP8Config
+from tests.policy_worker.material import tiny_lm, tiny_model
+from tests.policy_worker.parallel.test_ranks import GRPO, SAMPLES, assert_equal, gradients, run_each, run_here
+from tests.support.devices import DEVICE
+
+COMPILED = {"compile": True}
+CLOSE = 2e-5
+"""Compiled code adds in another order; largest difference of a gradient, as a part of its largest entry."""
+
+
+@pytest.fixture
+def without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As compiled, up to the generation of code, which takes minutes."""
+    monkeypatch.setattr(kernels, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_code")
+def test_compiled_layers_compute_and_are_named_as_others(group: Group):
+    """Rows of other lengths and blocks are not compiled anew."""
+    options: dict[str, Any] = {"grpo": GRPO, "train": {"sequence_packing": True}}
+    expected, _ = run_here(group, **options)
+    torch._dynamo.utils.counters.clear()
+    found, _ = run_here(group, **options | {"train": {"sequence_packing": True, **COMPILED}})
+    assert_equal(gradients(found), gradients(expected), CLOSE)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    longer = options | {"samples": {"n": 14, "longest": 30}, "train": {"sequence_packing": True, **COMPILED}}
+    run_here(group, **longer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+LORA: dict[str, Any] = {
+    "policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}
+}
+AGAIN: dict[str, Any] = {"policy": {"model_gradient_checkpointing": True}}
+MESHES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        {"dp_shard": 2},
+        [{"sections": AGAIN}, {"sections": LORA}, {"grpo": GRPO | {"advantage_estimator": "gae"}}],
+    ),
+    ({"tp": 2}, [{}, {"sections": AGAIN}, {"sections": LORA}]),
+    ({"tp": 2, "sequence": True}, [{}, {"sections": AGAIN}]),
+    ({"cp": 2}, [{}]),
+    ({"pp": 2}, [{}]),
+    ({"dp_shard": 2, "ep": 2}, [{"model": {"family": "qwen3_moe"}}]),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("mesh", "cases"), MESHES, ids=str)
+def test_ranks_compile_their_part(
+    tmp_path: Path, group: Group, mesh: dict[str, Any], cases: list[dict[str, Any]]
+):
+    runs = [{"samples": SAMPLES, "grpo": GRPO, "steps": 2} | case for case in cases]
+    found = run_each(tmp_path / "2", 2, [{"mesh": mesh, "train": COMPILED} | run for run in runs])
+    for run, (tensors, _) in zip(runs, found, strict=True):
+        expected, _ = run_here(group, **run)
+        assert_equal(gradients(tensors), gradients(expected), CLOSE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("train", [{}, {"sequence_packing": True}, {"param_dtype": "bfloat16"}], ids=str)
+def test_generated_code_computes_the_same(group: Group, train: dict[str, Any]):
+    """With a C++ compiler on a CPU, Triton on a GPU."""
+    tolerance = 0.1 if "param_dtype" in train else CLOSE
+    expected, _ = run_here(group, grpo=GRPO, train=train)
+    found, _ = run_here(group, grpo=GRPO, train=train | COMPILED)
+    assert_equal(gradients(found), gradients(expected), tolerance)
+
+
+@pytest.mark.slow
+def test_fp8_rounds_what_linear_layers_of_decoder_layers_read():
+    """In a process of its own, which finds torchao where `make setup-8bit` puts it."""
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root), str(Path(sys.prefix) / "8bit")])
+    command = [sys.executable, "-m", "tests.policy_worker.parallel.fp8_program"]
+    ended = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("use", "package"),
+    [
+        (lambda model: use_liger(model, DEVICE), r"enable_liger_kernel = true .*liger-kernel.*\[liger\]"),
+        (
+            lambda model: convert_to_fp8(model, FP8Config(enable_fp8=True)),
+            r"enable_fp8 = true .*torchao.*\[8bit\]",
+        ),
+    ],
+)
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, use: Any, package: str):
+    for module in ("torchao", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SettingsError, match=package):
+        use(tiny_model())
+
+
+def test_compiled_layers_keep_their_names():
+    model = PolicyModel(tiny_lm())
+    names = [name for name, _ in model.named_parameters()]
+    kernels.compile_layers(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert sorted(model.lm.state_dict()) == sorted(tiny_lm().state_dict())
