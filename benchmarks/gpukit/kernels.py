@@ -32,7 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {"train": {"param_dtype": "float32"}},
     "float16": {"train": {"param_dtype": "float16"}},
     "bfloat16, compiled": {"train": {"compile": True}},
-    "float16, compiled": {"train": {"param_dtype": "float16", "compile": True}},
     **{f"FlashAttention {version}": {"train": {"fa_version": version}} for version in (2, 3, 4)},
     **{
         f"fp8, {recipe}, compiled": {

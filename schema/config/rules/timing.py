@@ -99,6 +99,9 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
     if replicas > 1:
         key = "policy.parallelism.n_init_replicas"
         yield key, f"{replicas} policy replicas add up gradients in the order they come", f"write {key} = 1"
+    if config.train.compile:
+        key = "train.compile"
+        yield key, f"{key} = true makes code for the lengths that it meets first", f"write {key} = false"
     if not config.is_grpo:
         return
     if not config.rollout.engine.repeats:

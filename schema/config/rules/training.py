@@ -236,24 +236,21 @@ def kernels_take_their_types(config: Config) -> Iterator[Problem]:
 
 def kernels_take_whole_layers(config: Config) -> Iterator[Problem]:
     """Liger's kernels replace what modules compute, and so do other keys."""
-    key, mesh = "policy.enable_liger_kernel", "policy.parallelism"
+    key = "policy.enable_liger_kernel"
     if not config.policy.enable_liger_kernel:
         return
-    others: list[tuple[str, bool | int, bool | int, str]] = [
-        (
-            "train.compile",
-            config.train.compile,
-            False,
-            "compiles the same operations into kernels of its own",
-        ),
-        (f"{mesh}.tp_size", config.policy.parallelism.tp_size, 1, "leaves each rank a part of a layer"),
-        (f"{mesh}.pp_size", config.policy.parallelism.pp_size, 1, "leaves each rank some of the layers"),
+    sizes = config.policy.parallelism
+    others = [
+        ("tp_size", sizes.tp_size, "a part of a layer"),
+        ("pp_size", sizes.pp_size, "some of the layers"),
     ]
-    for other, value, neutral, why in others:
-        if value != neutral:
-            message = f"true replaces what whole layers compute, and {other} = {toml_value(value)} {why}"
-            hint = f"write {key} = false, or {other} = {toml_value(neutral)}"
-            yield Problem(key, message, True, hint, related=(other,))
+    for name, value, share in others:
+        if value != 1:
+            other = f"policy.parallelism.{name}"
+            message = (
+                f"true replaces what whole layers compute, and {other} = {value} leaves each rank {share}"
+            )
+            yield Problem(key, message, True, f"write {key} = false, or {other} = 1", related=(other,))
 
 
 def _trained(config: Config) -> Iterator[tuple[str, PrecisionKeys, str, CheckpointingKeys]]:

@@ -365,12 +365,8 @@ FAULTS = {
         ),
     ],
     training.kernels_take_whole_layers: [
-        ({"policy.enable_liger_kernel": True, key: value}, f"{key} = {shown}")
-        for key, value, shown in (
-            ("train.compile", True, "true"),
-            (f"{M}.tp_size", 2, "2"),
-            (f"{M}.pp_size", 2, "2"),
-        )
+        ({"policy.enable_liger_kernel": True, f"{M}.{size}": 2}, f"{M}.{size} = 2")
+        for size in ("tp_size", "pp_size")
     ],
     training.masters_hold_small_steps: [
         ({"train.master_dtype": "float16"}, "below 2e-4"),

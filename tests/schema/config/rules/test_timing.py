@@ -40,6 +40,7 @@ def test_an_exact_run_is_not_warned_of() -> None:
         ("controller.oversample", 1.5),
         ("controller.on_stale", "drop"),
         ("policy.parallelism.n_init_replicas", 2),
+        ("train.compile", True),
     ],
 )
 def test_what_lets_chance_in_is_named(key: str, value: Any) -> None:
