@@ -18,6 +18,7 @@ from policy_worker.parallel.group import Group
 from policy_worker.parallel.loss_scale import FIRST, LossScaler
 from tests.policy_worker.material import make_trainer, sft_config, tiny_lm, train_step
 from tests.policy_worker.parallel.test_ranks import GRPO, assert_equal, gradients, run_each, run_here
+from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.policy_worker.training.test_sft import make_sft, write_rows
 
 FLOAT16 = {"param_dtype": "float16"}
@@ -143,14 +144,22 @@ def test_small_gradients_live_on_with_a_scale_and_vanish_without(group: Group):
 LORA: dict[str, Any] = {
     "policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}
 }
-MESHES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+MESHES = [
     ({"dp_shard": 2}, [{"sections": LORA}, {"train": FLOAT16 | {"fsdp_reduce_dtype": "float16"}}]),
     ({"tp": 2}, [{"grpo": GRPO | {"advantage_estimator": "gae"}}, {"sections": LORA}]),
-    ({"tp": 2, "sequence": True}, [{}]),
-    ({"cp": 2}, [{"grpo": GRPO | {"kl_beta": 0.1}}]),
+    pytest.param({"tp": 2, "sequence": True}, [{}], marks=pytest.mark.soak),
+    pytest.param({"cp": 2}, [{"grpo": GRPO | {"kl_beta": 0.1}}], marks=pytest.mark.soak),
     ({"pp": 2}, [{"grpo": GRPO | {"advantage_estimator": "gae"}}]),
-    ({"dp_shard": 2, "ep": 2}, [{"model": {"family": "qwen3_moe"}}]),
+    pytest.param({"dp_shard": 2, "ep": 2}, [{"model": {"family": "qwen3_moe"}}], marks=pytest.mark.soak),
 ]
+
+
+@pytest.mark.slow
+def test_a_rank_skips_what_another_one_cannot_make(tmp_path: Path):
+    program = "tests.policy_worker.parallel.skip_program"
+    for code, output in wait_ranks(start_ranks(2, [program, str(tmp_path)])):
+        assert code == 0, output
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 @pytest.mark.slow
