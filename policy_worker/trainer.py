@@ -24,8 +24,9 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -35,7 +36,15 @@ from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs
 from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
+from policy_worker.model.micro_batch import (
+    LEAST_SPARED,
+    Columns,
+    Layout,
+    MicroBatch,
+    Segment,
+    TrainSample,
+    collate,
+)
 from policy_worker.model.model import DTYPES, Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
 from policy_worker.model.stages import Entry, Stages
@@ -531,8 +540,7 @@ class Trainer(TrainedModel):
         if self.reset_interval and isinstance(self.reference, PolicyModel):
             self._check_alike(self.reference)
         if config.policy.enable_liger_kernel:
-            for one in self._models():
-                use_liger(one, self.group.device)
+            self._use_liger()
         decay = config.train.ema_decay
         self.ema = None if decay is None else Ema(self.model, decay)
 
@@ -558,14 +566,25 @@ class Trainer(TrainedModel):
         if self.ema is not None:
             yield from self.ema.average.values()
 
-    def _models(self) -> Iterator[Backbone]:
-        """Those on the devices of the ranks."""
-        yield self.model
-        if self.critic is not None and self.critic.place.layout.device == self.group.device:
-            yield self.critic.model
-        if isinstance(self.reference, PolicyModel) and not self._reference_is_apart:
-            yield self.reference
-        yield from self.teachers.values()
+    def _use_liger(self) -> None:
+        """In all models on the devices of the ranks. A collective. Raises `SettingsError`, see `use_liger`."""
+        models: list[tuple[Backbone, Place]] = [(self.model, self.place)]
+        models += [(teacher, self.place) for teacher in self.teachers.values()]
+        if self.critic is not None:
+            models.append((self.critic.model, self.critic.place))
+        if isinstance(self.reference, PolicyModel):
+            models.append((self.reference, self.reference_place))
+        ids = np.arange(1, 17, dtype=np.int32) % self.vocabulary
+        probe = TrainSample([Segment(ids, np.ones(len(ids), np.uint8), None)])
+        for model, place in models:
+            (batch,) = place.laid_out({0: probe}, [[0]], {})
+
+            def compute(model: Backbone = model, batch: MicroBatch = batch) -> Tensor:
+                with self.without_dropout(), torch.accelerator.device_index(batch.input_ids.device.index):
+                    found = model(batch)
+                return cast(Tensor, found if isinstance(found, Tensor) else found.logprobs)
+
+            use_liger(model, compute)
 
     def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
         if self._reference_is_apart:

@@ -8,14 +8,15 @@ All of it replaces what modules compute and leaves parameters and their names as
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
-from policy_worker.model.model import PROBE_TOLERANCE, Backbone
+from policy_worker.model.model import Backbone
 from schema.config.sections.train import FP8Config
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ VARIANTS = 16
 """Of one layer's code that are kept: with and without gradient, shared prompts and several rows, of each model."""
 MULTIPLE = 16
 """Of a matrix's sides, which products in fp8 take (torch._scaled_mm)."""
+LIGER_TOLERANCE = 0.1
+"""Largest difference of a log-prob or value, of the largest: far above bfloat16, far below another formula."""
 
 
 def compile_layers(model: Backbone) -> None:
@@ -84,15 +87,17 @@ def _sides_fit(layer: nn.Linear) -> bool:
 
 
 @torch.no_grad()
-def use_liger(model: Backbone, device: torch.device) -> None:
+def use_liger(model: Backbone, compute: Callable[[], Tensor]) -> None:
     """Let a model that is on its devices compute norms, rotary embeddings and MLPs by Liger's kernels. A collective.
 
-    Not its losses: log-probs come from hidden states here. Liger replaces functions of the model's module for all
-    models of its kind in this process, so that this comes when all of them are made and proven.
+    compute: log-probs or values of some tokens. Its losses are not used: log-probs come from hidden states here.
+    Liger replaces functions of the model's module for all models of its kind in this process, so that this comes when
+    all of them are made and proven.
 
     Raises:
         SettingsError: it has no kernels for this kind of model, or they compute something else.
     """
+    key = "policy.enable_liger_kernel = true"
     try:
         from liger_kernel.transformers.monkey_patch import (
             MODEL_TYPE_TO_APPLY_LIGER_FN,
@@ -100,34 +105,19 @@ def use_liger(model: Backbone, device: torch.device) -> None:
         )
     except ImportError as error:
         raise SettingsError(
-            f"policy.enable_liger_kernel = true needs the package liger-kernel, which cannot be imported ({error}): "
-            f'install the extra `liger` (pip install ".[liger]" in the checkout), or write false'
+            f"{key} needs the package liger-kernel, which cannot be imported ({error}): install the extra `liger` "
+            f'(pip install ".[liger]" in the checkout), or write false'
         ) from error
-    kind = model.lm.config.model_type
+    kind, name = model.lm.config.model_type, type(model.lm).__name__
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise SettingsError(f"{key}: Liger has no kernels for {name} ({kind}): write false")
+    before = compute()
+    chosen = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), True)
+    left = dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False)
+    _apply_liger_kernel_to_instance(model=model.lm, **chosen, **left)
+    error = float((compute() - before).abs().max() / before.abs().max().clamp(min=1.0))
+    if not error <= LIGER_TOLERANCE:
         raise SettingsError(
-            f"policy.enable_liger_kernel = true: Liger has no kernels for {type(model.lm).__name__} ({kind}): write "
-            f"false"
+            f"{key}: Liger's kernels compute something else for {name} (off by {error:.3g}): write false"
         )
-    ids = torch.arange(1, 17, device=device)[None] * 7919 % model.lm.config.get_text_config().vocab_size
-    positions = torch.arange(16, device=device)[None]
-    before = model._hidden(ids, positions)
-    _apply_liger_kernel_to_instance(
-        model=model.lm,
-        rope=True,
-        rms_norm=True,
-        swiglu=True,
-        geglu=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-    )
-    after = model._hidden(ids, positions)
-    error = float((after - before).abs().max() / before.abs().max().clamp(min=1.0))
-    if not error <= PROBE_TOLERANCE[before.dtype]:
-        raise SettingsError(
-            f"policy.enable_liger_kernel = true: Liger's kernels compute something else for "
-            f"{type(model.lm).__name__} (off by {error:.3g}): write false"
-        )
-    log.info(
-        "norms, rotary embeddings and MLPs of %s are computed by Liger's kernels", type(model.lm).__name__
-    )
+    log.info("norms, rotary embeddings and MLPs of %s are computed by Liger's kernels", name)

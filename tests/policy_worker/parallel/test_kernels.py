@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from policy_worker.parallel import kernels
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import convert_to_fp8, use_liger
 from schema.config.sections.train import FP8Config
-from tests.policy_worker.material import tiny_lm, tiny_model
+from tests.policy_worker.material import make_config, make_trainer, tiny_lm, tiny_model
 from tests.policy_worker.parallel.test_ranks import GRPO, SAMPLES, assert_equal, gradients, run_each, run_here
-from tests.support.devices import DEVICE
 
 COMPILED = {"compile": True}
 CLOSE = 2e-5
@@ -106,7 +106,10 @@ def test_fp8_rounds_what_linear_layers_of_decoder_layers_read():
 @pytest.mark.parametrize(
     ("use", "package"),
     [
-        (lambda model: use_liger(model, DEVICE), r"enable_liger_kernel = true .*liger-kernel.*\[liger\]"),
+        (
+            lambda model: use_liger(model, lambda: torch.zeros(1)),
+            r"enable_liger_kernel = true .*liger-kernel.*\[liger\]",
+        ),
         (
             lambda model: convert_to_fp8(model, FP8Config(enable_fp8=True)),
             r"enable_fp8 = true .*torchao.*\[8bit\]",
@@ -118,6 +121,60 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, use: Any, p
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SettingsError, match=package):
         use(tiny_model())
+
+
+def library(change: Callable[[Any], None], *kinds: str) -> dict[str, Any]:
+    """Liger's entry points, which do `change` to a model."""
+    asked: list[dict[str, Any]] = []
+
+    def apply(model: Any, **named: Any) -> None:
+        asked.append(named)
+        change(model)
+
+    patching = SimpleNamespace(
+        MODEL_TYPE_TO_APPLY_LIGER_FN=dict.fromkeys(kinds), _apply_liger_kernel_to_instance=apply, asked=asked
+    )
+    return {
+        "liger_kernel": SimpleNamespace(),
+        "liger_kernel.transformers": SimpleNamespace(),
+        "liger_kernel.transformers.monkey_patch": patching,
+    }
+
+
+def other_norm(lm: Any) -> None:
+    lm.base_model.norm.forward = lambda states: 10 * states
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds", "refusal"),
+    [
+        (lambda lm: None, ("qwen3",), ""),
+        (other_norm, ("qwen3",), "compute something else for .*Qwen3ForCausalLM"),
+        (other_norm, ("llama",), r"no kernels for .*Qwen3ForCausalLM \(qwen3\)"),
+    ],
+    ids=["the same", "another norm", "another kind"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_with_ligers_kernels_are_compared_with_themselves(
+    monkeypatch: pytest.MonkeyPatch, group: Group, change: Any, kinds: Any, refusal: str, dtype: str
+):
+    """All that are on the devices, plain or sharded; and no loss is replaced."""
+    modules = library(change, *kinds)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    liger = {"policy": {"enable_liger_kernel": True}}
+    config = make_config({"advantage_estimator": "gae", "kl_beta": 0.1}, {"param_dtype": dtype}, **liger)
+    if refusal:
+        with pytest.raises(SettingsError, match=refusal):
+            make_trainer(config, group)
+        return
+    make_trainer(config, group)
+    asked = modules["liger_kernel.transformers.monkey_patch"].asked
+    assert len(asked) == 3, "policy, critic and reference"
+    for one in asked:
+        assert not one.pop("cross_entropy")
+        assert not one.pop("fused_linear_cross_entropy")
+        assert all(one.values())
 
 
 def test_compiled_layers_keep_their_names():
