@@ -265,10 +265,8 @@ def flash_of(function: Callable[..., Any], version: int) -> Flash:
         query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         size = (endless, endless) if window is None else (window - 1, 0)
-        alike = torch.are_deterministic_algorithms_enabled()
-        found = function(
-            query, key, value, softmax_scale=scale, causal=True, window_size=size, deterministic=alike
-        )
+        alike = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
+        found = function(query, key, value, softmax_scale=scale, causal=True, window_size=size, **alike)
         return cast(Tensor, found[0] if isinstance(found, tuple) else found)  # some add the log-sum-exp
 
     return attention

@@ -17,6 +17,8 @@ DTYPES = {
     "half": "float16",
 }
 """What others call a type -> its name in torch."""
+MASTERS = {name: "float32" if dtype == "float16" else dtype for name, dtype in DTYPES.items()}
+"""The same of weights that an optimizer updates, which here are never float16."""
 
 
 class BadValue(ValueError):

@@ -66,7 +66,7 @@ def dtype(ours: str) -> Converter:
 
 def model_dtype(role: str, section: str) -> Converter:
     """A model's type; next to the strategy's param_dtype it is the type of the master weights."""
-    words = "with a param_dtype of the strategy: the master weights"
+    words = "with a param_dtype of the strategy: the master weights, float32 for `fp16`"
 
     @computed(f"{section}.param_dtype", f"{section}.master_dtype", words=words)
     def convert(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -77,7 +77,10 @@ def model_dtype(role: str, section: str) -> Converter:
         stored = values.DTYPES[leaf.value]
         if is_one_of(computing, values.DTYPES) and values.DTYPES[computing] == stored:
             return implicit("the same as the strategy's param_dtype")
-        return mapped((f"{section}.master_dtype", stored), note="param_dtype of the strategy computes")
+        return mapped(
+            (f"{section}.master_dtype", values.MASTERS[leaf.value]),
+            note="param_dtype of the strategy computes",
+        )
 
     return convert
 

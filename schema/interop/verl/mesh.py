@@ -197,7 +197,7 @@ class Mesh:
             "optimizer_offload": to.unless([False], "false: off", to.flag(f"{speed}.optimizer_offload")),
             "reshard_after_forward": to.unless([True], "true: the default, unless pipelined", reshard),
             "use_torch_compile": to.flag(f"{speed}.compile"),
-            "model_dtype": to.choice(f"{speed}.master_dtype", values.DTYPES),
+            "model_dtype": to.choice(f"{speed}.master_dtype", values.MASTERS),
             "dtype mixed_precision.param_dtype": to.choice(f"{speed}.param_dtype", values.DTYPES),
             "mixed_precision.reduce_dtype": to.choice(f"{speed}.fsdp_reduce_dtype", values.DTYPES),
             "mixed_precision.buffer_dtype": to.always("buffers keep the model's own type"),

@@ -85,7 +85,7 @@ def _fsdp() -> tuple[Rule, ...]:
     return (
         Rule(
             f"{old}.model_dtype",
-            to.choice("train.master_dtype", values.DTYPES),
+            to.choice("train.master_dtype", values.MASTERS),
             "fp32",
             ("engine.model_dtype",),
         ),

@@ -25,7 +25,7 @@ def documented(
     softmax_scale: float | None,
     causal: bool,
     window_size: Any,
-    deterministic: bool,
+    deterministic: bool = False,
 ) -> Tensor:
     """The attention that the package's documentation says, one query at a time: [R, n, H, D] of [R, m, H', D].
 

@@ -261,6 +261,14 @@ def test_engine_arguments_with_a_key_of_ours_take_it() -> None:
     assert value_of(split, "rollout.parallelism.dp_shard_size") == 2
 
 
+def test_types_and_kernels_act() -> None:
+    model = "actor_train.model_args"
+    found = roll_with({f"{model}.attn_implementation": "fa3", f"{model}.dtype": "fp16"})
+    assert value_of(found, "train.fa_version") == 3
+    assert value_of(found, "train.param_dtype") == "float16"
+    assert value_of(found, "train.master_dtype") in (None, "float32")
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

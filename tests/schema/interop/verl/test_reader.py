@@ -235,6 +235,16 @@ FACTS: list[tuple[str, str, dict[str, Any]]] = [
     ("sft", "train", {"optm_decay_type": "wsd", "optm_decay_ratio": pytest.approx(0.1 * 0.8)}),
     ("sft", "train", {"optm_betas": [0.9, 0.95]}),
     ("", "train", {"epsilon": 1e-8}),
+    # types and kernels act; masters are never float16
+    (
+        ACTOR.format(
+            "fsdp_config: {model_dtype: fp16, dtype: float16, mixed_precision: {reduce_dtype: half}}"
+        ),
+        "train",
+        {"master_dtype": "float32", "param_dtype": "float16", "fsdp_reduce_dtype": "float16"},
+    ),
+    (ACTOR.format("use_torch_compile: true"), "train", {"compile": True}),
+    ("sft", "policy", {"enable_liger_kernel": True}),
     # clipping, Dr. GRPO, KL in the loss and in the reward
     (ACTOR.format("clip_ratio: 0.1"), POLICY, {"epsilon_low": 0.1, "epsilon_high": 0.1}),
     (CLIPS, POLICY, {"epsilon_low": 0.1, "epsilon_high": 0.3, "lower_bound_ratio": 5.0}),
