@@ -9,20 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from launcher.commands import (
-    configuration,
-    convert,
-    export,
-    init,
-    join,
-    operate,
-    plot,
-    replay,
-    samples,
-    try_reward,
-)
+from launcher.commands import configuration, convert, export, init, operate, plot, replay, samples, try_reward
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
+from launcher.nodes import join
 from launcher.processes.signals import ended_at_once
 
 HELP = """
@@ -130,80 +120,85 @@ COMMANDS = frozenset(
 )
 
 
+ConfigFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--config", "-c", metavar="FILE", help="The job, a TOML file; of several, later ones win."),
+]
+Resumed = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="[RUN_DIR]",
+        help="Go on with a run; without a name the newest. Without --config: as it was started.",
+    ),
+]
+HeadOption = Annotated[
+    str,
+    typer.Option(
+        "--head",
+        metavar="ADDRESS[:PORT]",
+        help="Of several machines (placement.nodes) the one that leads: run the same command on each.",
+    ),
+]
+NodeNumber = Annotated[
+    int | None,
+    typer.Option(
+        "--node",
+        min=0,
+        help="With --head: number of this machine, 0 leads. Unset: SLURM_NODEID, or by its address.",
+    ),
+]
+NoRollouts = Annotated[
+    bool, typer.Option("--no-rollouts", help="Start no rollout replica: they come by `cosmos-launch join`.")
+]
+TargetName = Annotated[
+    Literal["local", "slurm"],
+    typer.Option("--target", help="Where to run it: from here, or as sbatch scripts that are written."),
+]
+OutputDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="With --target slurm: where to. Unset: <train.output_dir>/slurm.",
+    ),
+]
+SbatchOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch", metavar="OPTION", help="With --target slurm: for all scripts: --sbatch=--partition=gpu."
+    ),
+]
+RolloutArray = Annotated[
+    bool,
+    typer.Option(
+        "--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."
+    ),
+]
+Apply = Annotated[bool, typer.Option("--apply", help="With --target slurm: submit what was written.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")]
+
+
 @app.callback(invoke_without_command=True)
 def run(
     context: typer.Context,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="The job, a TOML file; of several, later ones win."
-        ),
-    ] = None,
+    config: ConfigFiles = None,
     set_: Overrides = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="[RUN_DIR]",
-            help="Go on with a run; without a name the newest. Without --config: as it was started.",
-        ),
-    ] = None,
-    head: Annotated[
-        str,
-        typer.Option(
-            "--head",
-            metavar="ADDRESS[:PORT]",
-            help="Of several machines (placement.nodes) the one that leads: run the same command on each.",
-        ),
-    ] = "",
-    node: Annotated[
-        int | None,
-        typer.Option(
-            "--node",
-            min=0,
-            help="With --head: number of this machine, 0 leads. Unset: SLURM_NODEID, or by its address.",
-        ),
-    ] = None,
-    no_rollouts: Annotated[
-        bool,
-        typer.Option("--no-rollouts", help="Start no rollout replica: they come by `cosmos-launch join`."),
-    ] = False,
-    target: Annotated[
-        Literal["local", "slurm"],
-        typer.Option("--target", help="Where to run it: from here, or as sbatch scripts that are written."),
-    ] = "local",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="With --target slurm: where to. Unset: <train.output_dir>/slurm.",
-        ),
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sbatch",
-            metavar="OPTION",
-            help="With --target slurm: for all scripts: --sbatch=--partition=gpu.",
-        ),
-    ] = None,
-    rollout_array: Annotated[
-        bool,
-        typer.Option(
-            "--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."
-        ),
-    ] = False,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="With --target slurm: submit what was written.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")
-    ] = False,
+    resume: Resumed = None,
+    head: HeadOption = "",
+    node: NodeNumber = None,
+    no_rollouts: NoRollouts = False,
+    target: TargetName = "local",
+    output: OutputDirectory = None,
+    sbatch: SbatchOptions = None,
+    rollout_array: RolloutArray = False,
+    apply: Apply = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a job (without a command)."""
     of_a_run = (config, set_, resume is not None, dry_run, as_json, head, node is not None, target != "local")
@@ -229,7 +224,7 @@ def run(
     )
     configs, overrides = config or [], set_ or []
     if target == "slurm":
-        from launcher.commands import slurm
+        from launcher.targets import slurm
 
         if head or resume is not None or dry_run:
             raise LaunchError(

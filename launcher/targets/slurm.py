@@ -10,9 +10,25 @@ USR2, which Slurm sends before the time limit, saves one, ends in order and requ
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from launcher.errors import LaunchError
+from launcher.paths import absolute
+from launcher.plan.placement import needs
+from launcher.restarts import EXIT_OK
+from schema.config import Config
+from schema.config.layout import rollout_layout
+from schema.config.loading.load import load
+from schema.util.atomic_file import write_text
 
 WARNING = 300
 """Seconds before the time limit at which Slurm sends USR2: a checkpoint, an end in order."""
@@ -54,7 +70,7 @@ class SlurmJob:
 
 def render(job: SlurmJob) -> Mapping[str, str]:
     """The scripts by name."""
-    scripts = {"submit.sh": _submit(job), "job.sbatch": _job(job)}
+    scripts = {"submit.sh": _submit(job), "job.sbatch": _batch(job)}
     return scripts | ({"rollouts.sbatch": _rollouts(job)} if job.rollouts else {})
 
 
@@ -77,7 +93,7 @@ def _submit(job: SlurmJob) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _job(job: SlurmJob) -> str:
+def _batch(job: SlurmJob) -> str:
     ours = ["--kill-on-bad-exit=0", "--wait=0"]
     command = [*job.program, *(part for config in job.configs for part in ("--config", config))]
     command += [part for text in job.overrides for part in ("--set", text)]
@@ -144,3 +160,98 @@ def _header(job: SlurmJob, name: str, sizes: Sequence[str], log: str = "%j") -> 
 
 def _gpus(per: str, count: int) -> list[str]:
     return [f"--gpus-per-{per}={count}"] if count else []
+
+
+# ---- the command ---------------------------------------------------------------------------------------------
+
+OURS = {
+    "job-name": "logging.experiment_name",
+    "nodes": "placement.nodes",
+    "ntasks-per-node": "one task for each node",
+    "gpus-per-node": "placement.gpus_per_node",
+    "array": "rollout.parallelism.n_init_replicas",
+    "requeue": "a requeued job goes on",
+    "open-mode": "a requeued job appends to its log",
+    "chdir": "where this command was run",
+    "output": "train.output_dir",
+    "signal": "the time for a checkpoint before the limit",
+}
+"""Options of sbatch that the scripts have already, and where they come from."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. directory: where to; None: <train.output_dir>/slurm. options: of sbatch. array: rollout
+    replicas as jobs of their own. apply: submit what was written."""
+
+    configs: Sequence[Path]
+    overrides: Sequence[str]
+    directory: Path | None
+    options: Sequence[str]
+    array: bool
+    apply: bool
+
+
+def write(wanted: Wanted, env: Mapping[str, str]) -> int:
+    """Write the scripts; the exit code. Raises ConfigError, LaunchError."""
+    config = load(wanted.configs, wanted.overrides, env).config
+    if config.is_evaluation:
+        raise LaunchError("an evaluation needs no cluster", "run it here: leave --target out")
+    if wanted.array and not config.is_grpo:
+        raise LaunchError("--rollout-array is for rollout replicas, and this job has none", "leave it out")
+    for option in wanted.options:
+        _check_option(option)
+    job = _job(config, wanted)
+    target = wanted.directory or Path(job.output) / "slurm"
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in render(job).items():
+        write_text(target / name, text, mode=0o755)
+        typer.echo(str(target / name))
+    script = target / "submit.sh"
+    if not wanted.apply:
+        typer.echo(f"submit it with {script}")
+        return EXIT_OK
+    try:
+        return subprocess.run([str(script.absolute())], check=False).returncode
+    except OSError as error:
+        raise LaunchError(f"{script} cannot be run: {error.strerror}") from None
+
+
+def _job(config: Config, wanted: Wanted) -> SlurmJob:
+    placement, nodes = config.placement, config.placement.nodes
+    gpus, overrides = placement.gpus_per_node or 0, [*wanted.overrides]
+    rollouts = rollout_layout(config) if wanted.array else None
+    if rollouts is not None and gpus:
+        policy = needs(config, gpus * nodes, rollouts=False)
+        nodes = -(-policy.policy_replicas * policy.policy_ranks // gpus)
+        overrides.append(f"placement.nodes={nodes}")
+    name = re.sub(
+        r"[^A-Za-z0-9_.-]", "-", config.logging.experiment_name or Path(config.train.output_dir).name
+    )
+    program = Path(sys.executable).with_name("cosmos-launch")
+    return SlurmJob(
+        name=f"cosmos-{name}",
+        program=[str(program)] if program.exists() else [sys.executable, "-P", "-m", "launcher.cli"],
+        directory=os.getcwd(),
+        output=absolute(config.train.output_dir),
+        configs=[absolute(str(path)) for path in wanted.configs],
+        overrides=overrides,
+        nodes=nodes,
+        gpus=gpus,
+        rollouts=rollouts.replicas if rollouts else 0,
+        rollout_gpus=(rollouts.size or 1) if rollouts and gpus else 0,
+        options=wanted.options,
+    )
+
+
+def _check_option(option: str) -> None:
+    """Raises LaunchError: sbatch would not understand it, or the scripts have it already."""
+    found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)
+    if found is None or "\n" in option:
+        raise LaunchError(
+            f"--sbatch {option!r} is not an option of sbatch", "write it whole: --sbatch=--partition=gpu"
+        )
+    if found[1] in OURS:
+        raise LaunchError(
+            f"--sbatch {option}: the scripts have --{found[1]} already ({OURS[found[1]]})", "leave it out"
+        )

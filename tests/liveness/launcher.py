@@ -8,6 +8,8 @@ from typing import Any
 from launcher.job.job import Job
 from launcher.job.screen import Screen
 from launcher.job.trackers import command as tracked_by
+from launcher.nodes.announcement import HeadAddress
+from launcher.nodes.head import NodeServer, Terms
 from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
@@ -65,14 +67,20 @@ def _job(config: Config, place: Place) -> Job:
     run = RunDir(place.directory())
     server = redis_server.RedisServer("unix:///nowhere")
     plan = Plan(
-        config=config, run=run, tokens=Tokens.fresh(), url="http://127.0.0.1:1", port=1, redis=server, workers=[],
-        reuse_data=False, continued=False, env={},
+        config=config, run=run, tokens=Tokens.fresh(), url="http://127.0.0.1:1", host="127.0.0.1", port=1, redis=server,
+        workers=[], reuse_data=False, continued=False, env={},
     )  # fmt: skip
 
     async def make() -> Job:
         return Job(plan, Screen())
 
     return asyncio.run(make())
+
+
+def nodes_awaited(config: Config, place: Place) -> list[int]:
+    """The machines that the head waits for."""
+    terms = Terms(config, RunDir(place.directory()), {}, ("127.0.0.1", 1), 1.0)
+    return list(NodeServer(HeadAddress("127.0.0.1", 1), terms, print).hosts)
 
 
 def faults_of_stages(config: Config, place: Place) -> list[str]:
@@ -110,6 +118,7 @@ watch(
         "placement.rollout": ([2], [3]),
     },
 )
+watch(nodes_awaited, changed(vllm, {"train.output_dir": "/shared/runs"}), {"placement.nodes": (1, 3)})
 watch(processes, changed(vllm, {"train.train_policy.kl_beta": 0.1}), {"placement.reference": ([2], [3])})
 gae = {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}
 watch(processes, changed(vllm, gae), {"placement.critic": ([2], [3])})
