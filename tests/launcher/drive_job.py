@@ -63,6 +63,7 @@ def main() -> int:
         run=run,
         tokens=tokens,
         url=f"http://127.0.0.1:{port}",
+        host="127.0.0.1",
         port=port,
         redis=redis_server.embedded(run.redis),
         workers=[Replica("policy-0", Role.POLICY, (spec,))],

@@ -67,8 +67,8 @@ def _job(config: Config, place: Place) -> Job:
     run = RunDir(place.directory())
     server = redis_server.RedisServer("unix:///nowhere")
     plan = Plan(
-        config=config, run=run, tokens=Tokens.fresh(), url="http://127.0.0.1:1", host="127.0.0.1", port=1, redis=server,
-        workers=[], reuse_data=False, continued=False, env={},
+        config=config, run=run, tokens=Tokens.fresh(), url="http://127.0.0.1:1", host="127.0.0.1", port=1,
+        redis=server, workers=[], reuse_data=False, continued=False, env={},
     )  # fmt: skip
 
     async def make() -> Job:
