@@ -119,7 +119,7 @@ def test_examples_account_for_every_key(examples: dict[str, Conversion]) -> None
             assert leaf in text, (name, leaf)
     counts = Counter(entry.outcome for found in examples.values() for entry in found.entries)
     assert counts[Outcome.MAPPED] > 200
-    assert counts[Outcome.FALLBACK] > 1
+    assert counts[Outcome.FALLBACK] >= 1
 
 
 def test_examples_are_sound_toml(examples: dict[str, Conversion]) -> None:
