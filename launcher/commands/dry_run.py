@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from launcher.preflight.memory import Cache, Part, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.restarts import Role
 from schema.config import Config, Problem
-from schema.config.layout import apart_layouts
+from schema.config.layout import apart_layouts, mesh_text
 from schema.config.secrets import MASK, masked
 
 HOST = memory.HOST
@@ -56,11 +56,15 @@ class PlannedProcess:
     device: str
     memory: tuple[Part, ...] = ()
     cache: Cache | None = None
+    node: int = 0
 
 
 @dataclass(slots=True)
 class Planned:
-    """What a start would do. used: bytes per device; capacity: bytes per device, 0 where it is not known."""
+    """What a start would do. used: bytes per device; capacity: bytes per device, 0 where it is not known.
+
+    nodes: machines, all taken to be like this one; of several, names of devices begin with theirs.
+    """
 
     machine: Machine
     run_dir: str
@@ -74,6 +78,13 @@ class Planned:
     warnings: list[Problem] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
     """What goes where, in words."""
+    summary: list[tuple[str, str]] = field(default_factory=list)
+    """What is trained by whom, in words: name and text."""
+    nodes: int = 1
+
+    def on(self, node: int, place: str) -> str:
+        """The name of a device of a node."""
+        return place if self.nodes == 1 else f"node {node} {place}"
 
     def as_dict(self) -> dict[str, Any]:
         """For a program; sizes are bytes."""
@@ -91,7 +102,7 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
     run, continued = choose(config, resume or config.train.resume is True, time.time())
     model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
     teachers = _teachers(config, env)
-    workers = [] if config.is_evaluation else place(config, checked.machine)
+    workers = [] if config.is_evaluation else place(config, *[checked.machine] * config.placement.nodes)
     capacity = find_capacity(checked.machine.gpus)
     processes = [
         _process(config, spec, run, env, _memory_of(config, model, teachers, capacity, replica, spec))
@@ -105,6 +116,8 @@ def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
         warnings=list(checked.warnings), uploads=list(credentials.upload_targets(config, run.path.name, env)),
     )  # fmt: skip
+    planned.nodes = 1 if config.is_evaluation else config.placement.nodes
+    planned.summary = [] if config.is_evaluation else list(_summary(config, workers))
     _sum_up(planned, capacity, config.takes_turns)
     planned.warnings += _warnings(planned, config)
     return planned
@@ -211,7 +224,7 @@ def _process(
     argv = (*(nsight.command(run.profiles, spec.name) if spec.profiled else ()), *spec.argv)
     return PlannedProcess(
         spec.name, str(spec.role), what, argv, {**spec.env, **own}, _gpus(spec),
-        int(threads) if threads else None, needs.device, needs.parts, needs.cache,
+        int(threads) if threads else None, needs.device, needs.parts, needs.cache, spec.node,
     )  # fmt: skip
 
 
@@ -223,24 +236,65 @@ def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
 
     takes_turns: a GPU holds trainer or engine, not both."""
     used = planned.used
-    used[HOST] = sum(part.bytes for part in planned.shared)
-    of_role: dict[tuple[str, str], int] = {}
+    for node in range(planned.nodes):
+        used[planned.on(node, HOST)] = sum(part.bytes for part in planned.shared)
+    of_role: dict[tuple[int, str, str], int] = {}
     for process in planned.processes:
-        used[HOST] += memory.PROGRAM_BYTES.get(process.role, 0)
+        node = process.node
+        used[planned.on(node, HOST)] += memory.PROGRAM_BYTES.get(process.role, 0)
         # The first device stands for all of a rollout replica: each holds the same.
         others = process.gpus[1:] if process.role == Role.ROLLOUT else ()
         for device in (process.device, *(f"GPU {name}" for name in others)):
-            used.setdefault(device, 0)
+            used.setdefault(planned.on(node, device), 0)
             for part in process.memory:
-                place = part.device or device
-                of_role[place, process.role] = of_role.get((place, process.role), 0) + part.bytes
-    for (place, role), size in of_role.items():
-        in_turns = takes_turns and place != HOST
-        used[place] = max(used.get(place, 0), size) if in_turns else used.get(place, 0) + size
+                key = node, part.device or device, process.role
+                of_role[key] = of_role.get(key, 0) + part.bytes
+    for (node, device, role), size in of_role.items():
+        in_turns, name = takes_turns and device != HOST, planned.on(node, device)
+        used[name] = max(used.get(name, 0), size) if in_turns else used.get(name, 0) + size
         if in_turns and role == Role.POLICY:
-            used[HOST] += size  # where it is between its turns
-    planned.capacity = {HOST: capacity.host_free}
-    planned.capacity |= {f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus}
+            used[planned.on(node, HOST)] += size  # where it is between its turns
+    there = {HOST: capacity.host_free} | {
+        f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus
+    }
+    planned.capacity = {
+        planned.on(node, name): size for node in range(planned.nodes) for name, size in there.items()
+    }
+
+
+def _summary(config: Config, workers: Sequence[Replica]) -> Iterator[tuple[str, str]]:
+    """Steps, samples, what is in flight at most, and the devices of each role."""
+    train, epochs = config.train, config.train.epoch
+    steps = f"{train.max_num_steps:,} steps at most, " if train.max_num_steps else ""
+    yield "steps", f"{steps}{epochs} {'pass' if epochs == 1 else 'passes'} over the data"
+    if config.is_grpo:
+        groups, size = config.groups_per_step, config.group_size
+        yield (
+            "batch",
+            f"{config.samples_per_step:,} samples a step: {groups:,} groups of {config.rollout.n_generation}",
+        )
+        bound = config.staleness_bound
+        flying, longest = (bound + 1) * groups, config.longest_sequence
+        text = f"{flying:,} groups at most (a staleness of {bound} steps), {flying * size:,} samples"
+        yield "in flight", f"{text} of up to {longest:,} tokens: {flying * size * longest:,}"
+    else:
+        yield "batch", f"{config.samples_per_step:,} samples a step"
+    for role in (Role.POLICY, Role.ROLLOUT):
+        replicas = [replica for replica in workers if replica.role is role]
+        if replicas:
+            yield str(role), _devices_of(config, role, replicas)
+
+
+def _devices_of(config: Config, role: Role, replicas: Sequence[Replica]) -> str:
+    mesh = config.policy.parallelism if role is Role.POLICY else config.rollout.parallelism
+    specs = [spec for replica in replicas for spec in replica.processes]
+    gpus = sum(len(replica.devices) for replica in replicas)
+    text = f"{len(replicas)} {'replica' if len(replicas) == 1 else 'replicas'}"
+    if role is Role.POLICY:
+        text += f" of {len(replicas[0].processes)} ranks" if len(specs) > 1 else " of one rank"
+    text += f" ({mesh_text(mesh)}), " + (f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "on the CPU")
+    nodes = sorted({spec.node for spec in specs})
+    return text + (f", nodes {', '.join(map(str, nodes))}" if config.placement.nodes > 1 else "")
 
 
 def _warnings(planned: Planned, config: Config) -> list[Problem]:
@@ -269,9 +323,13 @@ def _warnings(planned: Planned, config: Config) -> list[Problem]:
 
 
 def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
-    members = [process for process in planned.processes if process.device == device and process.memory]
+    members = [
+        process
+        for process in planned.processes
+        if planned.on(process.node, process.device) == device and process.memory
+    ]
     trains = any(process.role == Role.POLICY for process in members)
-    state = "free" if device == HOST else "there"
+    state = "free" if device.endswith(HOST) else "there"
     message = f"about {size_text(used)} are needed on {device}, {size_text(there)} are {state}"
     hint = "a smaller rollout.gpu_memory_utilization, or a smaller model"
     if trains:
@@ -294,12 +352,14 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     """The plan for people."""
     machine = planned.machine
     gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
-    yield f"machine   {machine.cores} cores, {gpus}, {size_text(planned.capacity[HOST])} of host memory free"
+    free = size_text(planned.capacity[planned.on(0, HOST)])
+    yield f"machine   {machine.cores} cores, {gpus}, {free} of host memory free"
     yield f"run       {planned.run_dir} ({'continued' if planned.continued else 'new'})"
     if planned.model is not None:
         yield f"model     {planned.model.path}, {planned.model.parameters:,} parameters by {planned.model.source}"
     else:
         yield f"model     no memory estimate: {planned.no_model}"
+    yield from (f"{name:<10}{text}" for name, text in planned.summary)
     yield ""
     yield "processes (each also gets the environment of this command; *** are secrets of the run)"
     for process in planned.processes:
@@ -330,7 +390,7 @@ def _memory_lines(planned: Planned) -> Iterator[str]:
         if not process.memory:
             continue
         total = sum(part.bytes for part in process.memory)
-        yield f"  {process.name} on {process.device}: {size_text(total)}"
+        yield f"  {process.name} on {planned.on(process.node, process.device)}: {size_text(total)}"
         for part in process.memory:
             yield f"    {part.name:<27}{size_text(part.bytes):>10}  {part.formula}" + (
                 f" (on {part.device})" if part.device else ""
@@ -346,6 +406,7 @@ def _memory_lines(planned: Planned) -> Iterator[str]:
         yield f"  {part.name} (host memory): {size_text(part.bytes)}  {part.formula}"
     for device, used in planned.used.items():
         there = planned.capacity.get(device, 0)
-        of = f" of {size_text(there)}{' free' if device == HOST else ''}" if there else ""
-        programs = ", programs included" if device == HOST else ""
+        of_host = device.endswith(HOST)
+        of = f" of {size_text(there)}{' free' if of_host else ''}" if there else ""
+        programs = ", programs included" if of_host else ""
         yield f"  sum on {device}: {size_text(used)}{of}{programs}"

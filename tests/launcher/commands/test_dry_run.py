@@ -211,6 +211,7 @@ def test_the_text_names_everything(here: Path, monkeypatch: pytest.MonkeyPatch) 
     for part in (
         "2 cores, no GPU, 4 GiB of host memory free", "329,472 parameters", "-m policy_worker", "-m controller",
         "valkey-server", "COSMOS_CPU_THREADS=1", "KV cache", "sum on host", "nothing was started",
+        "steps     1 pass over the data", "policy    1 replica of one rank (one device), on the CPU",
     ):  # fmt: skip
         assert part in text, part
     data = json.loads(json.dumps(found.as_dict(), default=str))
@@ -243,3 +244,23 @@ def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert found["model"] is None
     assert "no safetensors files" in found["no_model"]
     assert not (tmp_path / "out").exists()
+
+
+def test_the_summary_says_what_is_trained_by_whom(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(
+        Machine(8, ("0", "1")), Capacity(GIB * 8, GIB * 8, {"0": GIB * 80, "1": GIB * 80}), monkeypatch,
+        placement={"nodes": 2}, policy={"parallelism": {"dp_shard_size": 3}},
+        rollout={"n_generation": 4}, train={"train_batch_per_replica": 32, "max_num_steps": 7},
+    )  # fmt: skip
+    assert dict(found.summary) == {
+        "steps": "7 steps at most, 1 pass over the data",
+        "batch": "32 samples a step: 8 groups of 4",
+        "in flight": "40 groups at most (a staleness of 4 steps), 160 samples of up to 100 tokens: 16,000",
+        "policy": "1 replica of 3 ranks (dp_shard_size 3), 3 GPUs, nodes 0, 1",
+        "rollout": "1 replica (one device), 1 GPU, nodes 1",
+    }
+    assert found.used.keys() == found.capacity.keys()
+    assert {"node 0 GPU 0", "node 1 GPU 0", "node 1 GPU 1", "node 1 host"} <= found.used.keys()
+    first, last = (found.used[f"node {node} GPU 0"] for node in range(2))
+    assert first == last, "the same rank's share on each"
+    assert "rollout-0 on node 1 GPU 1" in "\n".join(plan_lines(found))
