@@ -1,7 +1,7 @@
 """A model that is on this machine: how many parameters, of which shapes, without loading it.
 
     directory ─▶ headers of its safetensors files ─▶ every tensor's shape      (exact)
-              └▶ config.json alone ─▶ shapes of a decoder of the Llama family   (exact for those)
+              └▶ config.json alone ─▶ shapes of a decoder of the Llama family, or mixture of such (exact for those)
 
 A name on the hub is looked up in the local cache of Hugging Face; nothing is downloaded.
 """
@@ -22,6 +22,8 @@ from schema.config.model_facts import BrokenModelError, config_file, read_config
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 PLAIN_DECODERS = {"llama", "mistral", "qwen2", "qwen3"}
+MIXTURES = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+"""The same with a mixture of experts in each layer."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -86,7 +88,7 @@ def find_model(name: str, revision: str | None, env: Mapping[str, str]) -> Local
         if config.get("tie_word_embeddings") and "lm_head.weight" in sizes:
             del sizes["lm_head.weight"]  # an alias of the embeddings
         return _counted(path, sizes, "its safetensors files", shape)
-    if shape is not None and config.get("model_type") in PLAIN_DECODERS:
+    if shape is not None and config.get("model_type") in PLAIN_DECODERS | MIXTURES:
         return _counted(path, _decoder_sizes(config, shape), "its config.json", shape)
     raise UnknownModelError(f"{path} has no safetensors files, and its architecture is not a plain decoder")
 
@@ -145,19 +147,39 @@ def _counted(path: Path, sizes: Mapping[str, int], source: str, shape: Shape | N
     return LocalModel(path, total, max(layers.values(), default=0), rest, source, shape, experts)
 
 
+def _expert_sizes(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
+    """The router and the experts of one layer, in place of its MLP."""
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise UnknownModelError("it has no safetensors files, and some of its layers have no experts")
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    size = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    if not isinstance(experts, int) or not isinstance(size, int):
+        raise UnknownModelError(
+            "it has no safetensors files, and its config.json no number or size of experts"
+        )
+    shared = config.get("shared_expert_intermediate_size", 0) if config["model_type"] == "qwen2_moe" else 0
+    return {
+        "mlp": shape.hidden * experts + shape.hidden * (3 * shared + 1) * bool(shared),
+        "mlp.experts.all": 3 * shape.hidden * size * experts,
+    }
+
+
 def _decoder_sizes(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
     """The tensors of a plain decoder with a gated MLP and RMS norms."""
     kind = config["model_type"]
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    has_bias = kind == "qwen2" or bool(config.get("attention_bias"))
+    has_bias = kind in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias"))
+    of_heads = {"qwen3": 2 * shape.head_dim, "qwen3_moe": 2 * shape.head_dim, "olmoe": wide + narrow}
     layer = {
         "attention": shape.hidden * (2 * wide + 2 * narrow),
         "mlp": 3 * shape.hidden * shape.intermediate,
-        "norms": 2 * shape.hidden + (2 * shape.head_dim if kind == "qwen3" else 0),
+        "norms": 2 * shape.hidden + of_heads.get(kind, 0),
         "bias": (wide + 2 * narrow) if has_bias else 0,
-        "output_bias": shape.hidden if has_bias and kind != "qwen2" else 0,
+        "output_bias": shape.hidden if has_bias and not kind.startswith("qwen2") else 0,
         "mlp_bias": (2 * shape.intermediate + shape.hidden) if config.get("mlp_bias") else 0,
     }
+    if kind in MIXTURES:
+        layer |= _expert_sizes(config, shape)
     sizes = {
         f"layers.{number}.{name}": size for number in range(shape.layers) for name, size in layer.items()
     }

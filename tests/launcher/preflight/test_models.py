@@ -68,6 +68,45 @@ def test_config_alone_is_enough_for_plain_decoders(
     assert "config.json" in model.source
 
 
+OF_EXPERTS = {
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "tie_word_embeddings": False, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "parameters", "experts"),
+    [
+        ("mixtral", {"num_local_experts": 4}, 12_240, 2 * 4 * 3 * 16 * 24),
+        ("olmoe", {"num_experts": 4}, 12_288, 2 * 4 * 3 * 16 * 24),
+        (
+            "qwen2_moe",
+            {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 20},
+            8_112,
+            2 * 4 * 3 * 16 * 8,
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 6},
+            6_888,
+            2 * 4 * 3 * 16 * 8,
+        ),
+    ],
+)
+def test_config_alone_is_enough_for_mixtures_of_them(
+    tmp_path: Path, kind: str, changes: dict[str, Any], parameters: int, experts: int
+) -> None:
+    """Numbers of parameters as transformers makes these models."""
+    model = find_model(str(model_of(tmp_path / "m", {**OF_EXPERTS, "model_type": kind, **changes})), None, {})
+    assert (model.parameters, model.experts) == (parameters, experts)
+    with pytest.raises(UnknownModelError, match="some of its layers have no experts"):
+        find_model(
+            str(model_of(tmp_path / "n", {**OF_EXPERTS, "model_type": kind, "mlp_only_layers": [0]})),
+            None,
+            {},
+        )
+
+
 def test_config_and_headers_of_a_real_model_agree(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny")
     counted = find_model(str(tmp_path / "tiny"), None, {})
