@@ -14,6 +14,7 @@ import json
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -171,7 +172,7 @@ class _Steps:
         self._log.take_changes()
 
 
-class RunView:
+class RunView(ABC):
     """One run; `overview` is up to those who know more of it.
 
     steps: of the job, or of this view, which then reads them from the events.
@@ -185,9 +186,9 @@ class RunView:
         self._offset = 0
         self._reading = asyncio.Lock()
 
+    @abstractmethod
     async def overview(self) -> bytes:
         """The front page: `Overview` as JSON."""
-        raise NotImplementedError
 
     async def curves(self, metrics: Sequence[str], most: int) -> d.Curves:
         """Curves of these metrics as far as there are any, `most` points each."""

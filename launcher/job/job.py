@@ -31,13 +31,11 @@ from launcher.job.screen import Screen
 from launcher.job.summary import Collected, Result
 from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
-from launcher.paths import absolute
 from launcher.plan import nsight, placement, redis_server
 from launcher.plan.credentials import given_to
 from launcher.plan.placement import ProcessSpec
-from launcher.plan.plan import LOOPBACK, Outcome, Plan
+from launcher.plan.plan import Outcome, Plan
 from launcher.plan.rundir import base_environment, environment
-from launcher.plan.tls import url_from_elsewhere
 from launcher.processes.host import Folders, Host
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
@@ -243,13 +241,9 @@ class Job:
 
     def _hint_join(self) -> None:
         if self.plan.config.is_grpo:
-            token, ca = self.plan.run.path / ".tokens" / "rollout", self.plan.config.controller.tls_ca
-            trusted = f"COSMOS_TLS_CA={absolute(ca)} " if ca else ""
-            alone = self.plan.address == LOOPBACK
-            url = url_from_elsewhere(self.plan.config, self.plan.port) if alone else self.plan.url
             self.event(
                 f"the controller listens at {self.plan.url}; another rollout replica joins with "
-                f'COSMOS_CONTROLLER_URL={url} {trusted}COSMOS_TOKEN="$(cat {token})" python -m rollout_worker'
+                f"`cosmos-launch join {self.plan.run.path}`"
             )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:

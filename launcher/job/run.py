@@ -10,7 +10,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from launcher.nodes.announcement import HeadAddress
 from launcher.paths import absolute
 from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine, find_machine
-from launcher.plan.placement import place
+from launcher.plan.placement import PlacementError, place
 from launcher.plan.rundir import RunDir, Tokens, already_running, choose, newest
 from launcher.plan.tls import controller_url, reachable_elsewhere, reachable_host, url_of
 from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
@@ -35,6 +36,7 @@ from schema.util.tls import server_context
 
 if TYPE_CHECKING:
     from launcher.job.screen import Screen
+    from launcher.nodes.head import NodeServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ def _join(checked: Checked, cluster: Cluster, env: Mapping[str, str], *, resumes
     import asyncio
 
     from launcher.job.screen import open_screen
-    from launcher.nodes.agent import Joining, join
+    from launcher.nodes.agent import Joining, run_node
 
     _check_cluster(checked.config, cluster)
     output, name = Path(absolute(checked.config.train.output_dir)), checked.config.train.timestamp
@@ -190,9 +192,8 @@ def _join(checked: Checked, cluster: Cluster, env: Mapping[str, str], *, resumes
         return _say_finished(run, summary)
     screen = open_screen()
     try:
-        return asyncio.run(
-            join(Joining(checked.config, checked.machine, cluster.head, cluster.number, env), screen.event)
-        )
+        joining = Joining(checked.config, checked.machine, cluster.head, cluster.number, env)
+        return asyncio.run(run_node(joining, screen.event))
     finally:
         screen.close()
 
@@ -225,6 +226,10 @@ def _run(
     run.write_tokens(tokens)
 
     def planned(host: str, port: int, url: str, address: str, others: Sequence[Machine]) -> Plan:
+        try:
+            workers = place(config, checked.machine, *others, rollouts=rollouts)
+        except PlacementError as error:  # of what other machines have, which nobody knew before
+            raise ConfigError([error.problem]) from None
         return Plan(
             config=config,
             run=run,
@@ -233,7 +238,7 @@ def _run(
             host=host,
             port=port,
             redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
-            workers=place(config, checked.machine, *others, rollouts=rollouts),
+            workers=workers,
             reuse_data=goes_on and _same_data(before, written, run),
             continued=goes_on,
             env=env,
@@ -246,26 +251,16 @@ def _run(
         return await Job(plan, screen, early).run()
 
     async def with_nodes(head: HeadAddress) -> Result:
-        from launcher.nodes.agreement import facts
-        from launcher.nodes.head import NodeServer, Terms
-
-        port = config.controller.port or free_port("")
-        tls = None
-        if config.controller.tls_cert:
-            tls = server_context(config.controller.tls_cert, config.controller.tls_key)
-        terms = Terms(config, run, facts(config, env), (head.host, port), nsight.grace(config), tls)
-        server = NodeServer(head, terms, screen.event)
-        async with server.listening():
-            others = await server.gather(lambda: bool(early))
-            chosen = "host" in config.controller.model_fields_set
-            host = config.controller.host if chosen else server.address
-            # A certificate is for a name; without one the address by which nodes came is surely reachable.
-            name = reachable_elsewhere(config) if chosen else head.host if tls else server.address
-            plan = planned(host, port, url_of(config, name, port), server.address, others)
-            job = Job(plan, screen, early, server.hosts)
-            server.lend(job.own)
+        async with _nodes_of(head, checked.config, run, env, screen, early) as nodes:
+            job = Job(
+                planned(*nodes.controller, nodes.server.address, nodes.machines),
+                screen,
+                early,
+                nodes.server.hosts,
+            )
+            nodes.server.lend(job.own)
             result = await job.run()
-            await server.finish(result.outcome, result.exit_code)
+            await nodes.server.finish(result.outcome, result.exit_code)
             return result
 
     result = asyncio.run(alone() if cluster is None else with_nodes(cluster.head))
@@ -276,6 +271,44 @@ def _run(
     elif result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
         screen.write(f"cosmos-launch --resume {run.path} goes on from here.")
     return result.exit_code
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The other machines, once they are there. controller: where it listens, host and port, and its URL."""
+
+    server: NodeServer
+    machines: list[Machine]
+    controller: tuple[str, int, str]
+
+
+@asynccontextmanager
+async def _nodes_of(
+    head: HeadAddress,
+    config: Config,
+    run: RunDir,
+    env: Mapping[str, str],
+    screen: Screen,
+    interrupts: Sequence[int],
+) -> AsyncIterator[_Nodes]:
+    """Wait for them at the head's address. Raises LaunchError."""
+    from launcher.nodes.agreement import facts
+    from launcher.nodes.head import NodeServer, Terms
+    from launcher.processes.supervisor import free_port
+
+    wanted, tls = config.controller, None
+    port, chosen = wanted.port or free_port(""), "host" in wanted.model_fields_set
+    if wanted.tls_cert:
+        tls = server_context(wanted.tls_cert, wanted.tls_key)
+    named = reachable_elsewhere(config) if chosen else head.host
+    terms = Terms(config, run, facts(config, env), (named, port), nsight.grace(config), tls)
+    server = NodeServer(head, terms, screen.event)
+    async with server.listening():
+        machines = await server.gather(interrupts)
+        # A certificate is for a name; without one the address by which nodes came is surely reachable.
+        name = named if chosen or tls else server.address
+        listens = wanted.host if chosen else server.address
+        yield _Nodes(server, machines, (listens, port, url_of(config, name, port)))
 
 
 def _same_data(before: Mapping[str, Any] | None, now: Mapping[str, Any], run: RunDir) -> bool:

@@ -53,7 +53,7 @@ class _RefusedError(Exception):
         self.refusal = refusal
 
 
-async def join(joining: Joining, event: Callable[[str], None]) -> int:
+async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
     """Be a node until the job is over; the job's exit code. Raises LaunchError: it cannot join, with the reason."""
     loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
     asked: list[int] = []
@@ -208,7 +208,6 @@ class Node:
         self._joining, self._link, self._event, self._grace = joining, link, event, welcome.grace
         run = RunDir(Path(welcome.run))
         self.why = ""
-        self._env: dict[str, dict[str, str]] = {}
         self._host = LocalHost(Folders(run.logs, run.locks, run.profiles), welcome.grace, self._environment)
         self._processes: dict[int, LocalProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()

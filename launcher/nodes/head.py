@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,8 +214,11 @@ class NodeServer:
                 task.cancel()
             await asyncio.gather(*self._links, return_exceptions=True)
 
-    async def gather(self, interrupted: Callable[[], bool]) -> list[Machine]:
-        """The machines of all nodes but the head's, once they are there. Raises LaunchError when some do not come."""
+    async def gather(self, interrupts: Sequence[int]) -> list[Machine]:
+        """The machines of all nodes but the head's, once they are there. Raises LaunchError when some do not come.
+
+        interrupts: signals that have come; the first one ends the wait.
+        """
         patience = self._terms.config.controller.start_timeout
         give_up, said = time.monotonic() + patience, -1
         while missing := [host.name for host in self.hosts.values() if not host.is_there]:
@@ -225,8 +228,8 @@ class NodeServer:
                     f"{there} of {len(self.hosts) + 1} nodes are there; waiting at {self._head} for the others"
                 )
                 said = there
-            if interrupted():
-                raise LaunchError("interrupted while waiting for nodes", exit_code=130)
+            if interrupts:
+                raise LaunchError("interrupted while waiting for nodes", exit_code=128 + interrupts[0])
             if time.monotonic() >= give_up:
                 raise LaunchError(
                     f"{', '.join(missing)} did not come to {self._head} in {patience:g} s (controller.start_timeout)",

@@ -23,14 +23,9 @@ def controller_url(config: Config, port: int | str) -> str:
     return url_of(config, reachable_host(config), port)
 
 
-def url_from_elsewhere(config: Config, port: int | str) -> str:
-    """The address for other machines, as far as this one knows its name; the local one where only
-    that reaches it."""
-    return url_of(config, reachable_elsewhere(config), port)
-
-
 def reachable_elsewhere(config: Config) -> str:
-    """The host by which other machines reach the controller, likewise."""
+    """The host by which other machines reach the controller, as far as this one knows its name; the local one where
+    only that reaches it."""
     host = config.controller.host
     return socket.gethostname() if host in ANY_ADDRESS else host
 

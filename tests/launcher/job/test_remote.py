@@ -8,7 +8,7 @@ import pytest
 
 from controller.client import Untrusted
 from launcher.job.remote import Target
-from launcher.plan.tls import controller_url, url_from_elsewhere
+from launcher.plan.tls import controller_url, reachable_elsewhere, url_of
 from tests.launcher.samples import config
 
 
@@ -24,7 +24,7 @@ from tests.launcher.samples import config
 def test_other_machines_are_told_an_address_that_they_reach(host: str, here: str, elsewhere: str):
     settings = config(controller={"host": host})
     assert controller_url(settings, 7) == f"http://{here}:7"
-    assert url_from_elsewhere(settings, 7) == f"http://{elsewhere}:7"
+    assert url_of(settings, reachable_elsewhere(settings), 7) == f"http://{elsewhere}:7"
 
 
 def test_a_certificate_that_is_not_trusted_is_no_wrong_address():

@@ -16,7 +16,7 @@ import pytest
 
 from launcher.errors import LaunchError
 from launcher.nodes import messages as m
-from launcher.nodes.agent import Joining, join
+from launcher.nodes.agent import Joining, run_node
 from launcher.nodes.agreement import facts
 from launcher.nodes.announcement import Announcement, HeadAddress, place_of
 from launcher.nodes.head import NodeHost, NodeServer, Terms
@@ -72,7 +72,9 @@ class Stage:
         )
 
     def node(self, said: list[str] | None = None, **changed: Any) -> asyncio.Task[int]:
-        return asyncio.create_task(join(self.joining(**changed), (said if said is not None else []).append))
+        return asyncio.create_task(
+            run_node(self.joining(**changed), (said if said is not None else []).append)
+        )
 
 
 def on(stage: Callable[[Stage], Awaitable[None]], root: Path, **facts_: Any) -> None:
@@ -94,7 +96,7 @@ def there(server: NodeServer) -> NodeHost:
 
 
 async def gather(server: NodeServer) -> list[Machine]:
-    return await server.gather(lambda: False)
+    return await server.gather([])
 
 
 def test_a_node_runs_what_the_head_says_and_leaves_with_the_job(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_who_does_not_come_is_named_on_both_sides(tmp_path: Path) -> None:
             with pytest.raises(LaunchError, match=r"node 1, node 2 did not come to 127.0.0.1"):
                 await gather(server)
             with pytest.raises(LaunchError, match="interrupted"):
-                await server.gather(lambda: True)
+                await server.gather([signal.SIGTERM])
 
     on(body, tmp_path, nodes=3, start=0.3)
 
