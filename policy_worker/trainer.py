@@ -50,17 +50,10 @@ from policy_worker.model.optim import Optimizer
 from policy_worker.model.stages import Entry, Stages
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
-from policy_worker.parallel.fsdp import (
-    Units,
-    local_of,
-    needs_sharding,
-    reduce_gradients,
-    set_last_micro_batch,
-    whole,
-)
+from policy_worker.parallel.fsdp import Units, local_of, reduce_gradients, set_last_micro_batch, whole
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import use_liger
-from policy_worker.parallel.loss_scale import LossScaler, needs_scaling
+from policy_worker.parallel.loss_scale import LossScaler, scaled_by
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.parts import finish_gradients
 from policy_worker.parallel.pipeline import Pipeline, copies_in
@@ -199,7 +192,6 @@ class TrainedModel(ABC):
     ) -> None:
         self.group, self.schedule = group, schedule
         own, device = device is not None, device or group.device
-        self.sharded = keys.fsdp_offload or needs_sharding(group.sizes.fsdp_ranks, keys)
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
@@ -216,7 +208,8 @@ class TrainedModel(ABC):
             self.optimizer = Optimizer.of_model(self.model, keys, section)
         offloads = keys.fsdp_gradient_offload and not keys.fsdp_offload  # by which FSDP2 has them on the host
         self._gradients = Gradients(self.optimizer.parameters) if offloads else None
-        self.scaler = LossScaler(group, section) if needs_scaling(keys) else None
+        narrow = scaled_by(keys)
+        self.scaler = LossScaler(group, f"{section}.{narrow}") if narrow else None
         """Of losses, where gradients would vanish in float16."""
         if self.scaler is not None:
             self.optimizer.skips = self.scaler.skips

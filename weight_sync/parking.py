@@ -24,14 +24,12 @@ class Parked:
             if (storage := part.untyped_storage()).nbytes() and storage.device.type != stays
         }
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self.bytes = 0
         for storage in found.values():
             size, pinned = storage.nbytes(), storage.device.type == "cuda"
             copy = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
             copy.copy_(storage, non_blocking=False)
             storage.resize_(0)
             self._kept.append((storage, copy))
-            self.bytes += size
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # else it stays with this process
 

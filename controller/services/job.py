@@ -113,6 +113,7 @@ class JobService:
             None if status.rewards is None else status.rewards.wait_fraction,
             rollouts=status.replicas["rollout"],
             bound=job.config.staleness_bound,
+            overlaps=not job.config.takes_turns,
         )
         return status.model_copy(update={"advice": found})
 

@@ -160,11 +160,13 @@ def advice(
     *,
     rollouts: int,
     bound: int,
+    overlaps: bool = True,
 ) -> list[str]:
     """What would make a job faster, in words; nothing while too little is known.
 
     idle: share of the time by pool. steps: metrics of the newest ones. reward_wait: share of the time that engines
-    wait for rewards. rollouts: replicas. bound: S.
+    wait for rewards. rollouts: replicas. bound: S. overlaps: whether both pools work at once; in turns each waits
+    for the other, whatever there is of it.
 
     A step of T seconds has the trainer at work for t of them, and each of n replicas for T·(1 − i), where i is its
     idle share. By k replicas it would take max(t, T·(1 − i)·n/k); without waiting for each other max(t, T·(1 − i)).
@@ -175,7 +177,7 @@ def advice(
         text = f"the engines wait for rewards {reward_wait:.0%} of the time: "
         return [text + "raise reward.num_workers, or make rewards faster"]  # nothing else would help
     known = [metrics for metrics in steps if "wait_seconds" in metrics and "step_seconds" in metrics]
-    if not known or "rollout" not in idle:
+    if not known or not overlaps or "rollout" not in idle:
         return []
     whole = fmean(metrics["step_seconds"] for metrics in known)
     train = whole - fmean(metrics["wait_seconds"] for metrics in known)

@@ -1,1 +1,2 @@
-"""What is traded for memory of the device: activations that are computed again, or stored in host memory."""
+"""What is traded for memory of the device: activations that are computed again, or stored in host memory as
+gradients and the optimizer's state may be."""

@@ -127,10 +127,12 @@ def _put(value: Tensor, host: Tensor | None) -> Any:
 def in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """The same, in order, in lists of about `NUMBERS` numbers on this rank."""
     part: list[nn.Parameter] = []
+    numbers = 0
     for parameter in parameters:
         part.append(parameter)
-        if sum(_local(one).numel() for one in part) >= NUMBERS:
+        numbers += _local(parameter).numel()
+        if numbers >= NUMBERS:
             yield part
-            part = []
+            part, numbers = [], 0
     if part:
         yield part

@@ -38,7 +38,7 @@ def distribute(
     ranks = group.sizes.fsdp_ranks
     if not frozen:
         offload, units = keys.fsdp_offload, Units.of_config(keys)
-    shards = offload or (ranks > 1 if frozen else needs_sharding(ranks, keys))
+    shards = offload or ranks > 1 if frozen else needs_sharding(ranks, keys)
     mesh = None
     if shards or group.sizes.tp > 1:
         mesh = group.mesh() if device is None else group.second_mesh()

@@ -5,8 +5,9 @@ and again for its backward, and gradients are averaged while they are scattered,
 The loss is therefore multiplied by the number of ranks (see `trainer`), which makes the average the sum that the
 formulas ask for. Ranks that have a piece of the same sequences each (cp) have a part of their gradient each.
 
-One rank whose parameters are used in the type they are stored in has nothing to shard or cast, and is left
-alone: the hooks and copies of FSDP2 cost 7 to 13 % of a step of a small model there (measured, 0.3M parameters, CPU).
+One rank whose parameters are used where and in the type they are stored in has nothing to shard, move or cast, and
+is left alone: the hooks and copies of FSDP2 cost 7 to 13 % of a step of a small model there (measured, 0.3M
+parameters, CPU).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from schema.config.sections.reference import ReferenceConfig
 
 def needs_sharding(ranks: int, keys: PrecisionKeys) -> bool:
     """Whether there is anything for FSDP2 to do. ranks: `MeshSizes.fsdp_ranks`."""
-    return ranks > 1 or keys.param_dtype != keys.master_dtype
+    return ranks > 1 or keys.param_dtype != keys.master_dtype or keys.fsdp_offload
 
 
 class Units(NamedTuple):
@@ -72,7 +73,8 @@ class Units(NamedTuple):
 
 
 def _kind(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")
+    """The class as the model has it, before it is sharded or computes in fp8."""
+    return type(module).__name__.removeprefix("FSDP").removeprefix("Float8")
 
 
 def _eligible(model: Backbone) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.model import Backbone
+from policy_worker.model.trainable import routers_of
 from schema.config.sections.train import FP8Config
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,10 @@ def compile_layers(model: Backbone) -> None:
     """
     attention.hide_from_compiler()
     layers, config = model.decoder_layers(), torch._dynamo.config
-    config.recompile_limit = config.accumulated_recompile_limit = VARIANTS * len(layers)
+    config.recompile_limit += VARIANTS * len(
+        layers
+    )  # layers of one class share them, whatever model they are of
+    config.accumulated_recompile_limit += VARIANTS * len(layers)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
 
@@ -46,8 +50,9 @@ def compile_layers(model: Backbone) -> None:
 def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -> int:
     """Let linear layers of the decoder layers compute in fp8 (torchao); how many do.
 
-    Inputs, weights and gradients of outputs are scaled anew at each product; weights stay in the type that they are
-    trained in. The output head and routers are left. emulate: the same roundings, in products of the wide type.
+    Inputs, weights and gradients of outputs are scaled anew at each product; weights stay in the type that they
+    are trained in. The output head, routers and experts that are not such layers are left. emulate: the same
+    roundings, in products of the wide type.
 
     Raises:
         SettingsError: torchao cannot be imported, or no layer has sides that are multiples of `MULTIPLE`.
@@ -63,11 +68,11 @@ def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -
     recipe = replace(
         Float8LinearConfig.from_recipe_name(keys.quant_recipe), pad_inner_dim=True, emulate=emulate
     )
-    found = 0
+    found, routers = 0, {part for _, router in routers_of(model.lm) for part in router.modules()}
 
-    def fits(layer: nn.Module, name: str) -> bool:
+    def fits(layer: nn.Module, _: str) -> bool:
         nonlocal found
-        chosen = isinstance(layer, nn.Linear) and not name.endswith("gate") and _sides_fit(layer)
+        chosen = type(layer) is nn.Linear and layer not in routers and _sides_fit(layer)
         found += chosen
         return chosen
 

@@ -32,19 +32,20 @@ FIRST, LEAST, STEADY = 2.0**16, 1.0, 2000
 """The scale at the start, the least one, and steps in a row after which it doubles."""
 
 
-def needs_scaling(keys: PrecisionKeys) -> bool:
-    """Whether gradients are computed or added up in float16."""
-    return "float16" in (keys.param_dtype, keys.fsdp_reduce_dtype)
+def scaled_by(keys: PrecisionKeys) -> str | None:
+    """The key by which gradients are computed or added up in float16; None: they are not."""
+    names = ("param_dtype", "fsdp_reduce_dtype")
+    return next((name for name in names if getattr(keys, name) == "float16"), None)
 
 
 class LossScaler:
-    """That of one model. section: of its keys, for messages.
+    """That of one model. key: the one that says float16, for messages.
 
     state: the scale, and how many steps were made since it changed; the same on all ranks.
     """
 
-    def __init__(self, group: Group, section: str) -> None:
-        self._group, self._section = group, section
+    def __init__(self, group: Group, key: str) -> None:
+        self._group, self._key = group, key
         self.state = FIRST, 0
         self._skipped = 0
 
@@ -56,7 +57,9 @@ class LossScaler:
     @torch.no_grad()
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Divide the gradients by the scale, once per optimizer step."""
-        torch._foreach_mul_([local_of(p.grad) for p in parameters if p.grad is not None], 1 / self.scale)
+        gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
+        if gradients:  # none where nothing trains in this stage of the model
+            torch._foreach_mul_(gradients, 1 / self.scale)
 
     def skips(self, norm: float) -> bool:
         """Whether the step of gradients of this norm is skipped, on all ranks alike; the scale follows. A collective.
@@ -72,14 +75,13 @@ class LossScaler:
         if scale <= LEAST:
             raise NonFiniteGradientError(
                 f"gradients are not finite at a loss scale of {scale:g}: nothing was applied; what the model "
-                f"computes is beyond float16 (65504) or NaN: write {self._section}.param_dtype = "
+                f"computes is beyond float16 (65504) or NaN: write {self._key} = "
                 f'"bfloat16", or check the model\'s weights and the loss of the last steps'
             )
         self.state = scale / 2, 0
         self._skipped += 1
-        log.warning(
-            "%s: gradients overflow: the step is skipped, the loss scale is %g", self._section, scale / 2
-        )
+        section = self._key.partition(".")[0]
+        log.warning("%s: gradients overflow: the step is skipped, the loss scale is %g", section, scale / 2)
         return True
 
     def metrics(self) -> dict[str, float]:

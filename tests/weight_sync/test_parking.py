@@ -20,9 +20,7 @@ def test_memory_is_released_and_every_view_is_right_again() -> None:
     state = [value for one in optimizer.state.values() for value in one.values()]
     tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *state]
     view, before = model.weight.data[3:5], [tensor.clone() for tensor in tensors]
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     parked = Parked([*tensors, view], ANYWHERE)
-    assert parked.bytes == sum(sizes.values())
     assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
     parked.restore()
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
@@ -34,7 +32,6 @@ def test_memory_is_released_and_every_view_is_right_again() -> None:
 def test_what_is_in_host_memory_stays(stays: str) -> None:
     tensor = torch.arange(8.0)
     parked = Parked([tensor], stays)
-    assert parked.bytes == 0
     assert tensor.tolist() == list(range(8))
     parked.restore()
     assert tensor.tolist() == list(range(8))

@@ -156,7 +156,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         derived = layers.derived(self.model)
         for weights in packed:
             weights.open()
-        made = {f"{name}.{own}" for name, layer in rebuilt.items() for own, _ in layer.named_parameters()}
+        made = {
+            f"{name}.{own}"
+            for name, layer in rebuilt.items()
+            for own, _ in layer.named_parameters(recurse=False)
+        }
         made |= {name for halves in derived for name in halves.parameters}
         trace = LoadTrace(self.model, {weights.name for weights in packed}, made)
         started = time.monotonic()

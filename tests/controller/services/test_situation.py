@@ -108,7 +108,10 @@ def test_advice_follows_from_what_both_pools_need(
     assert len(found) == bool(words), found
     for word in words:
         assert word in found[0]
-    (reward,) = advice({"rollout": idle}, steps, 0.4, rollouts=rollouts, bound=2)
+    assert advice({"rollout": idle}, steps, None, rollouts=rollouts, bound=2, overlaps=False) == [], (
+        "in turns"
+    )
+    (reward,) = advice({"rollout": idle}, steps, 0.4, rollouts=rollouts, bound=2, overlaps=False)
     assert "wait for rewards 40%" in reward
     assert advice({"rollout": idle}, steps[:2], 0.4, rollouts=rollouts, bound=2) == [], (
         "it is too early to know"

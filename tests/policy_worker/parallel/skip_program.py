@@ -14,7 +14,7 @@ from policy_worker.process import RankEnvironment
 def main(out: Path) -> None:
     group = Group(RankEnvironment.of_environ())
     try:
-        scaler = LossScaler(group, "train")
+        scaler = LossScaler(group, "train.param_dtype")
         norms = (1.0, math.inf if group.rank else 1.0, 1.0)
         skipped = [scaler.skips(norm) for norm in norms]
         assert (skipped, scaler.state) == ([False, True, False], (FIRST / 2, 1))

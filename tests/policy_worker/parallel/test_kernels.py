@@ -52,6 +52,26 @@ def test_compiled_layers_compute_and_are_named_as_others(group: Group):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.soak
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_moe_layers": True},
+        {"activation_offload": True},
+    ],
+    ids=str,
+)
+def test_compiled_layers_recompute_and_offload_parts(group: Group, train: dict[str, Any]):
+    options: dict[str, Any] = {"grpo": GRPO, "sections": AGAIN, "steps": 2}
+    if "recompute_moe_layers" in train:
+        options["model"] = {"family": "qwen3_moe"}
+    expected, _ = run_here(group, **options, train=train)
+    found, _ = run_here(group, **options, train=train | COMPILED)
+    assert_equal(gradients(found), gradients(expected), CLOSE)
+
+
 LORA: dict[str, Any] = {
     "policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}
 }

@@ -30,7 +30,7 @@ OVERFLOWING = 2.0**40
 
 def test_the_scale_follows_the_rule_of_torch(group: Group, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loss_scale, "STEADY", 3)
-    ours, theirs = LossScaler(group, "train"), torch.amp.GradScaler("cpu", growth_interval=3)
+    ours, theirs = LossScaler(group, "train.param_dtype"), torch.amp.GradScaler("cpu", growth_interval=3)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for gradient in (1.0, 1.0, 1.0, 1.0, math.inf, 1.0, math.nan, -math.inf, *[1.0] * 7):
@@ -53,6 +53,20 @@ def test_gradients_are_divided_exactly_before_they_are_clipped(group: Group):
     assert_equal(gradients(large), gradients(small), CLOSE)
     total = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(small).values()))
     assert total == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_stage_in_which_nothing_trains_has_nothing_to_divide(group: Group):
+    LossScaler(group, "train.param_dtype").unscale([torch.nn.Parameter(torch.ones(2))])
+
+
+def test_what_is_kept_in_host_memory_is_scaled_and_skipped_alike(group: Group):
+    """A step that is made and one that overflows, with gradients and state elsewhere in between."""
+    away = {"fsdp_gradient_offload": True, "optimizer_offload": True, "overlap_grad_reduce": False}
+    for scale, keys in ((2.0**10, away), (OVERFLOWING, away), (2.0**10, {"fsdp_offload": True})):
+        expected, there = run_here(group, scales=[scale], grpo=GRPO, train=FLOAT16, steps=2)
+        found, metrics = run_here(group, scales=[scale], grpo=GRPO, train=FLOAT16 | keys, steps=2)
+        assert_equal(found, expected, 0.0)
+        assert [one["skipped_steps"] for one in metrics] == [one["skipped_steps"] for one in there]
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(group: Group):
@@ -78,7 +92,7 @@ def test_some_of_a_steps_optimizer_steps_may_overflow(group: Group):
 
 
 def test_a_model_that_is_beyond_float16_is_an_error(group: Group):
-    scaler = LossScaler(group, "critic")
+    scaler = LossScaler(group, "critic.param_dtype")
     scaler.state = 2.0, 0
     assert scaler.skips(math.nan)
     with pytest.raises(NonFiniteGradientError, match=r'loss scale of 1.*critic.param_dtype = "bfloat16"'):
