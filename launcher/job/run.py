@@ -153,7 +153,7 @@ def _say_finished(run: RunDir, summary: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a job on several, as this one was told. number: its own, 0 leads; None: as its address says."""
+    """A job on several machines. number: of this one, 0 leads; None: it leads if the head's address is its own."""
 
     head: HeadAddress
     number: int | None = None

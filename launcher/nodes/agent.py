@@ -1,4 +1,4 @@
-"""A node's side: finds the head, joins, runs what it is told to, and leaves with the job."""
+"""A node's side: finds the head, joins, runs the processes that the head starts on it, and leaves with the job."""
 
 from __future__ import annotations
 

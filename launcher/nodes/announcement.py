@@ -26,7 +26,7 @@ DEFAULT_PORT = 29600
 
 @dataclass(frozen=True, slots=True)
 class HeadAddress:
-    """Where the head listens, as every machine was told."""
+    """Where the head listens: the same on every machine."""
 
     host: str
     port: int

@@ -155,7 +155,9 @@ def reference_is_whole(config: Config) -> Iterator[Problem]:
 def others_are_on_one_machine(config: Config) -> Iterator[Problem]:
     """A rank finds the devices of its reference model and critic on its own machine."""
     for role in apart_layouts(config) if config.placement.nodes > 1 else ():
-        message = f"devices of its own are not possible over placement.nodes = {config.placement.nodes}"
+        message = (
+            f"this build cannot do devices of its own over placement.nodes = {config.placement.nodes} yet"
+        )
         hint = f"write {role.key} = []: it is sharded over the policy's devices"
         yield Problem(role.key, message, role.listed, hint, related=("placement.nodes",))
 

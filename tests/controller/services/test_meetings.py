@@ -1,4 +1,4 @@
-"""Ranks that look for their rank 0: told at once when it comes, whoever was first, and of one start alone."""
+"""Ranks that look for their rank 0: answered when it comes, whoever was first, and of one start alone."""
 
 from __future__ import annotations
 
