@@ -62,7 +62,7 @@ def test_a_requeued_job_goes_on_and_its_array_joins_again(shared: Path, model: P
         cluster.run("scancel", "--batch", "--signal=USR2", job)
         cluster.until_state(job, "PENDING", told=logs)
         assert list((run / "checkpoints").glob("step-*")), "one was saved, long before it was due"
-        cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+        cluster.start_again(job)
         cluster.until_state(job, "COMPLETED", told=logs)
         listed = cluster.run("squeue", "-h", "-t", "all", "-r", "-o", "%i %j").splitlines()
         (task,) = [line.split()[0] for line in listed if line.endswith("-rollout")]
