@@ -3,12 +3,18 @@
 AdamW, Adam, SGD       one optimizer of torch's over all parameters that train
 Muon                   over the matrices of the layers; AdamW over embeddings, output layer, norms and biases
 AdamW8bit, Adam8bit    torchao's, over the matrices that its blocks fit; AdamW or Adam over the rest
+
+What an optimizer keeps of a parameter is saved as plain tensors, slots, that any number of ranks can save and load.
+torchao's moments are blocks of 8-bit codes with a scale each. A block lies in one row, so that a cut between rows
+cuts codes and scales alike:
+
+    exp_avg [N, D] in 8 bits   ->   exp_avg.codes [N, D] uint8,  exp_avg.scale [N, D / block] float32
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +24,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from policy_worker.errors import NonFiniteGradientError, SettingsError
-from policy_worker.memory.offload import in_parts, states_here, synchronise
-from policy_worker.model.slots import Slots, fits_blocks, slots_of
+from policy_worker.memory.offload import in_parts, mapped, states_here, synchronise
 from schema.config import CriticConfig, TrainingConfig
 
 TrainedKeys = TrainingConfig | CriticConfig
 
 EIGHT_BIT = {"AdamW8bit": "AdamW", "Adam8bit": "Adam"}
 """Optimizers of torchao, and what takes the parameters that they leave."""
+LEAST_NUMBERS = 4096
+"""torchao leaves smaller parts of a parameter in float32 (as arXiv 2110.02861)."""
+LEAST_BLOCK = 64
+Slots = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -358,3 +367,45 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
     same = {name: group[name] for name in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
     torch.optim.Muon([change], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **same).step()
     return change.detach()
+
+
+def fits_blocks(parameter: nn.Parameter) -> bool:
+    """Whether torchao keeps a parameter in 8 bits on every rank alike, with blocks that lie in one whole row."""
+    if parameter.ndim != 2 or parameter.shape[1] % LEAST_BLOCK:
+        return False
+    if isinstance(parameter, DTensor) and parameter.to_local().shape[1] != parameter.shape[1]:
+        return False
+    shards = 1
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        for placement, size in sizes:
+            shards *= 1 if placement.is_replicate() else size
+    return parameter.shape[0] % shards == 0 and parameter.numel() // shards >= LEAST_NUMBERS
+
+
+def slots_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> Slots:
+    """The tensors of a parameter's state: writing into them changes it."""
+    found: Slots = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if not hasattr(local, "codes"):
+            found[name] = value
+            continue
+        rows = local.codes.shape[0]
+        for part in ("codes", "scale"):
+            found[f"{name}.{part}"] = _laid_out_as(parameter, getattr(local, part).view(rows, -1))
+    return found
+
+
+def _laid_out_as(parameter: Tensor, local: Tensor) -> Any:
+    """A tensor [rows of this rank, n] as the parameter's rows lie on the ranks."""
+    if not isinstance(parameter, DTensor):
+        return local
+    size = torch.Size((parameter.shape[0], local.shape[1]))
+    empty = DTensor.from_local(
+        torch.empty_like(local, device="meta"), parameter.device_mesh, parameter.placements,
+        run_check=False, shape=size, stride=(size[1], 1),
+    )  # fmt: skip
+    return mapped(empty, lambda _: local)
