@@ -34,6 +34,8 @@ class Backend:
     it can do without a GPU.
     carries_state: it decodes layers with a state (state space, linear attention, convolution) too.
     not_in_float16: kinds of models, by `model_type`, that it does not compute in float16.
+    routing: values of `routing_replay` for which it says which experts it chose. routes_on_gpus: on GPUs alone, and
+    in one stage.
     """
 
     title: str
@@ -54,6 +56,8 @@ class Backend:
     tried: tuple[str, ...] = ()
     cpu_quantisations: frozenset[str] = frozenset()
     not_in_float16: frozenset[str] = frozenset()
+    routing: tuple[str, ...] = ("none", "ids", "weights")
+    routes_on_gpus: bool = False
 
 
 BACKENDS: dict[RolloutBackend, Backend] = {
@@ -85,6 +89,8 @@ BACKENDS: dict[RolloutBackend, Backend] = {
             },
         },
         not_in_float16=frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"}),
+        routing=("none", "ids"),
+        routes_on_gpus=True,
     ),
     "transformers": Backend(
         title="the transformers engine",

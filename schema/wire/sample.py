@@ -17,6 +17,12 @@ Tensors of the frame (T tokens over all segments, one after the other; V version
     kept_ids        int32   [*]  these ids, of one token after the other
     held_ids        int32   [*]  ids that could not be drawn before an answer had its least number of tokens; only
                                  where there was one
+    expert_ids      uint8 or uint16 [(T − S) · M · k]  for each token but the last of its segment, in each of the M
+                                 mixtures of experts in order, the k experts that the engine chose; only where they
+                                 are to be replayed
+    expert_weights  float32 [(T − S) · M · k]  the weights of these, as they multiply what the experts say; only where
+                                 these are to be replayed, too
+    expert_shape    int32   [2]  M and k
 
 Next to the tensors: `SampleText` as JSON in the metadata under "text", of a sample that is kept for people to read.
 
@@ -47,6 +53,8 @@ LONGEST_SOURCE = 128
 Source = Annotated[str, Field(max_length=LONGEST_SOURCE, pattern=PLAIN)]
 MOST_REWARDS = 256
 """Reward functions of a sample, and of a batch."""
+MOST_EXPERTS = 2**16
+"""Mixtures of a model, and experts of each."""
 TEXT_KEY = "text"
 """Under which a frame's metadata has the text of a sample that is kept."""
 FinishReason = Literal["stop", "length", "overlong", "abort"]
@@ -68,8 +76,12 @@ _OPTIONAL: tuple[dict[str, type[np.generic]], ...] = (
     {"part_positions": np.int32, "part_values": np.float32},
     {"kept_counts": np.int32, "kept_ids": np.int32},
     {"held_ids": np.int32},
+    {"expert_shape": np.int32, "expert_ids": np.uint16},
+    {"expert_weights": np.float32},
 )
 """The same of those that only some have: all of a group, or none."""
+_NARROWER: dict[str, type[np.generic]] = {"expert_ids": np.uint8}
+"""Types that tensors may have instead, where their values fit."""
 
 
 def _no_ints() -> npt.NDArray[np.int32]:
@@ -130,6 +142,11 @@ class Sample:
     kept_counts: npt.NDArray[np.int32] = field(default_factory=_no_ints)
     kept_ids: npt.NDArray[np.int32] = field(default_factory=_no_ints)
     held_ids: npt.NDArray[np.int32] = field(default_factory=_no_ints)
+    expert_shape: npt.NDArray[np.int32] = field(default_factory=_no_ints)
+    expert_ids: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] = field(
+        default_factory=lambda: np.zeros(0, np.uint8)
+    )
+    expert_weights: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     text: str | None = None
     kept: str | None = None
     """`SampleText` as JSON, if it is kept for people to read."""
@@ -146,9 +163,10 @@ def encode_sample(sample: Sample) -> bytes:
     for group in _OPTIONAL:
         if len(getattr(sample, next(iter(group)))):
             kinds |= group
-    tensors: dict[str, npt.NDArray[np.generic]] = {
-        name: getattr(sample, name).astype(dtype, copy=False) for name, dtype in kinds.items()
-    }
+    tensors: dict[str, npt.NDArray[np.generic]] = {}
+    for name, dtype in kinds.items():
+        found = getattr(sample, name)
+        tensors[name] = found if found.dtype == _NARROWER.get(name) else found.astype(dtype, copy=False)
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
     metadata = {"sample": header_text(sample.header)}
@@ -188,7 +206,8 @@ def decode_sample(data: bytes | memoryview) -> Sample:
         if group.keys() & tensors.keys():
             kinds |= group
     for name, dtype in kinds.items():
-        if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
+        fitting = (dtype, _NARROWER.get(name, dtype))
+        if name not in tensors or tensors[name].dtype not in fitting or tensors[name].ndim != 1:
             raise FrameError(f"sample tensor {name} must be a vector of {np.dtype(dtype).name}")
     text = tensors.get("text")
     if text is not None and text.dtype != np.uint8:
@@ -239,6 +258,7 @@ def check_sample(sample: Sample) -> None:
     _check_kept(sample.kept_counts, sample.kept_ids, sample.token_ids[mask])
     if len(sample.held_ids) and sample.held_ids.min() < 0:
         raise FrameError("held_ids holds negative ids")
+    _check_experts(sample)
     if header.score is None and header.error is None:
         raise FrameError("sample has neither a score nor an error")
     if header.score is not None and not math.isfinite(header.score):
@@ -282,6 +302,21 @@ def _check_kept(
             f"generated token {place} is {generated[place]}, which is not among the {counts[place]} ids that it was "
             f"drawn from"
         )
+
+
+def _check_experts(sample: Sample) -> None:
+    shape, ids, weights = sample.expert_shape, sample.expert_ids, sample.expert_weights
+    if not len(shape) and not len(ids) and not len(weights):
+        return
+    if len(shape) != 2 or shape.min() < 1 or shape.max() > MOST_EXPERTS:
+        raise FrameError("expert_shape must be the number of mixtures and of experts for a token")
+    expected = (len(sample.token_ids) - len(sample.segment_starts)) * int(shape[0]) * int(shape[1])
+    if len(ids) != expected or len(weights) not in (0, expected):
+        raise FrameError(
+            f"expert_ids and expert_weights must have {expected} entries, for each token but the last of its segment"
+        )
+    if not np.isfinite(weights).all():
+        raise FrameError("expert_weights must be finite")
 
 
 def sample_seed(job_seed: int, kind: str, epoch: int, position: int, index: int) -> int:

@@ -218,6 +218,46 @@ def engine_can_do_it(config: Config) -> list[Problem]:
     return problems
 
 
+_ROUTING = "train.train_policy.routing_replay"
+
+
+def routing_can_be_replayed(config: Config) -> Iterator[Problem]:
+    """The engine must say which experts it chose, and the trainer must be able to choose them too."""
+    if not config.is_grpo or config.grpo.routing_replay == "none":
+        return
+    wanted, engine, mesh = config.grpo.routing_replay, config.rollout.engine, config.rollout.parallelism
+    written = toml_value(wanted)
+    if wanted not in engine.routing:
+        message = (
+            f"{written}: {engine.title} returns the ids of the chosen experts alone, without their weights"
+        )
+        hint = f'write {_ROUTING} = "ids", or rollout.backend = "transformers"'
+        yield Problem(_ROUTING, message, wanted, hint, related=("rollout.backend",))
+    elif engine.routes_on_gpus and config.placement.gpus_per_node == 0:
+        yield no_routing(config)
+    if engine.routes_on_gpus and mesh.pp_size > 1:
+        key = "rollout.parallelism.pp_size"
+        message = (
+            f"{mesh.pp_size}: {engine.title} returns the experts of one stage alone ({_ROUTING} = {written})"
+        )
+        yield Problem(key, message, mesh.pp_size, f"write {key} = 1", related=(_ROUTING,))
+    if config.train.compile:
+        message = (
+            f"true cannot be combined with {_ROUTING} = {written}: compiled layers have no place to enter"
+        )
+        hint = f'write train.compile = false, or {_ROUTING} = "none"'
+        yield Problem("train.compile", message, True, hint, related=(_ROUTING,))
+
+
+def no_routing(config: Config) -> Problem:
+    """The problem of a replay without GPUs, for an engine that needs them to say what it chose."""
+    engine, written = config.rollout.engine, toml_value(config.grpo.routing_replay)
+    message = f"{written}: {engine.title} returns the chosen experts on GPUs alone, and there are none"
+    hint = f'write {_ROUTING} = "none", or rollout.backend = "transformers"'
+    related = ("rollout.backend", "placement.gpus_per_node")
+    return Problem(_ROUTING, message, config.grpo.routing_replay, hint, related=related)
+
+
 _CALIBRATED = frozenset({"awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin"})
 
 
@@ -292,6 +332,7 @@ ENGINE_RULES = (
     pass_through_is_not_a_detour,
     engine_can_do_it,
     engine_can_quantise,
+    routing_can_be_replayed,
     sampler_is_heard,
     group_fits_replica,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
 from schema.config.modules import is_importable
 from schema.config.overrides import refusals
@@ -337,11 +338,13 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     if config.has_critic and config.critic.model_name_or_path in (None, config.policy.model_name_or_path):
         options["critic.freeze_moe_router"] = config.critic.freeze_moe_router
         options["critic.recompute_moe_layers"] = config.critic.recompute_moe_layers
-    message = f"true is for mixtures of experts, and {_MODEL} = {facts.name} is none"
+    asked: list[tuple[str, bool | str, str]] = [(key, True, "false") for key, on in options.items() if on]
+    if config.is_grpo and config.grpo.routing_replay != "none":
+        asked.append(("train.train_policy.routing_replay", config.grpo.routing_replay, '"none"'))
+    message = f"is for mixtures of experts, and {_MODEL} = {facts.name} is none"
     return [
-        Problem(key, message, True, f"write {key} = false", related=(_MODEL,))
-        for key, value in options.items()
-        if value
+        Problem(key, f"{toml_value(value)} {message}", value, f"write {key} = {neutral}", related=(_MODEL,))
+        for key, value, neutral in asked
     ]
 
 

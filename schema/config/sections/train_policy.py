@@ -408,6 +408,13 @@ class GrpoConfig(_DataloaderConfig):
     rollout_correction: RolloutCorrectionConfig = key(
         RolloutCorrectionConfig, "Correction of the mismatch between inference engine and trainer."
     )
+    routing_replay: Literal["none", "ids", "weights"] = key(
+        "none",
+        "Mixtures of experts: whether the trainer sends each token to the experts that the engine chose for it "
+        "(`ids`, with its own weights for them), or gives these the engine's weights too (`weights`). `none`: to "
+        "those of its own choice, which differs where two experts are almost as likely.",
+        acts="number: Log-probs of the trainer, `routing/differs` of a step.",
+    )
     old_log_prob: LogProbPassConfig = key(
         LogProbPassConfig, "Budget of the pass for the old policy's log-probs."
     )
