@@ -19,7 +19,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -47,6 +47,7 @@ from policy_worker.model.micro_batch import (
 )
 from policy_worker.model.model import DTYPES, Backbone, More, PolicyModel, ValueModel
 from policy_worker.model.optim import Optimizer
+from policy_worker.model.routing import Replay
 from policy_worker.model.stages import Entry, Stages
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
@@ -196,7 +197,10 @@ class TrainedModel(ABC):
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
         spared, piece = self.least_spared, sizes.piece(group.rank)
-        layout = Layout(packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts)
+        mixtures = None if model.replay is None else model.replay.mixtures
+        layout = Layout(
+            packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts, mixtures
+        )
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         Units.of_config(keys).check(model, section)
         self._pipeline = Pipeline(group, Pipe.of_config(mesh)) if sizes.pp > 1 else None
@@ -217,6 +221,11 @@ class TrainedModel(ABC):
         if self._pipeline is not None:
             self.optimizer.copies = copies_in(self.model)
             self.optimizer.total_norm = self._pipeline.total_norm
+
+    @property
+    def replay(self) -> Replay | None:
+        """Of the experts that the engine chose; None: the model chooses."""
+        return self.model.replay
 
     @property
     def data_rank(self) -> int:
@@ -441,7 +450,8 @@ class EarlierPolicy:
 
     def __call__(self, *arguments: Any) -> TokenOutputs:
         """As `PolicyModel.forward`, without gradient."""
-        with self._in_place():
+        replay = self._model.replay
+        with self._in_place(), nullcontext() if replay is None else replay.off():
             outputs: TokenOutputs = self._model(*arguments)
         return outputs
 
@@ -500,7 +510,8 @@ class Trainer(TrainedModel):
             schedule,
             mesh=config.policy.parallelism,
             packed=config.train.sequence_packing,
-            takes_blocks=all(one.takes_blocks for one in models if one is not None),
+            takes_blocks=all(one.takes_blocks for one in models if one is not None)
+            and (model.replay is None or config.rollout.computes_prompts_once),
             reshaping=Reshaping.of_config(config),
             dispatcher=config.policy.dispatcher,
         )

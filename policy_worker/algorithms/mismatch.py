@@ -1,7 +1,8 @@
-"""How far the policy is from the one that made the tokens, measured always and apart for two causes:
+"""How far the policy is from the one that made the tokens, measured always and apart for these causes:
 
-engine   tokens of the weights that are trained now: trainer and inference engine compute differently
-stale    tokens of older weights: the policy has moved since, which comes on top
+engine      tokens of the weights that are trained now: trainer and inference engine compute differently
+stale       tokens of older weights: the policy has moved since, which comes on top
+unreplayed  as engine, where the engine's experts are replayed, and would not be; of some tokens, now and then
 
 w = exp(clamp(log π − log π_behaviour, ±20)) of each token, before any truncation
 k1 = mean(−log w),  k3 = mean(w − 1 − log w),  ess = 1 / mean((w / mean w)²),  ratio_max = max w,
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from policy_worker.algorithms.losses import LOG_RATIO_BOUND, k3, masked_max, masked_sum
 
-CAUSES = ("engine", "stale")
+CAUSES = ("engine", "stale", "unreplayed")
 
 
-def mismatch_sums(logprobs: Tensor, made_by: Tensor, fresh: Tensor, cap: float) -> dict[str, Tensor]:
-    """Sums over tokens by cause, for `mismatch_metrics`; all [K], fresh: whether the present weights made a token."""
+def mismatch_sums(
+    logprobs: Tensor, made_by: Tensor, causes: Mapping[str, Tensor], cap: float
+) -> dict[str, Tensor]:
+    """Sums over tokens, for `mismatch_metrics`; all [K]. causes: by name which tokens it is measured of."""
     log_ratio = (logprobs - made_by).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weights, found = log_ratio.exp(), {}
-    for cause, mask in zip(CAUSES, (fresh, ~fresh), strict=True):
+    for cause, mask in causes.items():
         found |= {
             f"{cause}_tokens": mask.sum(),
             f"{cause}_k1": masked_sum(-log_ratio, mask),
@@ -40,7 +43,7 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """`mismatch/engine_k1` and the others, of the sums over all ranks; nothing for a cause without tokens."""
     found = {}
     for cause in CAUSES:
-        n = sums[f"{cause}_tokens"]
+        n = sums.get(f"{cause}_tokens", 0)
         if n:
             found |= {
                 f"mismatch/{cause}_k1": sums[f"{cause}_k1"] / n,

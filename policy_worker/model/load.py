@@ -23,6 +23,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model import attention, lora
 from policy_worker.model.model import DTYPES, AnyModel, Lead, PolicyModel, ValueModel, alone, prepare_model
 from policy_worker.model.pretrained import Weights, skeleton, weight_files
+from policy_worker.model.routing import replay_in
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
 from schema.config.layout import mesh_of
@@ -69,6 +70,8 @@ def load_model(
     )
     if adapters is not None:
         lora.widen(model, master)
+    if config.is_grpo and config.grpo.routing_replay != "none":
+        replay_in(model, config.grpo.routing_replay, lead)
     return model
 
 

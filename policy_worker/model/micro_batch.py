@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,22 +35,44 @@ Ints = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Ints64 = npt.NDArray[np.int64]
+Experts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 LEAST_SPARED = {"cpu": 0.05, "cuda": 0.3}
 """Part of its tokens by which shared prompts must make a micro-batch smaller, to be worth it. Measured on a CPU
 (`benchmarks/layouts.py`); on a GPU a guess, since attention with a mask is not its fastest."""
+
+
+OWN = -1
+"""As the id of an expert: the router's own choice."""
+
+
+class Mixtures(NamedTuple):
+    """count: layers of experts in a model. experts: of each."""
+
+    count: int
+    experts: int
+
+
+class Routing(NamedTuple):
+    """What was chosen for the positions of a micro-batch: ids int16 [R, L, M, k] of k experts in each of M mixtures,
+    and their weights float32 [R, L, M, k], if they are known."""
+
+    ids: Tensor
+    weights: Tensor | None
 
 
 @dataclass(frozen=True)
 class Segment:
     """One contiguous sequence: tokens [n], which of them to learn [n], behaviour log-probs [n] (None in SFT).
 
-    kept: the sets that the learned ones were drawn from; None where no filter was on.
+    kept: the sets that the learned ones were drawn from; None where no filter was on. experts: those that the engine
+    chose for all but the last one, in each of M mixtures: ids [n − 1, M, k] and their weights; None: it did not say.
     """
 
     token_ids: Ints
     loss_mask: Bits
     logprobs: Floats | None
     kept: KeptSets | None = None
+    experts: tuple[Experts, Floats | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +118,11 @@ class TrainSample:
         """Tokens that count in the loss: all under the mask but a first one, which nothing predicts."""
         return sum(int(segment.loss_mask[1:].sum()) for segment in self.segments)
 
+    def has_routing(self, *, weights: bool) -> bool:
+        """Whether the experts that the engine chose are known, and their weights, if these are asked for."""
+        found = [segment.experts for segment in self.segments]
+        return all(one is not None and (one[1] is not None or not weights) for one in found)
+
     @staticmethod
     def of_wire(sample: Sample) -> TrainSample:
         """Cut a sample into its segments.
@@ -109,8 +137,9 @@ class TrainSample:
                 sample.loss_mask[a:b],
                 sample.logprobs[a:b],
                 _kept(sample, int(sample.loss_mask[:a].sum()), int(sample.loss_mask[:b].sum())),
+                _experts(sample, a - number, b - number - 1),
             )
-            for a, b in zip(starts, [*starts[1:], len(sample.token_ids)], strict=True)
+            for number, (a, b) in enumerate(zip(starts, [*starts[1:], len(sample.token_ids)], strict=True))
         ]
         if any(segment.loss_mask[0] for segment in segments):
             raise BadBatchError(
@@ -127,6 +156,15 @@ def _kept(sample: Sample, first: int, last: int) -> KeptSets | None:
         return None
     begin, end = (int(sample.kept_counts[:n].sum(dtype=np.int64)) for n in (first, last))
     return KeptSets(sample.kept_counts[first:last], sample.kept_ids[begin:end])
+
+
+def _experts(sample: Sample, first: int, last: int) -> tuple[Experts, Floats | None] | None:
+    """Of the tokens `first` to `last` of those that are not the last ones of their segments."""
+    if not len(sample.expert_shape):
+        return None
+    shape = (-1, *sample.expert_shape.tolist())
+    weights = sample.expert_weights.reshape(shape)[first:last] if len(sample.expert_weights) else None
+    return sample.expert_ids.reshape(shape)[first:last], weights
 
 
 def _earned(sample: Sample, learned: npt.NDArray[np.bool_]) -> Floats | None:
@@ -148,7 +186,8 @@ class MicroBatch:
     rows: the table's row of each sample. columns: [K, …] each, what passes before this one found for its tokens.
     blocks: of the attention, where all sequences are in one row. drawn: what the tokens of this rank's piece were
     drawn from, where that is not the model's softmax. pieces: int64 [k] each, which of the K tokens each piece
-    predicts, rising; empty where rows are whole. piece: this rank's.
+    predicts, rising; empty where rows are whole. piece: this rank's. routing: what the engine's routers chose for the
+    positions, where it is replayed.
     """
 
     input_ids: Tensor
@@ -163,6 +202,7 @@ class MicroBatch:
     drawn: Drawn | None = None
     pieces: Sequence[Tensor] = ()
     piece: int = 0
+    routing: Routing | None = None
 
     @property
     def n_samples(self) -> int:
@@ -180,7 +220,8 @@ class Layout:
     least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
     models whose attention takes no blocks. reshaping: what changes the distribution that tokens are drawn from.
     pieces: into how many the rows are cut. piece: this rank's. parts: into how many a piece is cut within the model.
-    The length of rows is a multiple of both together.
+    The length of rows is a multiple of both together. mixtures: of the model that chooses experts as the engine did;
+    None: it chooses for itself.
     """
 
     packed: bool
@@ -191,6 +232,7 @@ class Layout:
     pieces: int = 1
     piece: int = 0
     parts: int = 1
+    mixtures: Mixtures | None = None
 
 
 Columns = Mapping[str, Mapping[int, Tensor]]
@@ -210,7 +252,7 @@ def collate(
     Raises:
         SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
             a token id that the model has no embedding for.
-        BadBatchError: see `drawn_of`.
+        BadBatchError: see `drawn_of`, and `_routing_of`.
     """
     device, parts = layout.device, layout.pieces * layout.parts
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
@@ -265,7 +307,36 @@ def collate(
         drawn=drawn,
         pieces=[_tensor(tokens, device) for tokens in of_pieces],
         piece=layout.piece,
+        routing=None if layout.mixtures is None else _routing_of(segments, places, shape, layout),
     )
+
+
+def _routing_of(
+    segments: Sequence[Segment], places: Sequence[Ints64], shape: tuple[int, int], layout: Layout
+) -> Routing:
+    """What was chosen for the positions of rows [R, L]; routers choose for themselves where nothing is known.
+
+    Raises:
+        BadBatchError: the engine's model has other mixtures of experts.
+    """
+    known = [(one.experts, place) for one, place in zip(segments, places, strict=True) if one.experts]
+    mixtures, per_token = layout.mixtures, max((ids.shape[2] for (ids, _), _ in known), default=1)
+    assert mixtures is not None
+    ids = np.full((shape[0] * shape[1], mixtures.count, per_token), OWN, np.int16)
+    has_weights = all(weights is not None for (_, weights), _ in known)
+    weights = np.zeros(ids.shape, np.float32) if has_weights else None
+    for (of_segment, its_weights), place in known:
+        if of_segment.shape[1:] != ids.shape[1:] or of_segment.max(initial=0) >= mixtures.experts:
+            raise BadBatchError(
+                f"a sample has ids up to {of_segment.max(initial=0)} of {of_segment.shape[2]} experts in each of "
+                f"{of_segment.shape[1]} mixtures, and the trainer's model has {mixtures.count} mixtures of "
+                f"{mixtures.experts}: engine and trainer have other models"
+            )
+        ids[place] = of_segment
+        if weights is not None:
+            weights[place] = its_weights
+    found = [None if one is None else one.reshape(*shape, *ids.shape[1:]) for one in (ids, weights)]
+    return Routing(*(None if one is None else _tensor(one, layout.device) for one in found))
 
 
 def _in_pieces(index: Ints64, length: int, pieces: int) -> tuple[Ints64, list[Ints64]]:
@@ -285,14 +356,18 @@ def _multiple(number: int, of: int) -> int:
 def _prompts(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
     """Segments that are alike up to their first learned token: how many tokens that is, and which segments they are.
 
-    Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts.
+    Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts. Where
+    experts are known, these are alike, too.
     """
     found: dict[bytes, list[int]] = {}
     sizes = []
     for number, segment in enumerate(segments):
         learned = np.flatnonzero(segment.loss_mask)
         sizes.append(int(learned[0]) if len(learned) else len(segment.token_ids) - 1)
-        found.setdefault(segment.token_ids[: sizes[-1]].tobytes(), []).append(number)
+        alike = segment.token_ids[: sizes[-1]].tobytes()
+        if segment.experts is not None:
+            alike += b"".join(one[: sizes[-1]].tobytes() for one in segment.experts if one is not None)
+        found.setdefault(alike, []).append(number)
     shared = [(sizes[members[0]], members) for members in found.values() if len(members) > 1]
     alone = [members[0] for members in found.values() if len(members) == 1]
     return [*shared, (0, alone)] if alone else shared

@@ -18,10 +18,11 @@ from policy_worker.memory import activations
 from policy_worker.model import attention, probe, sequence
 from policy_worker.model.attention import Block, Blocks, Context, Outputs
 from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
-from policy_worker.model.micro_batch import MicroBatch
+from policy_worker.model.micro_batch import MicroBatch, Routing
 from policy_worker.model.pretrained import Weights
 
 if TYPE_CHECKING:
+    from policy_worker.model.routing import Replay
     from policy_worker.model.stages import Entry, Stages
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Backbone(nn.Module):
         """Those of a pipeline that are left of the model; None: it is whole."""
         self.gather: sequence.Exchange | None = None
         """Of this process' part of the last hidden states all positions (see `sequence`); None: it has them."""
+        self.replay: Replay | None = None
+        """Of what the engine's routers chose; None: those of the model choose."""
         self.reduces_late = False
         """Whether gradients are reduced after backward, and not within it (see `fsdp`)."""
 
@@ -100,12 +103,23 @@ class Backbone(nn.Module):
         if entry is not None:
             assert self.stages is not None
             self.stages.layers.entry = entry
+        self.recall(batch)
         hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks, entry)
         return (
             hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index))
             if goes_to_head(entry)
             else hidden
         )
+
+    def recall(self, batch: MicroBatch, *, again: bool = False) -> None:
+        """What is computed next is of this micro-batch. again: its backward, where others came between."""
+        if self.replay is None:
+            return
+        routing = batch.routing
+        if routing is not None and self.context is not None:
+            cut = self.context.cut
+            routing = Routing(cut(routing.ids), None if routing.weights is None else cut(routing.weights))
+        self.replay.begin(routing, again=again)
 
     def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
         """Of outputs of the picked states, those of the batch's K labels."""

@@ -45,6 +45,8 @@ def distribute(
         apply_context(model, mesh)
         if group.sizes.tp > 1:
             apply_tp(model, mesh[TP], dispatcher if group.sizes.sequence else None)
+            if model.replay is not None:
+                model.replay.part = mesh[TP].get_local_rank(), group.sizes.tp
         elif group.sizes.ep > 1:
             apply_ep(model, mesh[EP], dispatcher)
     if isinstance(keys, TrainingConfig) and keys.fp8.enable_fp8 and not frozen:

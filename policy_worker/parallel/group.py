@@ -258,7 +258,8 @@ class Group:
         return self.reduce([float(flag)], "max")[0] > 0
 
     def reduce(self, values: list[float], how: str) -> list[float]:
-        """Sum over data ranks ("sum") or maximum over all ranks ("max") of each number, in float64.
+        """Of each number the sum over data ranks ("sum"), or over all ranks the sum ("total") or maximum ("max"), in
+        float64.
 
         The ranks of a unit have summed the same samples: one of them counts, which is exact.
         """
@@ -267,7 +268,7 @@ class Group:
         if how == "sum" and not self.counts:
             values = [0.0] * len(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=self._control)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=self._control)
         return [float(value) for value in tensor]
 
     def barrier(self) -> None:

@@ -252,6 +252,7 @@ class _Run:
         """The gradient of what entered; None: it was the first stage."""
         entered, left = self._open.pop((action.stage, action.batch))
         gradient = self._received(action) if action.stage < self._pipeline.pipe.stages - 1 else None
+        self._model.recall(self._batches[action.batch], again=True)
         with span("backward"):
             if left.requires_grad:  # else nothing before or in this stage trains
                 torch.autograd.backward(left, gradient)

@@ -39,10 +39,12 @@ from policy_worker.algorithms.losses import (
     policy_objective,
 )
 from policy_worker.algorithms.masks import Rejection, SampleMasks, prefixes_of_groups
-from policy_worker.algorithms.mismatch import mismatch_sums
+from policy_worker.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from policy_worker.errors import BadBatchError
 from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
+from policy_worker.model.routing import KEY
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from policy_worker.trainer import HIDDEN, EarlierPolicy, Trainer
@@ -59,7 +61,7 @@ from policy_worker.training.batch_plan import (
 )
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.critic import RETURN, VALUE, CriticTraining, lengths_of
-from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics
+from policy_worker.training.metrics import KeptSamples, Metrics, PartSums, StepMetrics
 from policy_worker.training.teachers import Teachers
 from schema.config import Config, GrpoConfig
 from schema.util.own_code import is_own
@@ -78,6 +80,8 @@ REWARD_KL = "reward_kl"
 """That with the KL in the reward, where it is over the whole vocabulary."""
 FRESH = "fresh"
 """That with 1 for tokens of the weights that the step begins with."""
+UNREPLAYED_EVERY = 10
+"""Steps between two measurements without the engine's experts: each is a forward of one micro-batch."""
 
 
 class Planned(NamedTuple):
@@ -178,10 +182,12 @@ class Grpo:
         if trainer.reset_interval and table.step and table.step % trainer.reset_interval == 0:
             trainer.reset_reference(self._resets_optimizer)
             log.info("the reference model is now the policy of step %d", table.step)
+        self._check_routing(table, fetched)
         prefixes = self._prefixes(table, fetched)
         samples = {row: fetched[row] for row in mine}
         owners = owners_of(plan)  # a shuffle may deal a row to two ranks, and one of them counts it
         own = {row: sample for row, sample in samples.items() if owners[row] == trainer.data_rank}
+        unreplayed = self._unreplayed(table, samples, plan)
         columns, head = self._passes(table, fetched, plan, alike)
         columns[FRESH] = {
             row: torch.from_numpy(sample.versions == table.step).float() for row, sample in samples.items()
@@ -203,7 +209,7 @@ class Grpo:
         metrics.facts = self._facts(plan, learned, table, tokens, alike)
         if (ahead := self._source.ahead_fraction) is not None:
             metrics.facts["ahead_fraction"] = ahead
-        metrics.facts |= {
+        metrics.facts |= unreplayed | {
             f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
         }
         if self._critic and values is not None:
@@ -216,7 +222,7 @@ class Grpo:
             metrics.facts |= trainer.scale_metrics()
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
-        metrics.facts |= self._reward_kl(kl, own) | self.teachers.metrics(own)
+        metrics.facts |= self._reward_kl(kl, own) | self.teachers.metrics(own) | self._rerouted()
         uncomputed = range(table.n_samples) if warms_up else idle
         self.kept = kept.gather(trainer.group, advantages.by_sample, uncomputed)
         if kept.cut and trainer.group.leads and not self._said_cut:
@@ -258,6 +264,17 @@ class Grpo:
         if first:
             lesson.metrics.add_mismatch(self._mismatch(batch, out.logprobs.detach()))
         return loss
+
+    def _check_routing(self, table: StepTable, samples: Mapping[int, TrainSample]) -> None:
+        """Raises `BadBatchError`: the choice of experts is to be replayed, and a sample does not have it."""
+        replay = self._trainer.replay
+        for row, sample in samples.items() if replay is not None else ():
+            if not sample.has_routing(weights=replay.wanted == "weights"):
+                raise BadBatchError(
+                    f"sample {row} of step {table.step} does not say which experts the engine chose, and "
+                    f'{KEY} = "{replay.wanted}": it was made with another setting; start anew, or write the one that '
+                    f"the run began with"
+                )
 
     def rows_needed(self, table: StepTable) -> Sequence[int]:
         """The rows of a table whose payloads this rank needs. Of the table alone, so any thread may ask."""
@@ -396,8 +413,39 @@ class Grpo:
 
     def _mismatch(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
         """Of the tokens of the first optimizer step, for which the policy is what it was before the step."""
-        made_by = batch.old_logprobs.to(logprobs.dtype)
-        return mismatch_sums(logprobs, made_by, batch.columns[FRESH] > 0, self._cap)
+        made_by, fresh = batch.old_logprobs.to(logprobs.dtype), batch.columns[FRESH] > 0
+        return mismatch_sums(logprobs, made_by, {"engine": fresh, "stale": ~fresh}, self._cap)
+
+    def _rerouted(self) -> Metrics:
+        """The share of recorded choices of experts that this model would have made otherwise. A collective."""
+        if self._trainer.replay is None:
+            return {}
+        recorded, otherwise = self._trainer.group.reduce(self._trainer.replay.take_seen(), "total")
+        return {"routing/differs": otherwise / max(recorded, 1)}
+
+    def _unreplayed(
+        self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
+    ) -> Metrics:
+        """Now and then the mismatch of one micro-batch of each rank as it is without the engine's experts.
+
+        A collective.
+        """
+        trainer = self._trainer
+        if trainer.replay is None or table.step % UNREPLAYED_EVERY or not plan:
+            return {}
+        batches = plan[0].ranks[trainer.data_rank][:1]
+        with trainer.replay.off(), span("unreplayed"):
+            (found,) = trainer.score(trainer.model, samples, batches, self._temperature)
+        rows = [row for row in found if len(found[row])]
+        columns = [torch.zeros(0), torch.zeros(0), torch.zeros(0)]
+        if rows:
+            made_by = [samples[row].learned_logprobs for row in rows]
+            fresh = [torch.from_numpy(samples[row].versions == table.step) for row in rows]
+            columns = [torch.cat(one) for one in ([found[row] for row in rows], made_by, fresh)]
+        sums = PartSums()
+        sums.add(mismatch_sums(columns[0], columns[1], {"unreplayed": columns[2] > 0}, self._cap))
+        sums.end_step(0.0)
+        return mismatch_metrics(sums.reduce(trainer.group)[0])
 
     def _passes(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +258,28 @@ def from_sources(samples: Sequence[Sample], names: Sequence[str], group_size: in
         replace(s, header=s.header.model_copy(update={"source": names[i // group_size % len(names)]}))
         for i, s in enumerate(samples)
     ]
+
+
+def with_experts(samples: Sequence[Sample], mixtures: int, experts: int, per_token: int = 2) -> list[Sample]:
+    """The same, with experts that an engine might have chosen for their tokens, and weights of these; for equal
+    prompts the same."""
+
+    def drawn(tokens: int, seed: int) -> tuple[Any, Any]:
+        rng = np.random.default_rng(seed)
+        order = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (tokens, mixtures, 1)), axis=2)
+        return order[..., :per_token], rng.random((tokens, mixtures, per_token), np.float32)
+
+    found = []
+    for number, sample in enumerate(samples):
+        prompt = sample.token_ids[: sample.header.prompt_tokens]
+        parts = (
+            drawn(len(prompt), zlib.crc32(prompt.tobytes())),
+            drawn(sample.header.response_tokens - 1, number),
+        )
+        ids, weights = (np.concatenate(part).flatten() for part in zip(*parts, strict=True))
+        shape = np.array([mixtures, per_token], np.int32)
+        found.append(replace(sample, expert_shape=shape, expert_ids=ids, expert_weights=weights))
+    return found
 
 
 def with_shared_prefixes(samples: list[Sample], length: int = 2) -> list[Sample]:

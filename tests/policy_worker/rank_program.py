@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from policy_worker.checkpoints.export import export_model
 from policy_worker.model.load import kept_activations
 from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
+from policy_worker.model.routing import replay_in
 from policy_worker.model.stages import names_here, names_of_all
 from policy_worker.parallel import distribute
 from policy_worker.parallel.fsdp import local_of
@@ -53,6 +54,7 @@ from tests.policy_worker.material import (
     tiny_family,
     train_step,
     with_common_prompts,
+    with_experts,
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
@@ -106,6 +108,9 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             pieces=group.sizes.cp,
             parted=group.sizes.sequence,
         )
+    if config.grpo.routing_replay != "none":
+        assert model is not None
+        replay_in(model, config.grpo.routing_replay)
     trainer = make_trainer(config, group, model, layers=options.get("layers", 2))
     keys = config.train
     assert isinstance(trainer.model, FSDPModule) == (
@@ -133,6 +138,8 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         samples = cut_short(samples)
     if config.grpo.min_filter_prefix_tokens:
         samples = with_shared_prefixes(samples)
+    if model is not None and model.replay is not None:
+        samples = with_experts(samples, *model.replay.mixtures)
     answers = options.get("answers", {}).get(str(group.rank), [])
 
     def answer(call: Any) -> bytes | None:

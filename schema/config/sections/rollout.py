@@ -356,6 +356,11 @@ class RolloutConfig(Section):
     )
 
     @property
+    def computes_prompts_once(self) -> bool:
+        """Whether all samples of a group say the same of their prompt, to the bit."""
+        return self.backend == "transformers" and not self.n_generation_to_batch
+
+    @property
     def engine(self) -> Backend:
         """What the engine can do."""
         return BACKENDS[self.backend]

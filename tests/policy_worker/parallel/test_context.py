@@ -44,7 +44,18 @@ def of_algorithms() -> list[dict[str, Any]]:
     again = {"policy": {"model_gradient_checkpointing": True}}
     recomputed = {"family": FAMILIES[0], "grpo": GRPO, "samples": SAMPLES, "sections": again}
     critic = [case | {"exact": True} for case in with_critic()]
-    return [everything, everything | PACKED, taught, *critic, with_penalties()[1], short, recomputed]
+    mixture = {"model": {"family": "qwen3_moe"}, "samples": SAMPLES}
+    replayed = mixture | {"grpo": GRPO | {"routing_replay": "weights"}} | PACKED
+    return [
+        everything,
+        everything | PACKED,
+        taught,
+        *critic,
+        with_penalties()[1],
+        short,
+        recomputed,
+        replayed,
+    ]
 
 
 def of_families(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,6 +80,7 @@ def check(
             assert {tensor.dtype for tensor in tensors.values()} == {torch.float64}
             assert_equal(tensors, alone, tolerance)
         del expected[-1]["shared_fraction"]
+        expected[-1].pop("routing/differs", None)  # prompts that are there once count once
         for name, value in expected[-1].items():
             assert metrics[-1][name] == pytest.approx(value, rel=of_metrics, abs=1e-6), (name, case)
 
