@@ -32,8 +32,7 @@ from schema.config import BUILTIN_REWARDS, Config, Problem, local_path, override
 from schema.config.backends import BACKENDS
 from schema.config.layout import policy_layout
 from schema.config.model_facts import BrokenModelError, config_file, read_config, read_facts
-from schema.config.rules.engine import no_routing
-from schema.config.rules.placement import no_sleep
+from schema.config.rules.engine import impossible_without_gpus
 from schema.config.rules.profiler import absent_ranks
 from schema.config.sections.model_keys import ModelKeys
 
@@ -283,11 +282,8 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollout
         findings.problems.append(error.problem)
     findings.problems += check_hardware(config, machine)
     findings.problems += check_engine_hardware(config, machine)
-    if not machine.gpus and config.takes_turns and config.rollout.engine.sleeps_on_gpus:
-        findings.problems.append(no_sleep(config))
-    replays = config.is_grpo and config.grpo.routing_replay in config.rollout.engine.routing[1:]
-    if not machine.gpus and replays and config.rollout.engine.routes_on_gpus:
-        findings.problems.append(no_routing(config))
+    if not machine.gpus:
+        findings.problems += impossible_without_gpus(config)
     findings.problems += missing_compiler(config, machine, os.environ)
     if config.train.compile and not machine.gpus:
         message = "true compiles for minutes at the start, and on a CPU a step is hardly faster for it"

@@ -24,6 +24,12 @@ _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_DENSE_BETWEEN = (
+    "decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", "moe_layer_interval", "expert_layer_period",
+    "num_dense_layers", "moe_layers", "moe_layer_start_index", "layers_block_type", "block_types",
+)  # fmt: skip
+"""Entries by which some layers have no experts, each in words of its own; 1 and null: all have."""
 _LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -71,6 +77,7 @@ class ModelFacts:
 
     longest: tokens, after rotary scaling; length_key: where it stands. has_rope: whether longer sequences are
     possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
+    mixtures: layers of experts. chosen: experts of one mixture that a token is sent to.
     quantised: by which method, or "".
     carries_state: a layer carries state from token to token along a row, whatever their positions. deep_head: logits
     come of several layers after the last hidden state.
@@ -83,6 +90,8 @@ class ModelFacts:
     layers: int | None = None
     vocabulary: int | None = None
     experts: int | None = None
+    mixtures: int | None = None
+    chosen: int | None = None
     longest: int | None = None
     length_key: str = ""
     has_rope: bool = True
@@ -155,6 +164,8 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
         layers=_count(text, _LAYERS),
         vocabulary=_count(text, ("vocab_size",)),
         experts=_experts(text, heads),
+        mixtures=_mixtures(text),
+        chosen=_count(text, _CHOSEN),
         longest=longest,
         length_key=key,
         has_rope="n_positions" not in text and kind != "opt",
@@ -200,6 +211,17 @@ def _experts(text: Mapping[str, Any], heads: int | None) -> int | None:
         return found
     hints = any("expert" in name or "moe" in name for name in text) or "block_configs" in text
     return None if heads is None or hints else 0
+
+
+def _mixtures(text: Mapping[str, Any]) -> int | None:
+    kinds, layers = text.get("mlp_layer_types"), _count(text, _LAYERS)
+    if isinstance(kinds, list):
+        return kinds.count("sparse")
+    own_words = any(text.get(name) not in (None, 1) for name in _DENSE_BETWEEN)
+    alone = text.get("mlp_only_layers") or []
+    if layers is None or own_words or not isinstance(alone, list):
+        return None
+    return max(layers - len(alone) - (_count(text, ("first_k_dense_replace",)) or 0), 0)
 
 
 def _longest(text: Mapping[str, Any], kind: str) -> tuple[int | None, str]:

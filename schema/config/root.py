@@ -102,6 +102,11 @@ class Config(Section):
         return self.is_grpo and self.placement.share == "time"
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether the trainer sends tokens to the experts that the engine chose."""
+        return self.is_grpo and self.grpo.routing_replay != "none"
+
+    @property
     def has_reference(self) -> bool:
         """Whether a KL term needs the reference model."""
         return self.is_grpo and (self.grpo.kl_beta > 0.0 or self.grpo.kl_in_reward.beta > 0.0)

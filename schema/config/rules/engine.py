@@ -223,9 +223,13 @@ _ROUTING = "train.train_policy.routing_replay"
 
 def routing_can_be_replayed(config: Config) -> Iterator[Problem]:
     """The engine must say which experts it chose, and the trainer must be able to choose them too."""
-    if not config.is_grpo or config.grpo.routing_replay == "none":
+    if not config.replays_routing:
         return
-    wanted, engine, mesh = config.grpo.routing_replay, config.rollout.engine, config.rollout.parallelism
+    wanted, engine, stages = (
+        config.grpo.routing_replay,
+        config.rollout.engine,
+        config.rollout.parallelism.pp_size,
+    )
     written = toml_value(wanted)
     if wanted not in engine.routing:
         message = (
@@ -233,29 +237,37 @@ def routing_can_be_replayed(config: Config) -> Iterator[Problem]:
         )
         hint = f'write {_ROUTING} = "ids", or rollout.backend = "transformers"'
         yield Problem(_ROUTING, message, wanted, hint, related=("rollout.backend",))
-    elif engine.routes_on_gpus and config.placement.gpus_per_node == 0:
-        yield no_routing(config)
-    if engine.routes_on_gpus and mesh.pp_size > 1:
+    if engine.routes_on_gpus and stages > 1:
         key = "rollout.parallelism.pp_size"
-        message = (
-            f"{mesh.pp_size}: {engine.title} returns the experts of one stage alone ({_ROUTING} = {written})"
-        )
-        yield Problem(key, message, mesh.pp_size, f"write {key} = 1", related=(_ROUTING,))
+        message = f"{stages}: {engine.title} returns the experts of one stage alone ({_ROUTING} = {written})"
+        yield Problem(key, message, stages, f"write {key} = 1", related=(_ROUTING,))
     if config.train.compile:
-        message = (
-            f"true cannot be combined with {_ROUTING} = {written}: compiled layers have no place to enter"
-        )
+        message = f"true cannot be combined with {_ROUTING} = {written}: compiled layers take no experts from outside"
         hint = f'write train.compile = false, or {_ROUTING} = "none"'
         yield Problem("train.compile", message, True, hint, related=(_ROUTING,))
 
 
-def no_routing(config: Config) -> Problem:
-    """The problem of a replay without GPUs, for an engine that needs them to say what it chose."""
-    engine, written = config.rollout.engine, toml_value(config.grpo.routing_replay)
-    message = f"{written}: {engine.title} returns the chosen experts on GPUs alone, and there are none"
-    hint = f'write {_ROUTING} = "none", or rollout.backend = "transformers"'
-    related = ("rollout.backend", "placement.gpus_per_node")
-    return Problem(_ROUTING, message, config.grpo.routing_replay, hint, related=related)
+def engine_has_gpus(config: Config) -> Iterator[Problem]:
+    """Some of what an engine can do, it can do on GPUs alone."""
+    if config.placement.gpus_per_node == 0:
+        yield from impossible_without_gpus(config)
+
+
+def impossible_without_gpus(config: Config) -> Iterator[Problem]:
+    """The problems without GPUs of an engine that needs them: to sleep, and to say which experts it chose."""
+    engine, related = config.rollout.engine, ("rollout.backend", "placement.gpus_per_node")
+    if config.takes_turns and engine.sleeps_on_gpus:
+        message = (
+            f'is "time", but {engine.title} can only sleep on GPUs (its sleep mode needs CUDA\'s cuMem allocator), '
+            "and there are none"
+        )
+        hint = 'write placement.share = "memory", or rollout.backend = "transformers"'
+        yield Problem("placement.share", message, "time", hint, related=related)
+    if config.replays_routing and engine.routes_on_gpus:
+        wanted = config.grpo.routing_replay
+        message = f"{toml_value(wanted)}: {engine.title} returns the chosen experts on GPUs alone, and there are none"
+        hint = f'write {_ROUTING} = "none", or rollout.backend = "transformers"'
+        yield Problem(_ROUTING, message, wanted, hint, related=related)
 
 
 _CALIBRATED = frozenset({"awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin"})
@@ -333,6 +345,7 @@ ENGINE_RULES = (
     engine_can_do_it,
     engine_can_quantise,
     routing_can_be_replayed,
+    engine_has_gpus,
     sampler_is_heard,
     group_fits_replica,
 )

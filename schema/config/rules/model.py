@@ -25,6 +25,9 @@ MOST_KEPT = 4096
 _MODEL = "policy.model_name_or_path"
 _REFERENCE, _CRITIC = "reference.model_name_or_path", "critic.model_name_or_path"
 _LONGEST = "policy.model_max_length"
+_ROUTING = "train.train_policy.routing_replay"
+BYTES_OF_A_TOKEN = 9
+"""On the wire, of a token without records: id, log-prob and mask."""
 
 
 def model_agrees(config: Config) -> Iterator[Problem]:
@@ -41,6 +44,7 @@ def model_agrees(config: Config) -> Iterator[Problem]:
         yield from engine_divides(config.rollout.parallelism, facts)
         yield from engine_decodes(config, facts)
         yield from engine_has_the_range(config, facts)
+        yield from samples_fit_a_request(config, facts)
     yield from experts_are_there(config, facts)
     yield from lengths_are_possible(config, facts)
 
@@ -339,13 +343,33 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
         options["critic.freeze_moe_router"] = config.critic.freeze_moe_router
         options["critic.recompute_moe_layers"] = config.critic.recompute_moe_layers
     asked: list[tuple[str, bool | str, str]] = [(key, True, "false") for key, on in options.items() if on]
-    if config.is_grpo and config.grpo.routing_replay != "none":
-        asked.append(("train.train_policy.routing_replay", config.grpo.routing_replay, '"none"'))
+    if config.replays_routing:
+        asked.append((_ROUTING, config.grpo.routing_replay, '"none"'))
     message = f"is for mixtures of experts, and {_MODEL} = {facts.name} is none"
     return [
         Problem(key, f"{toml_value(value)} {message}", value, f"write {key} = {neutral}", related=(_MODEL,))
         for key, value, neutral in asked
     ]
+
+
+def samples_fit_a_request(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    """A sample travels whole, with the experts of each of its tokens: one too large would come back as an error."""
+    controller, wanted = config.controller, config.grpo.routing_replay
+    if not config.replays_routing or controller.payload_store or not (facts.mixtures and facts.chosen):
+        return
+    number = (1 if (facts.experts or 0) <= 256 else 2) + (4 if wanted == "weights" else 0)
+    length, each = config.policy.model_max_length, facts.mixtures * facts.chosen * number
+    needed, key = length * (BYTES_OF_A_TOKEN + each), "controller.max_request_bytes"
+    if needed <= controller.max_request_bytes:
+        return
+    message = (
+        f"{controller.max_request_bytes} is less than the {needed} bytes of a sample of {length} tokens: "
+        f"{_ROUTING} = {toml_value(wanted)} sends {each} bytes for each, of the {facts.mixtures} mixtures of "
+        f"{_MODEL} = {facts.name}"
+    )
+    room = (needed // 2**20 + 2) * 2**20
+    hint = f"write {key} = {room}, or let samples travel through a directory (controller.payload_store)"
+    yield Problem(key, message, controller.max_request_bytes, hint, related=(_ROUTING, _LONGEST, _MODEL))
 
 
 def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]:

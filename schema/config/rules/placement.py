@@ -346,23 +346,6 @@ def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
         yield Problem(rollout.key, message, rollout.listed, hint, related=(policy.key, "placement.share"))
 
 
-def sleep_needs_gpus(config: Config) -> Iterator[Problem]:
-    """vLLM releases its memory by its sleep mode alone, and that is one of CUDA's allocator."""
-    if config.takes_turns and config.rollout.engine.sleeps_on_gpus and config.placement.gpus_per_node == 0:
-        yield no_sleep(config)
-
-
-def no_sleep(config: Config) -> Problem:
-    """The problem of turns without GPUs, for an engine that needs them to sleep."""
-    message = (
-        f'is "time", but {config.rollout.engine.title} can only sleep on GPUs (its sleep mode needs CUDA\'s cuMem '
-        f"allocator), and there are none"
-    )
-    hint = 'write placement.share = "memory", or rollout.backend = "transformers"'
-    related = ("rollout.backend", "placement.gpus_per_node")
-    return Problem("placement.share", message, "time", hint, related=related)
-
-
 def turns_overlap_nothing(config: Config) -> Iterator[Problem]:
     """Warning: in turns nothing is generated while a step is trained, so older samples win no time."""
     bound = config.staleness_bound if config.takes_turns else 0
@@ -398,6 +381,5 @@ PLACEMENT_RULES = (
     memory_is_divided,
     models_apart_are_whole,
     turns_are_of_common_devices,
-    sleep_needs_gpus,
 )
 PLACEMENT_WARNINGS = (memory_is_tight, turns_overlap_nothing)

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,16 +137,27 @@ def test_a_gpu_is_not_shared_in_silence(tmp_path: Path):
         assert (found.problems, found.warnings) == ([], [])
 
 
-def test_vllm_takes_turns_on_gpus_alone(tmp_path: Path):
-    turns = job(tmp_path, placement={"share": "time"}, rollout={"backend": "vllm"})
-    assert not any(
-        problem.key == "placement.share" for problem in check_machine(turns, Machine(8, ("0",))).problems
-    )
-    (problem,) = [one for one in check_machine(turns, Machine(8)).problems if one.key == "placement.share"]
-    assert "cuMem" in problem.message
+@pytest.mark.parametrize(
+    ("sections", "key", "words"),
+    [
+        ({"placement": {"share": "time"}}, "placement.share", "cuMem"),
+        (
+            {"train": {"train_policy": {"routing_replay": "ids"}}},
+            "train.train_policy.routing_replay",
+            "experts",
+        ),
+    ],
+    ids=["turns", "routing"],
+)
+def test_what_vllm_does_on_gpus_alone(tmp_path: Path, sections: dict[str, Any], key: str, words: str):
+    sections = {"placement": {"share": "memory"}} | sections
+    sections["train"] = {"output_dir": str(tmp_path)} | sections.get("train", {})
+    asked = config(**sections, rollout={"backend": "vllm"})
+    assert key not in keys(check_machine(asked, Machine(8, ("0",))).problems)
+    (problem,) = [one for one in check_machine(asked, Machine(8)).problems if one.key == key]
+    assert words in problem.message
     assert 'rollout.backend = "transformers"' in problem.hint
-    embedded = job(tmp_path, placement={"share": "time"})
-    assert check_machine(embedded, Machine(8)).problems == []
+    assert check_machine(config(**sections), Machine(8)).problems == []
 
 
 def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):

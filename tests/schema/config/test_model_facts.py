@@ -58,6 +58,27 @@ def test_experts(tmp_path: Path, name: str) -> None:
     assert facts(tmp_path, QWEN | {name: 64}).experts == 64
 
 
+MOE = QWEN | {"num_experts": 64, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "mixtures"),
+    [
+        ({}, 28),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 5]}, 26),
+        ({"first_k_dense_replace": 3, "moe_layer_freq": 1}, 25),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, 2),
+        ({"decoder_sparse_step": 2}, None),
+        ({"moe_layer_freq": [0, 1]}, None),
+        ({"mlp_only_layers": 3}, None),
+        ({"num_hidden_layers": "many"}, None),
+    ],
+)
+def test_layers_of_experts(tmp_path: Path, change: dict[str, Any], mixtures: int | None) -> None:
+    found = facts(tmp_path, MOE | change)
+    assert (found.mixtures, found.chosen) == (mixtures, 8)
+
+
 @pytest.mark.parametrize("hint", [{"moe_layers": [1]}, {"experts": "some"}, {"num_attention_heads": None}])
 def test_no_experts_is_said_only_where_it_is_sure(tmp_path: Path, hint: dict[str, Any]) -> None:
     assert facts(tmp_path, QWEN | hint).experts is None
@@ -144,7 +165,16 @@ values = st.recursive(
     max_leaves=4,
 )
 names = st.sampled_from(
-    [*QWEN, "rope_scaling", "rope_parameters", "text_config", "num_experts", "n_positions", "seq_len"]
+    [
+        *QWEN,
+        "rope_scaling",
+        "rope_parameters",
+        "text_config",
+        "num_experts",
+        "n_positions",
+        "seq_len",
+        "moe_layer_freq",
+    ]
 )
 
 
@@ -157,7 +187,8 @@ names = st.sampled_from(
 @given(changes=st.dictionaries(names, values, max_size=4))
 def test_whatever_is_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = facts(tmp_path, QWEN | changes)
-    for count in (found.heads, found.kv_heads, found.layers, found.vocabulary, found.longest):
+    assert found.mixtures is None or found.mixtures >= 0
+    for count in (found.heads, found.kv_heads, found.layers, found.vocabulary, found.longest, found.chosen):
         assert count is None or count > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from schema.config import Config, check_config, check_rules, check_warnings
 from schema.config.backends import BACKENDS
-from schema.config.rules.engine import engine_can_quantise
+from schema.config.rules.engine import engine_can_quantise, engine_has_gpus, routing_can_be_replayed
 from tests.schema.config_samples import GRPO, SFT, changed, only, problems, refused
 from tests.schema.remedies import Case, check_case, config_of
 
@@ -253,6 +253,44 @@ def test_what_an_engine_quantises(values: dict[str, Any], words: tuple[str, ...]
 def test_each_quantisation_of_an_engine_passes() -> None:
     for name in BACKENDS["vllm"].quantisations:
         assert [*engine_can_quantise(config_of(GRPO, {Q: name} | HALF))] == []
+
+
+REPLAY, GPUS = f"{P}.routing_replay", {"placement.gpus_per_node": 0}
+IDS = {REPLAY: "ids"}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({REPLAY: "weights"} | VLLM, REPLAY, ("vLLM returns the ids", "without their weights")),
+        (
+            IDS | VLLM | {"rollout.parallelism.pp_size": 2},
+            "rollout.parallelism.pp_size",
+            ("one stage", '"ids"'),
+        ),
+        (IDS | {"train.compile": True}, "train.compile", (f'{REPLAY} = "ids"',)),
+    ],
+)
+def test_what_cannot_be_replayed(values: dict[str, Any], key: str, words: tuple[str, ...]) -> None:
+    check_case(Case(routing_can_be_replayed, values, key, words), GRPO)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"placement.share": "time"}, "placement.share", ('"time"', "cuMem", "vLLM")),
+        (IDS, REPLAY, ('"ids": vLLM returns the chosen experts on GPUs alone',)),
+    ],
+)
+def test_what_an_engine_does_on_gpus_alone(values: dict[str, Any], key: str, words: tuple[str, ...]) -> None:
+    check_case(Case(engine_has_gpus, values | VLLM | GPUS, key, words), GRPO)
+    for other in (VLLM, VLLM | {"placement.gpus_per_node": 2}, GPUS):
+        assert [*engine_has_gpus(config_of(GRPO, values | other))] == []
+
+
+@pytest.mark.parametrize("values", [IDS, IDS | VLLM, {REPLAY: "weights"}, {"train.compile": True} | VLLM])
+def test_what_can_be_replayed(values: dict[str, Any]) -> None:
+    assert [*routing_can_be_replayed(config_of(GRPO, values))] == []
 
 
 def test_the_default_size_of_an_engine_is_refused_by_name() -> None:

@@ -25,8 +25,11 @@ from tests.schema.remedies import Case, check_case, config_of, written
 
 M, R = "policy.parallelism", "rollout.parallelism"
 VLLM = {"rollout.backend": "vllm"}
+REPLAY = "train.train_policy.routing_replay"
+BYTES = "controller.max_request_bytes"
 CRITIC = {"critic.enable": True, "train.train_policy.advantage_estimator": "gae"}
 MOE = QWEN | {"num_experts": 12}
+SENT = MOE | {"num_experts_per_tok": 4}
 GEMMA = QWEN | {"model_type": "gemma3_text"}
 SMALL = QWEN | {"max_position_embeddings": 1024}
 LEARNED = {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
@@ -77,6 +80,10 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     (QWEN, {"policy.freeze_moe_router": True}, "policy.freeze_moe_router", ("is none",)),
     (QWEN, CRITIC | {"critic.freeze_moe_router": True}, "critic.freeze_moe_router", ("is none",)),
     (QWEN, {"train.recompute_moe_layers": True}, "train.recompute_moe_layers", ("is none",)),
+    (QWEN, {REPLAY: "ids"}, REPLAY, ('"ids" is for mixtures', "is none")),
+    (SENT, {REPLAY: "ids", BYTES: 400_000}, BYTES, ("495616 bytes", "4096 tokens", "112 bytes for each")),
+    (SENT, {REPLAY: "weights", BYTES: 2_000_000}, BYTES, ("2330624 bytes", "560 bytes", "28 mixtures")),
+    (SENT | {"num_experts": 384}, {REPLAY: "ids", BYTES: 500_000}, BYTES, ("954368 bytes",)),
     (
         SMALL,
         VLLM,
@@ -148,6 +155,10 @@ def test_faults(
         (SMALL, {}),  # the transformers engine goes on beyond trained rotary positions
         (SMALL | {"rope_scaling": {"type": "linear", "factor": 4.0}}, VLLM),
         (SMALL, VLLM | {"rollout.max_model_len": 1024}),
+        (SENT, {REPLAY: "weights", BYTES: 2_400_000}),
+        (SENT, {REPLAY: "weights", BYTES: 2_000_000, "controller.payload_store": "/shared"}),
+        (SENT, {BYTES: 1024}),
+        (MOE, {REPLAY: "ids", BYTES: 1024}),  # how many are chosen is not known
         ({}, VLLM | {f"{M}.tp_size": 3, f"{M}.pp_size": 7, f"{M}.ep_size": 5, f"{R}.tp_size": 3}),
     ],
 )

@@ -24,7 +24,6 @@ from schema.config.rules.placement import (
     reference_is_whole,
     roles_exist,
     sharing_is_asked_for,
-    sleep_needs_gpus,
     turns_are_of_common_devices,
 )
 from tests.schema.config_samples import GRPO, SFT
@@ -110,7 +109,6 @@ FAULTS = {
         ({GPUS: 4, P: [0], R: [1]}, "device 2, 3 of 4", f"{P} = [0]", f"{R} = [1]"),
         ({GPUS: 100, P: [0], R: [5]}, "device 1, 2, 3, 4, 6, 7, 8, 9 and 90 more"),
     ],
-    sleep_needs_gpus: [(TURNS | VLLM | {GPUS: 0}, '"time"', "cuMem", "vLLM")],
     models_apart_are_whole: [
         (
             {REF: [2], P: [0, 1], "policy.parallelism.tp_size": 2} | KL,
