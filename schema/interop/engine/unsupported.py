@@ -31,7 +31,7 @@ METHOD_KEYS: frozenset[str] = frozenset(
             "rollout_correction.reject rollout_correction.reject_below rollout_correction.reject_above "
             "rollout_correction.off_policy_mask sample_masks.truncated sample_masks.mean_score_above "
             "sample_masks.mean_score_below sample_masks.failed_from_tokens "
-            "overlong_reward reference_reset_interval mu_iterations"
+            "overlong_reward reference_reset_interval mu_iterations routing_replay"
         )
     }
     | {"train.optm_name", "critic.optm_name", "critic.loss_type", "critic.value_clip"}

@@ -257,6 +257,7 @@ ACTOR_INFER_RULES: tuple[Rule, ...] = (
     Rule(f"{ROLE}.num_gpus_per_worker", _engine_dimension(0, "tp_size", "devices of one engine: tp · pp")),
     Rule(f"{ROLE}.device_mapping", _devices),
     Rule(f"{ROLE}.infer_batch_size", to.always("requests go to the engine one by one and are batched there")),
+    Rule(f"{ROLE}.router_replay.mode", to.always("follows from train.train_policy.routing_replay")),
     Rule(f"{ROLE}.world_size", to.always("follows from device_mapping")),
     Rule(f"{ROLE}.worker_cls", to.unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
     Rule(f"{ROLE}.model_update_frequency", to.integer("train.sync_weight_interval")),

@@ -6,7 +6,7 @@ from typing import Any
 
 from schema.config.overrides import is_dropout
 from schema.interop.engine import to, values
-from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import (
@@ -17,6 +17,7 @@ from schema.interop.roll.converters import (
     lost,
     model_dtype,
     named_devices,
+    reason,
     recomputation,
     reshard,
     under,
@@ -246,6 +247,17 @@ _STRATEGY_RULES: tuple[Rule, ...] = (
     Rule("offload_policy", to.flag("train.fsdp_offload")),
 )
 
+
+@computed(f"{POLICY}.routing_replay", words="`R3` → `ids`; `R2`: see the list", null="null: off")
+def _router_replay(context: ConversionContext, leaf: KeyPath) -> Result:
+    mode = values.one_of(leaf.value, ("disable", "R2", "R3"))
+    if mode == "disable":
+        return implicit("the trainer chooses experts by itself")
+    if mode == "R2":
+        return no_counterpart(reason(leaf.key))
+    return mapped((f"{POLICY}.routing_replay", "ids"))
+
+
 _CAP = to.integer(f"{POLICY}.max_token_len_per_mini_batch", "as it is", "no cap")
 _OLD_CAP = to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch", "as it is", "no cap")
 _unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
@@ -270,6 +282,7 @@ _SINGLE_RULES: tuple[Rule, ...] = (
         to.unless((0,), "no cap", _OLD_CAP),
         when=needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off"),
     ),
+    Rule("router_replay.mode", _router_replay),
     Rule("use_sequence_packing", to.flag("train.sequence_packing")),
     Rule("sequence_packing_args.max_packed_sequence_length_train", _CAP, when=_unpacked),
     Rule("sequence_packing_args.max_packed_sequence_length_forward", _OLD_CAP, when=_unpacked),

@@ -185,6 +185,7 @@ _REFERENCE: dict[str, Converter] = {
         (0,), "no cap", to.integer("reference.max_token_len_per_mini_batch", "as it is", "no cap")
     ),
     "use_sequence_packing": to.always("follows actor_train's setting"),
+    "router_replay.mode": to.always("the reference model chooses experts by itself, as in ROLL"),
     **_worker("reference"),
 }
 
@@ -234,6 +235,7 @@ _CRITIC: dict[str, Converter] = {
     ),
     "model_args.ulysses_size": _role_size("critic", "cp"),
     "data_args.template": to.always("the critic reads tokens"),
+    "router_replay.mode": lost("critic.router_replay.mode", "disable"),
     "training_args.learning_rate": to.number("critic.optm_lr"),
     "training_args.weight_decay": to.number("critic.optm_weight_decay"),
     "training_args.per_device_train_batch_size": to.integer("critic.mini_batch"),

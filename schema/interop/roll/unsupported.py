@@ -158,6 +158,7 @@ _WORKER = {
     "model_args.adapter_name_or_path": "training starts from fresh adapters: merge the old ones into the model",
     "model_args.moe_aux_loss_coef": "reinforcement learning here has no auxiliary router loss",
     "model_args.model_type": "the policy is a language model here: neither diffusion nor another kind is trained",
+    "router_replay.mode": "the policy alone is sent to experts that the engine chose; the critic chooses for itself",
     "model_args.vision_dp": "images are not split over ranks",
     "model_args.freeze_module_prefix": "parts of the policy can be frozen (policy.trainable_map), none of the critic",
     "model_args.autocast_adapter_dtype": "adapters have train.master_dtype like every trained weight",
@@ -220,6 +221,10 @@ _REASONS: dict[str, str] = {
     **below("actor_infer.strategy_args.strategy_config", dict.fromkeys(_SGLANG_KEYS, _SGLANG)),
     **below("<environments>", dict.fromkeys(_ENV_MANAGER_KEYS, _AGENT)),
     "<environments>.system_envs.*": _ENVIRONMENT,
+    "actor_train.router_replay.mode": (
+        "R2 replays what the trainer itself chose for old log-probs; what the engine chose is replayed here (R3), by "
+        'train.train_policy.routing_replay = "ids"'
+    ),
     **below("rewards.<domain>", dict.fromkeys(_REWARD_KEYS, _REWARD)),
     "rewards.<domain>.judge_api_key": _IN_ENVIRONMENT,
     "rewards.<domain>.system_envs": _ENVIRONMENT,
@@ -264,6 +269,7 @@ _METHOD: dict[str, tuple[Any, ...]] = {
         "roll.pipeline.agentic.agentic_actor_worker.ActorWorker",
     ),
     "actor_train.pg_variant": ("ppo",),
+    "<role>.router_replay.mode": ("disable",),
     "actor_train.data_args.interleave_probs": ("1.0", 1),
     "actor_infer.generating_args.num_beams": (1,),
     "rewards.<domain>.query_filter_config": ("no_filter",),

@@ -10,12 +10,14 @@ from schema.interop.verl.facts import (
     ACTOR,
     POLICY,
     REF,
+    compiled,
     group_size,
     is_streamed,
     lacking,
     no_reference,
     prompts_per_step,
     response_length,
+    router_replay,
     switched,
 )
 from schema.interop.verl.mesh import Mesh
@@ -84,7 +86,7 @@ def reference_rules() -> tuple[Rule, ...]:
         *rules_below(REF, copied, no_reference),
         *rules_below(REF, {f"{_CHUNKED} entropy_checkpointing": chunks, "pad_to_length": padding}),
         *profiler_rules(REF),
-        Rule(f"{REF}.router_replay.*", switched(f"{REF}.router_replay.enable")),
+        *rules_below(REF, {"router_replay.mode": lacking("disabled"), "router_replay.*": lacking()}),
     )
 
 
@@ -275,7 +277,7 @@ def _small() -> tuple[Rule, ...]:
     chunks = to.always("log-probs and entropy are always computed in chunks")
     table = {
         "strategy": to.always(_STRATEGY),
-        "use_torch_compile": to.flag("train.compile"),
+        "use_torch_compile": compiled("train.compile"),
         "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
         "load_weight": to.always("the policy's weights are always loaded"),
         "calculate_entropy": to.always("entropy is always a metric"),
@@ -289,7 +291,7 @@ def _small() -> tuple[Rule, ...]:
         "entropy_checkpointing": to.always("entropy is always recomputed in backward"),
         "pad_to_length": to.always(_PADDING),
         "freeze_vision_tower": lacking(False),
-        "router_replay.mode": lacking("disabled"),
+        "router_replay.mode": router_replay,
         "router_replay.*": lacking(),
         "qat.*": switched(f"{ACTOR}.qat.enable"),
     }

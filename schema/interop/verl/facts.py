@@ -9,6 +9,7 @@ from typing import Any
 from schema.interop.engine import values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unknown
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
+from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.unsupported import VERL
 
 ACTOR = "actor_rollout_ref.actor"
@@ -292,5 +293,47 @@ def path_and_name(table: str, ours: str) -> Converter:
         if isinstance(file, str) and isinstance(name, str):
             return mapped((ours, f"{values.path(file)}:{name}"), note="path:name")
         return implicit("null: none" if leaf.value is None else "no effect without the other one")
+
+    return convert
+
+
+def replays_routing(context: ConversionContext) -> bool:
+    """Whether the actor is trained with the experts that the engine chose."""
+    modes = (context.get(f"{ACTOR}.{table}router_replay.mode", None) for table in ("", "megatron."))
+    return "R3" in modes
+
+
+@computed(f"{POLICY}.routing_replay", words="`R3` → `ids`; `R2`: see the list", null="null: off")
+def router_replay(context: ConversionContext, leaf: KeyPath) -> Result:
+    """The actor's `router_replay.mode`. R3 replays what the engine chose, R2 what the trainer did."""
+    mode = values.text(leaf.value)
+    if mode == "disabled":
+        return implicit("the trainer chooses experts by itself")
+    if mode == "R2":
+        return without_counterpart(leaf.key)
+    if mode != "R3":
+        raise BadValue(f"expected disabled, R2 or R3, got {shown(mode)}")
+    stops = "verl ends at the first batch without rollout.enable_rollout_routing_replay"
+    recorded = context.flag(f"{ROLLOUT}.enable_rollout_routing_replay")
+    return mapped((f"{POLICY}.routing_replay", "ids"), note="" if recorded else stops)
+
+
+@computed(words="follows from the actor's `router_replay.mode`")
+def recorded_routing(context: ConversionContext, leaf: KeyPath) -> Result:
+    """The engine's part of R3."""
+    values.flag(leaf.value)
+    if replays_routing(context):
+        return implicit("follows from train.train_policy.routing_replay")
+    return implicit("verl uses the experts that engines return with router_replay.mode = R3 alone")
+
+
+def compiled(ours: str) -> Converter:
+    """True or false as it is, unless replayed experts enter the layers from outside."""
+
+    @computed(ours, words="false with `router_replay.mode = R3`", null="null: the default")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        if replays_routing(context):
+            return mapped((ours, False), note="layers that replayed experts enter are not compiled")
+        return mapped((ours, values.flag(leaf.value)))
 
     return convert

@@ -16,7 +16,16 @@ from schema.interop.engine.rules import (
     computed,
     rules_below,
 )
-from schema.interop.verl.facts import ACTOR, has_adapters, is_megatron, lacking, sharding, widths
+from schema.interop.verl.facts import (
+    ACTOR,
+    compiled,
+    has_adapters,
+    is_megatron,
+    lacking,
+    router_replay,
+    sharding,
+    widths,
+)
 
 _PADDING = "padding never changes a number here"
 _FORWARD_ONLY = "the reference model never trains, the others always do"
@@ -196,7 +205,7 @@ class Mesh:
             "grad_offload": to.unless([False], "false: off", to.flag(f"{speed}.fsdp_gradient_offload")),
             "optimizer_offload": to.unless([False], "false: off", to.flag(f"{speed}.optimizer_offload")),
             "reshard_after_forward": to.unless([True], "true: the default, unless pipelined", reshard),
-            "use_torch_compile": to.flag(f"{speed}.compile"),
+            "use_torch_compile": (compiled if self.role == ACTOR else to.flag)(f"{speed}.compile"),
             "model_dtype": to.choice(f"{speed}.master_dtype", values.MASTERS),
             "dtype mixed_precision.param_dtype": to.choice(f"{speed}.param_dtype", values.DTYPES),
             "mixed_precision.reduce_dtype": to.choice(f"{speed}.fsdp_reduce_dtype", values.DTYPES),
@@ -238,7 +247,7 @@ class Mesh:
             "override_mcore_model_config": lacking({}),
             "dynamic_context_parallel": lacking(False),
             "max_seqlen_per_dp_cp_rank": to.always("no effect while dynamic_context_parallel = false"),
-            "router_replay.mode": lacking("disabled"),
+            "router_replay.mode": router_replay if self.role == ACTOR else lacking("disabled"),
             "qat.*": _qat(f"{prefix}.qat.enable"),
             "override_transformer_config.recompute_method override_transformer_config.recompute_num_layers": (
                 to.always("recomputation goes layer by layer")

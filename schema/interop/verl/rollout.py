@@ -27,6 +27,7 @@ from schema.interop.verl.facts import (
     path_and_name,
     prompt_length,
     recipe,
+    recorded_routing,
     response_length,
     rollout_gpus,
     rollout_replicas,
@@ -301,7 +302,8 @@ def _small() -> tuple[Rule, ...]:
     table = {
         "disable_log_stats": to.always("the engine's statistics are metrics"),
         "router_config_path mtp qat trace.backend": lacking(),
-        "use_fire_sampling skip_rollout enable_rollout_routing_replay": lacking(False),
+        "use_fire_sampling skip_rollout": lacking(False),
+        "enable_rollout_routing_replay": recorded_routing,
         "skip_dump_dir": to.always("no effect while skip_rollout = false"),
         "layered_summon update_weights_bucket_megabytes": to.always("weights travel tensor by tensor"),
         "multi_stage_wake_up": to.always("changes memory at the switch between roles only"),

@@ -24,7 +24,12 @@ _REWARD_LOOP = (
 _TEMPLATE = (
     "chat templates come with the tokenizer; rollout.multi_turn_config.custom_chat_template_path names a file"
 )
-_REPLAY = "replays the routing of experts from rollout to training"
+_REPLAY = "the policy alone is sent to experts that the engine chose; other models choose for themselves"
+_ROUTES = "the experts that the engine chose travel with their samples, never through files"
+_OWN_ROUTES = (
+    "R2 replays what the trainer itself chose for old log-probs; what the engine chose is replayed here (R3), by "
+    'train.train_policy.routing_replay = "ids"'
+)
 _QAT = "quantisation-aware training; train.fp8 computes in low precision"
 _TRANSLATED = "an artefact of a machine translation, which verl does not read; its key is "
 
@@ -78,6 +83,8 @@ _ROLE = {
 }
 _ACTOR = {
     "calculate_sum_pi_squared": "a statistic that only verl's token-baseline estimators use",
+    **because({_ROUTES: "megatron.router_replay.* router_replay.*"}),
+    **because({_OWN_ROUTES: "megatron.router_replay.mode router_replay.mode"}),
     "freeze_vision_tower": "policy.trainable_map chooses what is trained, by the names of parameters",
     **{
         f"policy_loss.loss_mode={name}": _OWN_LOSS
@@ -99,7 +106,6 @@ _ROLLOUT = {
     "logprobs_mode": "log-probs are always those of the distribution sampled from (processed_logprobs)",
     "multi_turn.*": "a detail of verl's tool calls; [rollout.multi_turn_config] has ours",
     "moe_load_balance_metrics_interval": "how evenly experts are used is not a metric here",
-    "enable_rollout_routing_replay": _REPLAY,
     "router_config_path": "the controller leases prompts to replicas; no router needs to be configured",
     "use_fire_sampling": "the first token is drawn like all others",
     "skip_rollout": "replays rollouts from files to test verl itself",
@@ -263,6 +269,8 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     **below("critic.model", _MODEL_METHOD),
     **below("model", _MODEL_METHOD),
     "actor_rollout_ref.ref.sync_actor_alpha": (1,),
+    "actor_rollout_ref.ref.router_replay.mode": ("disabled",),
+    "actor_rollout_ref.ref.megatron.router_replay.mode": ("disabled",),
     "actor_rollout_ref.rollout.agent.default_agent_loop": ("single_turn_agent",),
     "data.train_max_samples": (-1,),
     "reward_model.reward_manager": _REWARD_MANAGERS,

@@ -243,3 +243,18 @@ def test_domain_shares() -> None:
     assert value_of(found, f"{_POLICY}.domain_shares") == {"math": 0.75, "code": 0.25}
     assert value_of(found, f"{_POLICY}.domain_column_name") == "tag"
     assert "domain_shares" not in _policy({f"{prefix}.math": 1.0})
+
+
+def test_the_experts_of_the_engine_are_replayed() -> None:
+    key = "actor_train.router_replay.mode"
+    others = {f"{role}.router_replay.mode": "R3" for role in ("actor_infer", "reference")}
+    found = roll_with({key: "R3"} | others)
+    assert value_of(found, f"{_POLICY}.routing_replay") == "ids"
+    assert not found.unsupported
+    for mode, words in (("R2", "what the engine chose is replayed here"), ("R4", "expected one of")):
+        found = roll_with({key: mode})
+        assert found.unsupported == {key: mode}
+        assert words in next(entry.note for entry in found.entries if entry.source == key)
+    assert not roll_with({key: "disable"}).unsupported
+    critic = {"adv_estimator": "gae", "critic.router_replay.mode": "R3"}
+    assert roll_with(critic).unsupported == {"critic.router_replay.mode": "R3"}

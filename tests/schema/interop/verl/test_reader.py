@@ -20,7 +20,7 @@ from schema.interop.engine.rules import ConversionContext, KeyPath
 from schema.interop.engine.source import Source
 from schema.interop.engine.write import to_json, to_report, to_toml
 from schema.interop.verl.reader import READER
-from tests.schema.interop.files import value_of
+from tests.schema.interop.files import nest, value_of, yaml_text
 from tests.schema.interop.verl.pages import PAGES
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("verl_*.yaml"))
@@ -470,6 +470,47 @@ def test_adapters_of_both_backends() -> None:
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------
+
+
+A, REPLAY = "actor_rollout_ref.actor", f"{POLICY}.routing_replay"
+MODE, RECORDED = f"{A}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    "others", [{}, {f"{A}.megatron.router_replay.mode": "R3"}, {f"{A}.fsdp_config.use_torch_compile": True}]
+)
+def test_the_experts_of_the_engine_are_replayed(others: dict[str, Any], recorded: bool) -> None:
+    found = rl(yaml_text(nest({MODE: "R3", RECORDED: recorded} | others)))
+    assert (value_of(found, REPLAY), value_of(found, "train.compile")) == ("ids", False)
+    assert not found.unsupported
+    (entry,) = [entry for entry in found.entries if entry.source == MODE]
+    assert ("ends at the first batch" in entry.note) is not recorded
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "words"),
+    [
+        (MODE, "R2", "R2 replays what the trainer itself chose"),
+        (f"{A}.megatron.router_replay.mode", "R2", "R2 replays what the trainer itself chose"),
+        (MODE, "R4", "expected disabled, R2 or R3"),
+        ("actor_rollout_ref.ref.router_replay.mode", "R3", "choose for themselves"),
+        ("critic.megatron.router_replay.mode", "R2", "choose for themselves"),
+    ],
+)
+def test_other_replays_are_refused(key: str, mode: str, words: str) -> None:
+    gae = "algorithm: {adv_estimator: gae}\n"
+    found = rl(gae + yaml_text(nest({key: mode, f"{A}.use_kl_loss": True})))
+    assert found.unsupported == {key: mode}
+    assert value_of(found, REPLAY) is None
+    (note,) = [entry.note for entry in found.entries if entry.source == key]
+    assert words in note
+
+
+def test_recording_alone_replays_nothing() -> None:
+    found = rl(yaml_text(nest({MODE: "disabled", RECORDED: True})))
+    assert (value_of(found, REPLAY), found.unsupported) == (None, {})
+    assert {entry.outcome for entry in found.entries[1:]} == {Outcome.IMPLICIT}
 
 
 def test_an_unknown_key_is_reported_with_a_suggestion() -> None:
