@@ -74,7 +74,8 @@ class ProfilerConfig(Section):
     record_batches: Natural = key(
         0,
         "Batches of so many newest steps are kept below RUN/batches, for `cosmos-launch replay`. 0: none. There are "
-        "never more files than this; one has all samples of its step, 9 bytes for each token of prompts and answers.",
+        "never more files than this; one has all samples of its step, 9 bytes for each token of prompts and answers, "
+        "and more where experts are replayed.",
         acts="file: `batches` in the run's directory.",
         example=8,
     )
