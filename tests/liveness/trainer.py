@@ -80,6 +80,7 @@ from tests.policy_worker.material import (
     tiny_lm,
     tiny_model,
     train_step,
+    with_experts,
     with_kept_sets,
     with_shared_prefixes,
     write_model,
@@ -732,6 +733,19 @@ watch(weights_that_move, grpo, {"policy.trainable_map": (UNSET, {"model.layers.0
 of_experts = {"policy.model_name_or_path": Made(_experts)}
 watch(weights_that_move, changed(grpo, of_experts), {"policy.freeze_moe_router": (False, True)})
 watch(weights_that_move, changed(with_critic, of_experts), {"critic.freeze_moe_router": (False, True)})
+
+
+def gradient_of_routed(config: Config, place: Place) -> dict[str, np.ndarray]:
+    """The gradient of a mixture where samples bring the experts that their engine chose."""
+    trainer = Trainer(load_model(config), config, place.group, Schedule(10))
+    samples = with_experts(random_samples(12), 2, 4)
+    algorithm, found = _grpo(config, place, samples=samples, trainer=trainer)
+    metrics = train_step(algorithm, 0)
+    return found | {"differs": np.array(metrics.get("routing/differs", -1.0))}
+
+
+watch(gradient_of_routed, changed(grpo, of_experts), {f"{POLICY}.routing_replay": ("none", "ids")})
+watch(gradient_of_routed, changed(grpo, of_experts), {f"{POLICY}.routing_replay": ("ids", "weights")})
 
 
 def implementation_of_experts(config: Config, place: Place) -> str:
