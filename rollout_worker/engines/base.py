@@ -20,7 +20,9 @@ Every engine keeps these promises; `tests/rollout_worker/engines/engine_contract
    penalties, temperature, min-p, top-k and top-p, in this order. With greedy decoding that distribution is a
    point, so the number is that of the penalised distribution at temperature 1 without filters. With
    `correction = "raw"` it is that of softmax(logits / T) instead, without anything else. With `"exact"` the sample
-   says which ids filters left for each token, and which may not have been drawn yet for `min_tokens`.
+   says which ids filters left for each token, and which may not have been drawn yet for `min_tokens`. With
+   `routing` it says which experts of a mixture each position was sent to when it was first computed, that is when
+   it predicted the next token.
 3. `token_ids` is everything that was sampled, the token that ended the sample (end-of-text, stop token, the
    last token of a stop string) included: it is what the policy did. Nothing is ever cut from it.
 4. Each token has the weight version it was computed with (recompute), or the oldest version in the cache it
@@ -91,6 +93,8 @@ class SamplingSettings:
     """Fields of this engine's own, from `rollout.sampling_config.extra`."""
     correction: Literal["none", "exact", "raw"] = "none"
     """What a trainer needs to compute the same log-probs; see promise 2."""
+    routing: Literal["none", "ids", "weights"] = "none"
+    """What it needs to choose the same experts: their ids, or the weights of these as well."""
 
     @property
     def greedy(self) -> bool:
@@ -158,6 +162,10 @@ def _no_ids() -> npt.NDArray[np.int32]:
     return np.zeros(0, np.int32)
 
 
+def _no_experts() -> npt.NDArray[np.uint8]:
+    return np.zeros((0, 0, 0), np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One finished sample."""
@@ -182,6 +190,11 @@ class Generation:
     """these ids, of one token after the other"""
     held_ids: npt.NDArray[np.int32] = field(default_factory=_no_ids)
     """see `SamplingSettings.held_ids`"""
+    expert_ids: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] = field(default_factory=_no_experts)
+    """[n, M, k] as narrow as it fits, where the settings want them: for each token of prompt and response but the
+    last, in each of the model's M mixtures of experts in order, the k that were chosen; else [0, 0, 0]"""
+    expert_weights: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    """[n, M, k], the weights of these, where the settings want them; else [0, 0, 0]"""
 
 
 @dataclass(frozen=True, slots=True)

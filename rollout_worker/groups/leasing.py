@@ -288,6 +288,7 @@ def training_settings(config: Config) -> SamplingSettings:
         include_stop_str_in_output=rollout.include_stop_str_in_output,
         extra=dict(sampling.extra),
         correction=sampling.sampling_correction if sampling.reshapes else "none",
+        routing=config.grpo.routing_replay,
     )
 
 
@@ -315,4 +316,5 @@ def validation_settings(config: Config) -> SamplingSettings:
         presence_penalty=0.0,
         frequency_penalty=0.0,
         correction="none",
+        routing="none",
     )

@@ -260,6 +260,9 @@ def to_sample(
         kept_counts=generated.kept_counts,
         kept_ids=generated.kept_ids,
         held_ids=generated.held_ids,
+        expert_shape=np.array(generated.expert_ids.shape[1:] if generated.expert_ids.size else [], np.int32),
+        expert_ids=generated.expert_ids.ravel(),
+        expert_weights=generated.expert_weights.ravel(),
         text=text,
         kept=kept,
     )

@@ -166,7 +166,8 @@ def encode_sample(sample: Sample) -> bytes:
     tensors: dict[str, npt.NDArray[np.generic]] = {}
     for name, dtype in kinds.items():
         found = getattr(sample, name)
-        tensors[name] = found if found.dtype == _NARROWER.get(name) else found.astype(dtype, copy=False)
+        is_narrow = name in _NARROWER and found.dtype == _NARROWER[name]
+        tensors[name] = found if is_narrow else found.astype(dtype, copy=False)
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
     metadata = {"sample": header_text(sample.header)}
@@ -206,9 +207,9 @@ def decode_sample(data: bytes | memoryview) -> Sample:
         if group.keys() & tensors.keys():
             kinds |= group
     for name, dtype in kinds.items():
-        fitting = (dtype, _NARROWER.get(name, dtype))
-        if name not in tensors or tensors[name].dtype not in fitting or tensors[name].ndim != 1:
-            raise FrameError(f"sample tensor {name} must be a vector of {np.dtype(dtype).name}")
+        fitting = sorted({np.dtype(one).name for one in (dtype, _NARROWER.get(name, dtype))})
+        if name not in tensors or tensors[name].dtype.name not in fitting or tensors[name].ndim != 1:
+            raise FrameError(f"sample tensor {name} must be a vector of {' or '.join(fitting)}")
     text = tensors.get("text")
     if text is not None and text.dtype != np.uint8:
         raise FrameError("sample tensor text must be a vector of uint8")

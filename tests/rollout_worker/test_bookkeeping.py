@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,16 @@ def test_a_scored_sample_is_what_the_wire_checks(n: int, versions: list[int], da
     assert (sample.header.oldest_version, sample.header.newest_version) == (runs[0], runs[-1])
     assert sample.text == "text ü"
     assert sample.header.index == 2
+
+
+def test_the_experts_of_prompt_and_answer_go_with_a_sample() -> None:
+    ids = np.arange(6 * 2 * 3, dtype=np.uint16).reshape(6, 2, 3)
+    chosen = replace(generation(4, "stop"), expert_ids=ids, expert_weights=ids.astype(np.float32))
+    made = to_sample(lease(), 0, chosen, "stop", error=None, score=1.0)
+    sample = decode_sample(encode_sample(made))
+    assert sample.expert_shape.tolist() == [2, 3]
+    assert (sample.expert_ids.dtype, sample.expert_ids.tolist()) == (np.uint16, list(range(36)))
+    assert sample.expert_weights.tolist() == list(range(36))
 
 
 def test_an_error_takes_the_place_of_a_score() -> None:

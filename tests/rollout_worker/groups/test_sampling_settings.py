@@ -62,6 +62,12 @@ def test_corrections_are_of_training_that_needs_one() -> None:
     assert corrections(sampling_correction="raw") == ("none", "none")
 
 
+@pytest.mark.parametrize("routing", ["none", "ids", "weights"])
+def test_the_experts_are_of_training_alone(routing: str) -> None:
+    found = config(train={"train_policy": {"type": "grpo", "routing_replay": routing}})
+    assert (training_settings(found).routing, validation_settings(found).routing) == (routing, "none")
+
+
 @pytest.mark.parametrize("top_k", [-1, 0])
 def test_both_ways_to_turn_top_k_off(top_k: int) -> None:
     assert training_settings(config(rollout={"sampling_config": {"top_k": top_k}})).top_k == 0

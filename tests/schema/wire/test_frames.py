@@ -113,6 +113,87 @@ def test_negative_ids_cannot_be_held_back() -> None:
         decode_sample(encode_sample(with_sets([], [], (-1,))))
 
 
+def with_experts(shape: list[int], ids: Any, weights: Any = ()) -> Sample:
+    found = {"expert_shape": np.array(shape, np.int32), "expert_ids": np.asarray(ids)}
+    return replace(make_sample(), **found, expert_weights=np.array(weights, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("weights", [(), np.linspace(0, 1, 24)])
+def test_the_experts_that_were_chosen_travel_as_narrow_as_they_are(dtype: Any, weights: Any) -> None:
+    ids = np.arange(24, dtype=dtype) + np.iinfo(dtype).max - 23
+    sample = decode_sample(encode_sample(with_experts([3, 2], ids, weights)))
+    assert (sample.expert_shape.tolist(), sample.expert_ids.dtype) == ([3, 2], dtype)
+    assert sample.expert_ids.tolist() == ids.tolist()
+    assert sample.expert_weights.tolist() == np.array(weights, np.float32).tolist()
+    plain, _ = decode_frame(encode_sample(make_sample()))
+    assert not {"expert_shape", "expert_ids", "expert_weights"} & plain.keys(), "as frames always were"
+    assert not decode_sample(encode_sample(make_sample())).expert_ids.size
+
+
+def test_experts_are_of_all_tokens_but_the_last_of_each_segment() -> None:
+    two = replace(with_experts([2, 1], np.zeros(6, np.uint8)), segment_starts=np.array([0, 2], np.int32))
+    two.header = make_sample(segments=2).header
+    assert len(decode_sample(encode_sample(two)).expert_ids) == 6
+    two.expert_ids = np.zeros(8, np.uint8)
+    with pytest.raises(FrameError, match="must have 6 entries"):
+        decode_sample(encode_sample(two))
+
+
+NONE, EIGHT = np.zeros(0, np.uint8), np.zeros(8, np.uint8)
+SHAPE, ENTRIES = (
+    "expert_shape must be the number of mixtures",
+    "must have {} entries, for each token but the last",
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ids", "weights", "message"),
+    [
+        ([2], EIGHT, (), SHAPE),
+        ([2, 1, 1], EIGHT, (), SHAPE),
+        ([0, 2], NONE, (), SHAPE),
+        ([2, -1], EIGHT, (), SHAPE),
+        ([2**31 - 1, 2**31 - 1], EIGHT, (), SHAPE),
+        ([-(2**31), -(2**31)], EIGHT, (), SHAPE),
+        ([2**16 + 1, 1], EIGHT, (), SHAPE),
+        ([2**16, 2**16], NONE, (), ENTRIES.format(4 * 2**32)),
+        ([2, 1], EIGHT[:7], (), ENTRIES.format(8)),
+        ([2, 1], NONE, (), ENTRIES.format(8)),
+        ([2, 1], EIGHT, [0.5] * 7, ENTRIES.format(8)),
+        ([2, 1], EIGHT, [0.5] * 7 + [np.nan], "expert_weights must be finite"),
+        ([2, 1], EIGHT, [0.5] * 7 + [np.inf], "expert_weights must be finite"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(shape: list[int], ids: Any, weights: Any, message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        decode_sample(encode_sample(with_experts(shape, ids, weights)))
+
+
+def test_experts_of_another_type_or_without_their_number_are_refused() -> None:
+    def changed(**tensors: Any) -> bytes:
+        found, metadata = decode_frame(encode_sample(with_experts([2, 1], EIGHT, [0.5] * 8)))
+        merged = {**found, **tensors}
+        return encode_frame({name: value for name, value in merged.items() if value is not None}, metadata)
+
+    wrong = EIGHT.astype(np.int32)
+    for tensors, message in (
+        ({"expert_ids": wrong}, "expert_ids must be a vector of uint16 or uint8"),
+        ({"expert_ids": EIGHT.reshape(4, 2)}, "expert_ids must be a vector"),
+        ({"expert_ids": None}, "expert_ids must be a vector"),
+        ({"expert_shape": None}, "expert_shape must be a vector of int32"),
+        ({"expert_shape": None, "expert_ids": None}, SHAPE),
+        ({"expert_weights": wrong}, "expert_weights must be a vector of float32"),
+    ):
+        with pytest.raises(FrameError, match=message):
+            decode_sample(changed(**tensors))
+
+
+def test_arrays_of_wider_types_are_cast_as_they_leave() -> None:
+    wide = replace(make_sample(), logprobs=make_sample().logprobs.astype(np.float64))
+    assert decode_sample(encode_sample(wide)).logprobs.dtype == np.float32
+
+
 def test_text_travels_when_asked_for() -> None:
     sample = make_sample()
     sample.text = "drei ≠ 3 \N{SNOWMAN}"
