@@ -144,9 +144,17 @@ class GenerationRequest:
 
 
 def check_request(
-    request: GenerationRequest, *, max_model_len: int, vocabulary: int, pending: Container[str]
+    request: GenerationRequest,
+    *,
+    max_model_len: int,
+    vocabulary: int,
+    pending: Container[str],
+    routing: Collection[str],
 ) -> None:
-    """Raises `ValueError` for what no engine can serve. pending: ids of the requests that it has already."""
+    """Raises `ValueError` for what an engine cannot serve.
+
+    pending: ids of the requests that it has already. routing: what it can be asked of the chosen experts.
+    """
     name, length, ids = request.request_id, len(request.prompt_token_ids), request.prompt_token_ids
     if not 0 < length < max_model_len:
         raise ValueError(f"request {name}: a prompt of {length} tokens does not fit into {max_model_len}")
@@ -156,6 +164,10 @@ def check_request(
         raise ValueError(f"request {name} needs at least one seed and max_tokens of at least 1")
     if name in pending:
         raise ValueError(f"request {name} is in the engine already")
+    if request.settings.routing not in routing:
+        raise ValueError(
+            f"request {name} asks for the {request.settings.routing} of experts: not recorded here"
+        )
 
 
 def _no_ids() -> npt.NDArray[np.int32]:

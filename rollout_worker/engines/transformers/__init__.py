@@ -4,6 +4,7 @@ engine      the thread and its contract with the worker loop
 scheduler   what to admit, and when an update interrupts: pure decisions
 decoder     the running samples: admit, step, recompute
 window      the key-value cache: rows aligned at one column;  views: how the model reads and writes it
+routing     which experts were chosen
 attention   the attention function;  sampler: logits to tokens, and when a sample ends
 model       loading, self-test, weights;  settings: what it needs of the configuration
 """

@@ -11,6 +11,7 @@ token. So sampling happens in `step` alone, and filling the cache never needs lo
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from rollout_worker.engines.base import Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.transformers import sampler
+from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.engines.transformers.sampler import StopRules
 from rollout_worker.engines.transformers.views import DecodeView, IntArray, PromptView, ResponseView
 from rollout_worker.engines.transformers.window import Window
@@ -55,10 +57,13 @@ class Decoder:
         max_model_len: int,
         fill_tokens: int,
         keep_cache: bool,
+        routing: Routing | None = None,
     ) -> None:
-        """`fill_tokens`: most tokens of one forward that fills the cache. `keep_cache`: never recompute."""
+        """`fill_tokens`: most tokens of one forward that fills the cache. `keep_cache`: never recompute.
+        `routing`: records which experts are chosen."""
         self.model, self.tokenizer, self.eos_token_ids = model, tokenizer, eos_token_ids
         self.max_model_len, self.fill_tokens, self.keep_cache = max_model_len, fill_tokens, keep_cache
+        self.routing = routing
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self.window = Window(model.device, model.dtype)
         self.version = -1
@@ -100,7 +105,7 @@ class Decoder:
             self.columns = np.concatenate([self.columns, columns])
             self.rows += [Row(request, index, self._batches, [(0, self.version)], []) for index in indices]
         self.window.append(prompts)
-        self._fill_prompts(range(first, self.window.n))
+        self._fill_prompts(range(first, self.window.n), self.routing)
         return sum(len(request.prompt_token_ids) for request, _ in batch)
 
     def _rules(self, settings: SamplingSettings) -> int:
@@ -137,17 +142,20 @@ class Decoder:
         self.window.release()
         self._cold = True
 
-    def _fill_prompts(self, rows: range) -> None:
-        """Cache of all prompt tokens but the last, computed once for all rows that were admitted together."""
+    def _fill_prompts(self, rows: range, routing: Routing | None = None) -> None:
+        """Cache of all prompt tokens but the last, computed once for all rows that were admitted together.
+
+        routing: records what they choose, where they are computed for the first time.
+        """
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(self.rows[row].batch, []).append(row)
         leaders = [members for members in groups.values() if self.columns["prompt"][members[0]] > 1]
         leaders.sort(key=lambda members: self.columns["prompt"][members[0]])
         for chunk in _chunks([int(self.columns["prompt"][m[0]]) - 1 for m in leaders], self.fill_tokens):
-            self._fill_prompt_chunk([leaders[i] for i in chunk])
+            self._fill_prompt_chunk([leaders[i] for i in chunk], routing)
 
-    def _fill_prompt_chunk(self, groups: list[list[int]]) -> None:
+    def _fill_prompt_chunk(self, groups: list[list[int]], routing: Routing | None) -> None:
         window, device = self.window, self.window.device
         lengths = np.array([self.columns["prompt"][members[0]] - 1 for members in groups])
         width = int(lengths.max())
@@ -159,7 +167,8 @@ class Decoder:
         prompt_of_row = np.repeat(np.arange(len(groups)), [len(m) for m in groups])
         view = PromptView(window, width, rows, prompt_of_row, lengths[prompt_of_row])
         columns = torch.arange(width, device=device)
-        self._forward(ids, columns, columns, torch.from_numpy(width - lengths).to(device), view)
+        with nullcontext() if routing is None else routing.into(view.record):
+            self._forward(ids, columns, columns, torch.from_numpy(width - lengths).to(device), view)
 
     def _fill_responses(self) -> None:
         """Cache of the last prompt token and all response tokens but the newest, on top of the prompts'."""
@@ -208,14 +217,16 @@ class Decoder:
         window.make_room(window.n, 0)
         n, column, low = window.n, window.column, window.low
         positions = torch.from_numpy(column - window.start).to(window.device)
-        output = self.model(
-            input_ids=window.tokens[:n, column : column + 1],
-            attention_mask=window.bias[:n, None, None, low : column + 1],
-            position_ids=positions[:, None],
-            past_key_values=DecodeView(window),
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        view = DecodeView(window)
+        with nullcontext() if self.routing is None else self.routing.into(view.record):
+            output = self.model(
+                input_ids=window.tokens[:n, column : column + 1],
+                attention_mask=window.bias[:n, None, None, low : column + 1],
+                position_ids=positions[:, None],
+                past_key_values=view,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits = output.logits[:, -1].float()
         tokens, logprobs = self._draw(logits)
         window.tokens[:n, column + 1] = tokens
@@ -310,6 +321,18 @@ class Decoder:
             kept_counts=np.array([len(ids) for ids in entry.kept], np.int32),
             kept_ids=np.concatenate([np.zeros(0, np.int32), *entry.kept]),
             held_ids=self.rules[self.columns["rules"][row]].held_ids,
+            **self._chosen(row, entry.request.settings.routing),
+        )
+
+    def _chosen(self, row: int, wanted: str) -> dict[str, Any]:
+        """The experts that a row was sent to, at all its tokens but the newest, as fields of a `Generation`."""
+        if self.routing is None or wanted == "none":
+            return {}
+        (layer,), computed = self.window.choices, slice(int(self.window.start[row]), self.window.column)
+        ids, weights = (buffer[row, :, computed].transpose(0, 1) for buffer in (layer.keys, layer.values))
+        chosen = self.routing.recorded(ids, weights)
+        return dict(
+            zip(("expert_ids", "expert_weights"), chosen[: 2 if wanted == "weights" else 1], strict=False)
         )
 
     def _remove(self, rows: list[int]) -> None:

@@ -43,6 +43,7 @@ from rollout_worker.engines.scatter import Patch, Published, UnmappedError, Weig
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
+from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.engines.transformers.settings import Settings
 from schema.wire.weights import Publication
 from weight_sync import WeightError
@@ -171,6 +172,7 @@ class TransformersEngine:
                 max_model_len=self.max_model_len,
                 vocabulary=self._booted.vocabulary,
                 pending=self._expected,
+                routing=("none",) if self._booted.routing is None else ("none", "ids", "weights"),
             )
         self._expected |= {request.request_id: len(request.seeds) for request in requests}
         self._post(lambda: self._queue.extend(_Queued(request) for request in requests))
@@ -376,6 +378,7 @@ class TransformersEngine:
             override=settings.override,
             adapters=settings.adapters,
         )
+        routing = None if settings.routing == "none" else Routing(model, settings.routing)
         self._decoder = Decoder(
             model,
             self._tokenizer,
@@ -383,8 +386,9 @@ class TransformersEngine:
             max_model_len=settings.max_model_len,
             fill_tokens=settings.fill_tokens,
             keep_cache=settings.keep_cache,
+            routing=routing,
         )
-        per_token = models.self_test(model, self._eos)
+        per_token = models.self_test(model, self._eos, routing)
         free = _cache_memory(device)
         tokens = free // max(per_token, 1)
         rows = settings.rows_alone if settings.alone else 1

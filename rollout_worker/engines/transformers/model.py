@@ -8,6 +8,7 @@ every start by comparing log-probs, so a model that is attended to differently i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollout_worker.engines.checksum import Tally
 from rollout_worker.engines.scatter import Place, Published, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
+from rollout_worker.engines.transformers.routing import Routing, RoutingError, check_recorded
 from schema.config import overrides
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.config.sections.policy import LoraConfig
@@ -110,16 +112,22 @@ def _check_structure(model: Any) -> None:
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def self_test(model: Any, eos_token_ids: frozenset[int]) -> int:
-    """Prove that decoding in the window gives the log-probs of a plain forward of the same model.
+def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None = None) -> int:
+    """Prove that decoding in the window gives the log-probs of a plain forward of the same model, and that the
+    experts that are recorded are those that it chooses.
 
     Prompts of different lengths, some decoding, a recomputation, more decoding. Returns the bytes that one token
     takes in the cache. Raises `EngineConfigError`.
     """
-    decoder = Decoder(model, None, eos_token_ids, max_model_len=32, fill_tokens=16, keep_cache=False)
+    decoder = Decoder(
+        model, None, eos_token_ids, max_model_len=32, fill_tokens=16, keep_cache=False, routing=routing
+    )
     decoder.set_version(0)
     try:
         differences = _differences(model, decoder)
+    except RoutingError as error:
+        assert routing is not None
+        raise routing.refusal(str(error)) from error
     except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise EngineConfigError(
             f'rollout.backend = "transformers" cannot decode {type(model).__name__}: {error}; {_REMEDY}'
@@ -133,15 +141,16 @@ def self_test(model: Any, eos_token_ids: frozenset[int]) -> int:
             f'rollout.backend = "transformers" computes {type(model).__name__} wrongly (log-probs differ by '
             f"{found:.3g} from a plain forward): {_REMEDY}"
         )
-    return sum(
-        layer.keys.shape[1] * (layer.keys.shape[3] + layer.values.shape[3]) * layer.keys.element_size()
-        for layer in decoder.window.layers
-    )
+    buffers = [(one.keys, one.values) for one in (*decoder.window.layers, *decoder.window.choices)]
+    return sum(one.shape[1] * one.shape[3] * one.element_size() for pair in buffers for one in pair)
 
 
 def _differences(model: Any, decoder: Decoder) -> torch.Tensor:
-    """Absolute differences in log-prob of some samples' tokens, on the CPU."""
-    settings = SamplingSettings(max_tokens=8, ignore_eos=True)
+    """Absolute differences in log-prob of some samples' tokens, on the CPU. Raises `RoutingError`."""
+    routing = decoder.routing
+    settings = SamplingSettings(
+        max_tokens=8, ignore_eos=True, routing="none" if routing is None else "weights"
+    )
     vocabulary = decoder.vocabulary
     prompts = [[(7 * i + 3 * length) % vocabulary for i in range(length)] for length in (5, 1, 12)]
     for number, prompt in enumerate(prompts):
@@ -154,13 +163,19 @@ def _differences(model: Any, decoder: Decoder) -> torch.Tensor:
     while decoder.rows:
         finished += decoder.step()
     model.set_attn_implementation("eager")  # knows soft caps and sinks, which the fused one leaves out
-    differences = []
+    differences, chosen = [], []
     for generation in finished:
         prompt = prompts[int(generation.request_id)]
         ids = torch.tensor([[*prompt, *generation.token_ids.tolist()]], device=model.device)
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
+        with nullcontext() if routing is None else routing.into(lambda *pair: chosen.append(pair)):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
         expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
         differences.append((expected - torch.from_numpy(generation.logprobs)).abs())
+    if routing is not None:
+        plain = [routing.recorded(*pair) for pair in chosen]
+        check_recorded(
+            [(one.expert_ids, one.expert_weights) for one in finished], plain, model.dtype == torch.float32
+        )
     return torch.cat(differences)
 
 

@@ -42,6 +42,8 @@ class Settings:
     """Whether each request is decoded by itself (`train.deterministic`)."""
     rows_alone: int = 1
     """The most samples of a request that are then decoded at once."""
+    routing: str = "none"
+    """`routing_replay`: what may be asked of the experts that were chosen."""
 
 
 def settings_of(config: Config) -> Settings:
@@ -64,6 +66,7 @@ def settings_of(config: Config) -> Settings:
         adapters=config.policy.lora if alone else None,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
         alone=config.train.deterministic,
+        routing="none" if config.is_evaluation else config.grpo.routing_replay,
         rows_alone=1 if rollout.n_generation_to_batch else min(slots, config.group_size),
     )
 

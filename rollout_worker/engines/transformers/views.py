@@ -5,6 +5,9 @@ Three ways to look at the same buffers, each for one forward:
     DecodeView    one new column of all rows, reading everything before it
     PromptView    prompts computed once each, copied to every row that begins with them
     ResponseView  the last columns of some rows, given what stands before them
+
+The first two can record which experts were chosen. A cache that is computed again does not: a position keeps what
+was chosen when it was first computed, since that predicted its next token.
 """
 
 from __future__ import annotations
@@ -14,34 +17,55 @@ import numpy.typing as npt
 import torch
 from transformers import Cache
 
-from rollout_worker.engines.transformers.window import Window
+from rollout_worker.engines.transformers.window import Layer, Window
 
 IntArray = npt.NDArray[np.int64]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class DecodeView(Cache):  # type: ignore[misc]
+class RecordingView(Cache):  # type: ignore[misc]
+    """Columns that are computed for the first time, `width` of each row of the forward."""
+
+    def __init__(self, window: Window, width: int) -> None:
+        super().__init__(layers=[])
+        self.window, self.width = window, width
+
+    def _write(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put what a forward made, [rows, groups, width, …], at its places."""
+        raise NotImplementedError
+
+    def record(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Write the experts that the tokens of a forward were sent to, [rows · width, mixtures, k]."""
+        ids, weights = (one.unflatten(0, (-1, self.width)).transpose(1, 2) for one in (ids, weights))
+        self._write(self.window.choice(ids, weights), ids, weights)
+
+
+class DecodeView(RecordingView):
     """One decoding step: writes at the column, reads low … column. [n, G, 1, D] in, [n, G, K, D] out."""
 
     def __init__(self, window: Window) -> None:
-        super().__init__(layers=[])
-        self.window, self.low = window, window.low
+        super().__init__(window, 1)
+        self.low = window.low
+
+    def _write(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        n, column = self.window.n, self.window.column
+        layer.keys[:n, :, column] = keys[:, :, 0]
+        layer.values[:n, :, column] = values[:, :, 0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> Pair:
         window = self.window
-        layer, n, column = window.layer(layer_idx, key_states, value_states), window.n, window.column
-        layer.keys[:n, :, column] = key_states[:, :, 0]
-        layer.values[:n, :, column] = value_states[:, :, 0]
-        live = slice(self.low, column + 1)
-        return layer.keys[:n, :, live], layer.values[:n, :, live]
+        layer = window.layer(layer_idx, key_states, value_states)
+        self._write(layer, key_states, value_states)
+        live = slice(self.low, window.column + 1)
+        return layer.keys[: window.n, :, live], layer.values[: window.n, :, live]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.window.column - self.low
 
 
-class PromptView(Cache):  # type: ignore[misc]
+class PromptView(RecordingView):
     """Prompts of a forward [M, L] (left-padded), copied into window rows.
 
     `prompt_of_row[j]` is the row of the forward that window row `rows[j]` begins with; its first `lengths[j]`
@@ -51,8 +75,7 @@ class PromptView(Cache):  # type: ignore[misc]
     def __init__(
         self, window: Window, width: int, rows: IntArray, prompt_of_row: IntArray, lengths: IntArray
     ) -> None:
-        super().__init__(layers=[])
-        self.window = window
+        super().__init__(window, width)
         within = np.concatenate([np.arange(length) for length in lengths])
 
         def index(array: IntArray) -> torch.Tensor:
@@ -63,12 +86,14 @@ class PromptView(Cache):  # type: ignore[misc]
         self.from_row = index(np.repeat(prompt_of_row, lengths))
         self.from_column = index(np.repeat(width - lengths, lengths) + within)
 
+    def _write(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        layer.keys[self.to_row, :, self.to_column] = keys[self.from_row, :, self.from_column]
+        layer.values[self.to_row, :, self.to_column] = values[self.from_row, :, self.from_column]
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> Pair:
-        layer = self.window.layer(layer_idx, key_states, value_states)
-        layer.keys[self.to_row, :, self.to_column] = key_states[self.from_row, :, self.from_column]
-        layer.values[self.to_row, :, self.to_column] = value_states[self.from_row, :, self.from_column]
+        self._write(self.window.layer(layer_idx, key_states, value_states), key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -29,7 +29,10 @@ SLACK = 32
 
 @dataclass(slots=True)
 class Layer:
-    """Keys and values of one layer: [rows, groups, columns, width]."""
+    """Keys and values of one layer: [rows, groups, columns, width].
+
+    Or, of all mixtures of experts, ids and weights of those that were chosen: [rows, mixtures, columns, k].
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -45,6 +48,8 @@ class Window:
     column: int = 0
     start: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     layers: list[Layer] = field(default_factory=list)
+    choices: list[Layer] = field(default_factory=list)
+    """One entry at most, of models whose choice of experts is recorded; see `views.RecordingView`."""
     tokens: torch.Tensor = field(init=False)
     logprobs: torch.Tensor = field(init=False)
     bias: torch.Tensor = field(init=False)
@@ -88,7 +93,7 @@ class Window:
         if n:
             self.tokens[:n, target] = old[0][:n, source].clone()
             self.logprobs[:n, target] = old[1][:n, source].clone()
-        for layer in self.layers:
+        for layer in (*self.layers, *self.choices):
             layer.keys = self._moved(layer.keys, source, target, new)
             layer.values = self._moved(layer.values, source, target, new)
         self.column = column
@@ -127,7 +132,7 @@ class Window:
         return slice(first, last)
 
     def release(self) -> None:
-        """Drop keys and values; what is at the columns has to be computed again."""
+        """Drop keys and values; what is at the columns has to be computed again. Choices of experts stay."""
         self.layers = []
 
     def remove(self, rows: list[int]) -> list[tuple[int, int]]:
@@ -143,7 +148,7 @@ class Window:
             self.bias[to] = self.bias[source]
             for buffer in (self.tokens, self.logprobs):
                 buffer[to, live] = buffer[source, live]
-            for layer in self.layers:
+            for layer in (*self.layers, *self.choices):
                 layer.keys[to, :, live] = layer.keys[source, :, live]
                 layer.values[to, :, live] = layer.values[source, :, live]
             self.start[holes] = self.start[movers]
@@ -153,12 +158,19 @@ class Window:
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
         """The buffers of a layer, made at its first use from the shapes that the model produces."""
-        while len(self.layers) <= index:
+        return self._made(self.layers, index, keys, values)
+
+    def choice(self, ids: torch.Tensor, weights: torch.Tensor) -> Layer:
+        """The buffers of the chosen experts, made likewise."""
+        return self._made(self.choices, 0, ids, weights)
+
+    def _made(self, layers: list[Layer], index: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
+        while len(layers) <= index:
             rows, columns = self.shape
-            self.layers.append(
+            layers.append(
                 Layer(
                     keys.new_zeros(rows, keys.shape[1], columns, keys.shape[3]),
                     values.new_zeros(rows, values.shape[1], columns, values.shape[3]),
                 )
             )
-        return self.layers[index]
+        return layers[index]

@@ -134,7 +134,11 @@ class VllmEngine:
         vocabulary = self._running().vocabulary
         for request in requests:
             check_request(
-                request, max_model_len=self.max_model_len, vocabulary=vocabulary, pending=self._tasks
+                request,
+                max_model_len=self.max_model_len,
+                vocabulary=vocabulary,
+                pending=self._tasks,
+                routing=("none",),
             )
         for request in requests:
             tasks = self._tasks.setdefault(request.request_id, set())
