@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 FIRST_LOOK_S, LOOK_S = 0.002, 0.05
 """How often vLLM's workers are asked whether they are done: each question takes its turn between two steps."""
+Ids = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 LEAST_MASS = 1e-4
 """Probability that may lack in a kept set: a ratio of 1 is off by as much."""
 
@@ -60,6 +61,8 @@ class Completion:
     kept_counts: npt.NDArray[np.int32]
     kept_ids: npt.NDArray[np.int32]
     """Kept sets as in `engines.base.Generation`; empty where none were asked for."""
+    expert_ids: Ids
+    """As in `engines.base.Generation`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,7 @@ class VllmAdapter:
     def __init__(self, llm: Any, low_rank: bool) -> None:
         """low_rank: whether requests go through the adapter that is loaded."""
         self._llm, self._lora_request = llm, None
+        self._mixtures: list[int] = []
         if low_rank:
             from vllm.lora.request import LoRARequest
 
@@ -188,7 +192,13 @@ class VllmAdapter:
     # ---- requests -----------------------------------------------------------------------------------------
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], arguments: dict[str, Any], salt: str
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        arguments: dict[str, Any],
+        salt: str,
+        *,
+        experts: bool = False,
     ) -> Completion:
         """Run one request to its end. Cancelling it aborts the request.
 
@@ -197,6 +207,7 @@ class VllmAdapter:
             prompt_token_ids: the prompt.
             arguments: of `SamplingParams`, see `arguments.sampling_arguments`.
             salt: requests share cached prompts only with those of the same salt.
+            experts: whether those that were chosen are wanted; see `find_mixtures`.
 
         Raises:
             EngineFailed: vLLM died.
@@ -210,7 +221,12 @@ class VllmAdapter:
             prompt = tokens_input(list(prompt_token_ids), cache_salt=salt)
             requested = self._llm.generate(prompt, params, request_id, lora_request=self._lora_request)
             async for output in requested:
-                return _completion(output.outputs[0], self.vocabulary)
+                found = output.outputs[0]
+                chosen = np.zeros((0, 0, 0), np.uint8)
+                if experts:
+                    computed = len(prompt_token_ids) + len(found.token_ids) - 1
+                    chosen = chosen_experts(found.routed_experts, computed, self._mixtures)
+                return _completion(found, self.vocabulary, chosen)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM failed: {error or type(error).__name__}") from error
         except (ValueError, TypeError) as error:
@@ -330,6 +346,18 @@ class VllmAdapter:
         )
         return refused, rebuilt
 
+    async def find_mixtures(self) -> list[int]:
+        """Learn which layers have experts, before the first request that wants to know those that were chosen.
+
+        Raises:
+            EngineFailed: vLLM's ranks have different ones, or none.
+        """
+        answers = await self._ask("cosmos_mixtures")
+        self._mixtures = list(answers[0])
+        if not self._mixtures or any(list(answer) != self._mixtures for answer in answers):
+            raise EngineFailed(f"vLLM's ranks do not have experts in the same layers: {answers}")
+        return self._mixtures
+
     async def changed(self) -> list[str]:
         """What is not as it was proven to be, in a model with layers that are made anew."""
         answers = await self._ask("cosmos_changed")
@@ -369,7 +397,7 @@ def _sampling_params(arguments: Mapping[str, Any]) -> Any:
     return _sampling_params_type()(**arguments, output_kind=kind, skip_clone=True)
 
 
-def _completion(output: Any, vocabulary: int) -> Completion:
+def _completion(output: Any, vocabulary: int, experts: Ids) -> Completion:
     spans = output.weight_versions
     if not spans:
         raise EngineFailed("vLLM returned a sample without weight versions")
@@ -383,10 +411,34 @@ def _completion(output: Any, vocabulary: int) -> Completion:
         logprobs=logprobs[:, 0],
         kept_counts=counts,
         kept_ids=kept,
+        expert_ids=experts,
         spans=[(span.start, int(span.version)) for span in spans],
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
     )
+
+
+def chosen_experts(returned: Ids | None, computed: int, mixtures: Sequence[int]) -> Ids:
+    """The chosen experts as `engines.base.Generation` has them, [computed, M, k].
+
+    vLLM returns each row once, when its token is first computed for the request or found in the prefix cache: it
+    computes a request again after a preemption or new weights without returning rows again.
+
+    Args:
+        returned: what vLLM returns, [rows, layers, k] with all hidden layers, those without experts included.
+        computed: tokens of prompt and answer but the last.
+        mixtures: numbers of the layers that have experts, rising.
+
+    Raises:
+        EngineFailed: rows or layers are missing.
+    """
+    shape = (0, 0, 0) if returned is None else returned.shape
+    if returned is None or shape[0] < computed or shape[1] <= mixtures[-1]:
+        raise EngineFailed(
+            f"vLLM returned the experts of {shape[0]} tokens in {shape[1]} layers, and {computed} tokens were "
+            f'computed in layers up to {mixtures[-1]}: write train.train_policy.routing_replay = "none"'
+        )
+    return np.ascontiguousarray(returned[:computed, list(mixtures)])
 
 
 def kept_sets(

@@ -56,7 +56,7 @@ _SAMPLING_KEYS = frozenset(
 _SAMPLING_OWN = frozenset(
     {
         "n", "max_tokens", "logprobs", "flat_logprobs", "detokenize", "output_kind", "prompt_logprobs",
-        "skip_clone", "skip_special_tokens", "stream_interval",
+        "routed_experts_prompt_start", "skip_clone", "skip_special_tokens", "stream_interval",
     }
 )  # fmt: skip
 
@@ -108,6 +108,8 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_rank(adapter)}
     if config.takes_turns:
         arguments["enable_sleep_mode"] = True
+    if returns_experts(config):
+        arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments |= _cpu_arguments(config)
     arguments |= _passed_through(rollout.engine_kwargs, known)
@@ -118,6 +120,11 @@ def published_adapter(config: Config) -> LoraConfig | None:
     """The adapter that is published alone, if one is."""
     alone = config.weight_sync.lora == "adapter" and not config.is_evaluation
     return config.policy.lora if alone else None
+
+
+def returns_experts(config: Config) -> bool:
+    """Whether vLLM is to say which experts it chose."""
+    return not config.is_evaluation and config.grpo.routing_replay != "none"
 
 
 def adapter_settings(adapter: LoraConfig) -> str:

@@ -43,7 +43,12 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
-from rollout_worker.engines.vllm.arguments import adapter_settings, published_adapter, sampling_arguments
+from rollout_worker.engines.vllm.arguments import (
+    adapter_settings,
+    published_adapter,
+    returns_experts,
+    sampling_arguments,
+)
 from rollout_worker.engines.vllm.proof import unread
 from rollout_worker.engines.vllm.reading import served_adapter, served_weights
 from schema.config import Config
@@ -72,6 +77,7 @@ class VllmEngine:
         """Of the adapter that versions consist of, for `transfer.StoreUpdateInfo`; empty: they are the model's."""
         self._rebuilt: list[str] = []
         """Layers that are made anew of whole versions."""
+        self._returns_experts = returns_experts(config)
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
         self._boot = Boot(config)
@@ -108,6 +114,8 @@ class VllmEngine:
                 "another model (docs/models.md lists families), another rollout.engine_kwargs.moe_backend, or "
                 'set rollout.backend = "transformers"'
             )
+        if self._returns_experts:
+            await adapter.find_mixtures()
         self._adapter = adapter
         self._idle.end()
 
@@ -138,7 +146,7 @@ class VllmEngine:
                 max_model_len=self.max_model_len,
                 vocabulary=vocabulary,
                 pending=self._tasks,
-                routing=("none",),
+                routing=("none", "ids") if self._returns_experts else ("none",),
             )
         for request in requests:
             tasks = self._tasks.setdefault(request.request_id, set())
@@ -162,7 +170,9 @@ class VllmEngine:
             await self._gate.wait()
             version = self.version
             name, salt = f"{request.request_id}/{index}", str(self._loads)
-            completion = await adapter.generate(name, request.prompt_token_ids, arguments, salt)
+            completion = await adapter.generate(
+                name, request.prompt_token_ids, arguments, salt, experts=request.settings.routing != "none"
+            )
             generation = self._generation(request, index, completion, version)
         except EngineError as error:
             self._fail(error)
@@ -194,6 +204,7 @@ class VllmEngine:
             kept_counts=completion.kept_counts,
             kept_ids=completion.kept_ids,
             held_ids=request.settings.held_ids(self._eos),
+            expert_ids=completion.expert_ids,
         )
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:

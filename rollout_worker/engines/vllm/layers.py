@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -68,6 +70,12 @@ def _drops_bias(router: Any) -> bool:
         and router.scoring_func == "softmax"
         and router.custom_routing_function is None
     )
+
+
+def mixtures(model: torch.nn.Module) -> list[int]:
+    """Numbers of the layers that have experts, rising, as vLLM counts them where it returns what was chosen."""
+    kinds = (MoERunner, RoutedExpertsCaptureSource)
+    return sorted({module.layer_id for module in model.modules() if isinstance(module, kinds)})
 
 
 def rebuilt(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

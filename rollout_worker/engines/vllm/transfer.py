@@ -316,6 +316,10 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         """Layers of the kinds that not every update can reach, by name; see `layers`."""
         return {"refused": layers.refused(self.model), "rebuilt": list(layers.rebuilt(self.model))}
 
+    def mixtures(self) -> list[int]:
+        """Layers that have experts; see `layers`."""
+        return layers.mixtures(self.model)
+
     def changed(self) -> list[str]:
         """In a model with layers that are made anew: parameters that are not as they were proven."""
         now = layers.digests(self.model)
@@ -407,6 +411,9 @@ class WorkerExtension:
 
     def cosmos_kinds(self) -> dict[str, list[str]]:
         return self.weight_transfer_engine.kinds()
+
+    def cosmos_mixtures(self) -> list[int]:
+        return self.weight_transfer_engine.mixtures()
 
     def cosmos_changed(self) -> list[str]:
         return self.weight_transfer_engine.changed()

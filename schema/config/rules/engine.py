@@ -31,13 +31,19 @@ _KEYS_OF_EXTRA = frozenset(
         "min_tokens", "seed", "ignore_eos", "stop", "stop_token_ids",
     }
 )  # fmt: skip
-_SET_BY_WORKER = frozenset({"detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs"})
+_SET_BY_WORKER = frozenset(
+    {
+        "detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs",
+        "routed_experts_prompt_start",
+    }
+)  # fmt: skip
 ENGINE_ARGUMENTS = {
     "block_size": "rollout.block_size",
     "data_parallel_size": "rollout.parallelism.dp_shard_size",
     "dtype": "rollout.dtype",
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "enable_expert_parallel": "rollout.parallelism.ep_size",
+    "enable_return_routed_experts": "train.train_policy.routing_replay",
     "enforce_eager": "rollout.enforce_eager",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "load_format": "rollout.load_format",

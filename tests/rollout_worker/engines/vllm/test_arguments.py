@@ -69,6 +69,10 @@ ENGINE_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "pp": ({"rollout": {"parallelism": {"tp_size": 1, "pp_size": 2}}}, "pipeline_parallel_size", 1, 2),
     "dp": ({"rollout": {"parallelism": {"dp_shard_size": 2}}}, "data_parallel_size", 1, 2),
     "ep": ({"rollout": {"parallelism": {"tp_size": 2, "ep_size": 2}}}, "enable_expert_parallel", False, True),
+    "experts": (
+        {"train": {"train_policy": {"type": "grpo", "routing_replay": "ids"}}},
+        *("enable_return_routed_experts", ABSENT, True),
+    ),
     "flashinfer": (
         {"rollout": {"vllm_use_flashinfer": True}}, "attention_config", ABSENT, {"backend": "FLASHINFER"},
     ),
@@ -113,6 +117,7 @@ def test_which_log_probs_vllm_gives() -> None:
         ("tokenizer", r"write it as policy\.tokenizer_name_or_path"),
         ("trust_remote_code", r"write it as policy\.trust_remote_code"),
         ("logprobs_mode", "is set by the rollout worker"),
+        ("enable_return_routed_experts", r"write it as train\.train_policy\.routing_replay"),
         ("max_logprobs", "is set by the rollout worker"),
     ],
 )
@@ -164,6 +169,7 @@ SAMPLING_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "kept sets of top_p": ({"correction": "exact", "top_p": 0.5}, "logprobs", 0, -1),
     "kept sets not asked for": ({"top_p": 0.5}, "logprobs", 0, 0),
     "kept sets of greedy": ({"correction": "exact", "top_p": 0.5, "temperature": 0.0}, "logprobs", 0, 0),
+    "experts are of the engine": ({"routing": "ids"}, "routed_experts_prompt_start", ABSENT, ABSENT),
     "extra": ({"extra": {"logit_bias": {1: 2.0}}}, "logit_bias", ABSENT, {1: 2.0}),
 }
 

@@ -109,6 +109,9 @@ def test_experts_are_updated_in_place(tmp_path: Path, family: str) -> None:
     model = model_of(family)
     with subject_of(tmp_path, [model], {"load_format": "auto"}, loaded=False) as subject:
         assert follows(subject, model, tmp_path) == WHOLE_AND_CHANGED
+        first = FAMILIES[family].get("first_k_dense_replace", 0)
+        found = subject.run(subject.engine._adapter.find_mixtures())  # type: ignore[attr-defined]
+        assert found == list(range(first, SHAPE["num_hidden_layers"]))
         others = Versions(tmp_path / "others")
         fewer = others.publish(model_of(family, **dict.fromkeys(COUNTS & FAMILIES[family].keys(), 2)), 9)
         with pytest.raises(WeightMismatch, match="cannot be loaded"):
