@@ -73,11 +73,13 @@ class Learned(NamedTuple):
     accuracy: float
 
 
-def warm_model(out: Path, seed: int = 1) -> Path:
-    """The quickstart's model after its plain warm start, made by cosmos-launch as a user would."""
+def warm_model(out: Path, seed: int = 1, experts: int = 0) -> Path:
+    """The quickstart's model after its plain warm start, made by cosmos-launch as a user would. experts: of a mixture
+    in each layer; 0: there are none."""
     python, command = sys.executable, str(Path(sys.executable).with_name("cosmos-launch"))
     model = out / "model"
     make = [python, str(QUICKSTART / "make_model.py"), "--out", str(model), "--seed", str(seed)]
+    make += ["--experts", str(experts)]
     subprocess.run(make, check=True, timeout=120)
     settings = [f'policy.model_name_or_path="{model}"', f'train.output_dir="{out}"', 'train.timestamp="sft"']
     settings.append(f"train.seed={seed}")

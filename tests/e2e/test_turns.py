@@ -1,4 +1,6 @@
-"""`placement.share = "time"`: trainer and rollout replicas take turns, whoever of them is killed in its turn."""
+"""`placement.share = "time"`: trainer and rollout replicas take turns, whoever of them is killed in its turn; and the
+trainer sends tokens to the experts that engines chose, which forget their cache between turns and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import pytest
 
 from controller.client import Client
 from controller.client import calls as api
+from examples.quickstart.make_model import make_model
 from schema.wire.messages import ReplicaInfo
 from tests.e2e.program import Program, check_ledger, write_config
 
@@ -46,13 +49,15 @@ def stopped_in_its_turn(program: Program) -> None:
     raise AssertionError("the trainer was never met in its turn")
 
 
-def test_turns_go_on_whoever_is_killed_in_its_own(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, bound=0, steps=STEPS)
+def test_turns_go_on_whoever_is_killed_in_its_own(tmp_path: Path) -> None:
+    make_model(tmp_path / "mixture", seed=1, experts=4)
+    config = write_config(tmp_path, tmp_path / "mixture", bound=0, steps=STEPS)
     text = config.read_text()
     for old, new in {
         "[policy]\n": '[placement]\nshare = "time"\n\n[policy]\n',
         "[rollout.parallelism]\n": f"[rollout.parallelism]\nn_init_replicas = {REPLICAS}\n",
-        'type = "grpo"\n': 'type = "grpo"\nmu_iterations = 16\n',  # turns of the trainer that are met
+        # mu_iterations: turns of the trainer that are met
+        'type = "grpo"\n': 'type = "grpo"\nmu_iterations = 16\nrouting_replay = "weights"\n',
         "[validation]\n": "[train.ckpt]\nenable_checkpoint = true\nsave_freq = 2\n\n[validation]\n",
         "[launcher]\n": "[launcher]\nmax_restarts = 20\n",
     }.items():
@@ -64,6 +69,8 @@ def test_turns_go_on_whoever_is_killed_in_its_own(tmp_path: Path, model: Path) -
         stopped_in_its_turn(program)
         program.kill("policy_worker")
         program.until_step(4)
+        program.kill("controller")
+        program.until_step(5)
         replica = program.pid_of("rollout_worker")
         os.kill(replica, signal.SIGSTOP)  # what it holds the trainer waits for
         program.until("a step that cannot begin", lambda client: of_role(client, "policy"))
@@ -74,6 +81,10 @@ def test_turns_go_on_whoever_is_killed_in_its_own(tmp_path: Path, model: Path) -
     last = summary["steps"][-1]["metrics"]
     assert {"offload_seconds", "onload_seconds", "turn_wait_seconds"} <= last.keys()
     assert 0 < last["trainer_turn_fraction"] < 1
+    for step in summary["steps"]:
+        assert step["metrics"]["mismatch/engine_k3"] < 1e-6
+        assert step["metrics"]["routing/differs"] < 0.1
+    assert "mismatch/unreplayed_k3" in summary["steps"][0]["metrics"]
     logs = [path.read_text() for path in program.run_dir.glob("logs/rollout-*.log")]
     assert len(logs) == REPLICAS
     assert all(re.search(r"slept for", log) for log in logs)
