@@ -3,6 +3,7 @@
     weights from the store     one GPU is enough, or none
     weights from the trainer   by NCCL between two GPUs; else over TCP, which is said
     experts, quantised         a mixture of experts; and fp8, with every update compared
+    chosen experts             as vLLM returns them, and as a plain forward chooses them
     on two GPUs                tensor parallel, stages, shared experts: and the trainer's GPU
 
 Each counts as right when the job ends as finished with every update applied.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpukit import routing
 from benchmarks.gpukit.bench import Bench
 from benchmarks.gpukit.jobs import make_model, reinforce, speed_of
 
@@ -54,16 +56,18 @@ def run(bench: Bench) -> None:
         collective = 'weight_sync.transport="collective"'
         if bench.tiny:  # one start of vLLM proves both
             job(COLLECTIVE, *own, collective)
+            bench.skip(routing.CASE, "vLLM returns them on GPUs alone")
             for name in TWO_GPUS:
                 bench.skip(name, "two GPUs are needed")
             return
-        of_experts = f"policy.model_name_or_path={json.dumps(str(make_model(place, experts=4)))}"
+        of_experts = f"policy.model_name_or_path={json.dumps(str(experts := make_model(place, experts=4)))}"
         job("store", *own)
         job(COLLECTIVE, *own, collective)
         job("experts", *own, CHECKED, of_experts)
         job("quantised", *own, CHECKED, 'rollout.quantization="fp8"', 'rollout.dtype="bfloat16"')
-        for name, (settings, experts) in TWO_GPUS.items():
+        routing.compare(bench, experts)
+        for name, (settings, is_mixture) in TWO_GPUS.items():
             if gpus >= 3:
-                job(name, *own, CHECKED, *settings, *([of_experts] if experts else []))
+                job(name, *own, CHECKED, *settings, *([of_experts] if is_mixture else []))
             else:
                 bench.skip(name, f"two GPUs and the trainer's are needed, here are {gpus}")
