@@ -123,7 +123,11 @@ watch(
             "policy.model_name_or_path": "owner/name",
         },
     ),
-    {"rollout.quantization": ("none", "fp8"), "rollout.parallelism.ep_size": (1, 2)},
+    {
+        "rollout.quantization": ("none", "fp8"),
+        "rollout.parallelism.ep_size": (1, 2),
+        "train.train_policy.routing_replay": ("none", "ids"),
+    },
 )
 
 
