@@ -330,10 +330,8 @@ class Decoder:
             return {}
         (layer,), computed = self.window.choices, slice(int(self.window.start[row]), self.window.column)
         ids, weights = (buffer[row, :, computed].transpose(0, 1) for buffer in (layer.keys, layer.values))
-        chosen = self.routing.recorded(ids, weights)
-        return dict(
-            zip(("expert_ids", "expert_weights"), chosen[: 2 if wanted == "weights" else 1], strict=False)
-        )
+        chosen, weighted = self.routing.recorded(ids, weights)
+        return {"expert_ids": chosen, **({"expert_weights": weighted} if wanted == "weights" else {})}
 
     def _remove(self, rows: list[int]) -> None:
         if not rows:

@@ -25,7 +25,7 @@ from rollout_worker.engines.checksum import Tally
 from rollout_worker.engines.scatter import Place, Published, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
-from rollout_worker.engines.transformers.routing import Routing, RoutingError, check_recorded
+from rollout_worker.engines.transformers.routing import Chosen, Routing, RoutingError
 from schema.config import overrides
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.config.sections.policy import LoraConfig
@@ -124,7 +124,7 @@ def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None
     )
     decoder.set_version(0)
     try:
-        differences = _differences(model, decoder)
+        differences, recorded, plain = _compared(model, decoder)
     except RoutingError as error:
         assert routing is not None
         raise routing.refusal(str(error)) from error
@@ -141,12 +141,15 @@ def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None
             f'rollout.backend = "transformers" computes {type(model).__name__} wrongly (log-probs differ by '
             f"{found:.3g} from a plain forward): {_REMEDY}"
         )
+    if routing is not None:
+        routing.check(recorded, plain, exactly=full)
     buffers = [(one.keys, one.values) for one in (*decoder.window.layers, *decoder.window.choices)]
     return sum(one.shape[1] * one.shape[3] * one.element_size() for pair in buffers for one in pair)
 
 
-def _differences(model: Any, decoder: Decoder) -> torch.Tensor:
-    """Absolute differences in log-prob of some samples' tokens, on the CPU. Raises `RoutingError`."""
+def _compared(model: Any, decoder: Decoder) -> tuple[torch.Tensor, list[Chosen], list[Chosen]]:
+    """Absolute differences in log-prob of some samples' tokens, on the CPU; where they are recorded, the experts that
+    were chosen, and those that a plain forward chooses. Raises `RoutingError`."""
     routing = decoder.routing
     settings = SamplingSettings(
         max_tokens=8, ignore_eos=True, routing="none" if routing is None else "weights"
@@ -163,20 +166,19 @@ def _differences(model: Any, decoder: Decoder) -> torch.Tensor:
     while decoder.rows:
         finished += decoder.step()
     model.set_attn_implementation("eager")  # knows soft caps and sinks, which the fused one leaves out
-    differences, chosen = [], []
+    differences, plain = [], list[Chosen]()
     for generation in finished:
         prompt = prompts[int(generation.request_id)]
         ids = torch.tensor([[*prompt, *generation.token_ids.tolist()]], device=model.device)
-        with nullcontext() if routing is None else routing.into(lambda *pair: chosen.append(pair)):
+        with (
+            nullcontext()
+            if routing is None
+            else routing.into(lambda *pair: plain.append(routing.recorded(*pair)))
+        ):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
         expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
         differences.append((expected - torch.from_numpy(generation.logprobs)).abs())
-    if routing is not None:
-        plain = [routing.recorded(*pair) for pair in chosen]
-        check_recorded(
-            [(one.expert_ids, one.expert_weights) for one in finished], plain, model.dtype == torch.float32
-        )
-    return torch.cat(differences)
+    return torch.cat(differences), [(one.expert_ids, one.expert_weights) for one in finished], plain
 
 
 def _parameters(model: Any) -> dict[str, tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from rollout_worker.engines.base import EngineConfigError, Generation, Generatio
 from rollout_worker.engines.transformers import TransformersEngine, attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.model import self_test
-from rollout_worker.engines.transformers.routing import Routing, RoutingError, check_recorded
+from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.engines.transformers.settings import settings_of
 from rollout_worker.engines.transformers.views import DecodeView, PromptView, RecordingView
 from rollout_worker.groups.leasing import training_settings
@@ -313,15 +313,16 @@ def test_wrong_bookkeeping_is_refused(view: type[RecordingView], monkeypatch: py
 
 
 def test_ties_are_forgiven_and_weights_are_not() -> None:
+    compare = Routing(mixture("qwen"), "ids").check
     ids = np.tile(np.arange(4, dtype=np.uint8), (50, 1, 1))
     weights = np.full(ids.shape, 0.25, np.float32)
     tied = ids.copy()
     tied[3, 0, 3] = 9
-    check_recorded([(ids, weights)], [(tied, weights)], exactly=True)
+    compare([(ids, weights)], [(tied, weights)], exactly=True)
     other = weights.copy()
     other[7, 0, 1] = 0.3
-    with pytest.raises(RoutingError, match=r"chooses 100% .* differ by up to 0\.17 of the largest"):
-        check_recorded([(ids, weights)], [(ids, other)], exactly=True)
-    check_recorded([(ids, weights)], [(ids, other)], exactly=False)
-    with pytest.raises(RoutingError, match="chooses 25% of the experts"):
-        check_recorded([(ids, weights)], [(ids[:, :, ::-1] + 3, weights)], exactly=False)
+    with pytest.raises(EngineConfigError, match=r"chooses 100% .* differ by up to 0\.17 of the largest"):
+        compare([(ids, weights)], [(ids, other)], exactly=True)
+    compare([(ids, weights)], [(ids, other)], exactly=False)
+    with pytest.raises(EngineConfigError, match="chooses 25% of the experts"):
+        compare([(ids, weights)], [(ids[:, :, ::-1] + 3, weights)], exactly=False)
