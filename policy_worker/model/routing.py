@@ -79,6 +79,7 @@ def _prove(model: Backbone, replay: Replay) -> bool:
 
 
 def _is_experts(layer: nn.Module) -> bool:
+    """As the embedded engine knows them: in the same order, they are the mixtures of a record."""
     return type(layer).__name__.endswith("Experts") and hasattr(layer, "num_experts")
 
 

@@ -6,7 +6,6 @@ weights [N, k]), N tokens of one row after the other. So what is recorded is wha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,8 +17,6 @@ import torch
 
 from rollout_worker.engines.base import EngineConfigError
 
-EXPERTS = "moe_tp_experts"
-"""What a model's plan for tensor parallelism calls a layer of experts."""
 KEY = "train.train_policy.routing_replay"
 NARROW = 256
 """The most experts whose ids fit into uint8."""
@@ -45,12 +42,10 @@ class Routing:
     def __init__(self, model: Any, wanted: str) -> None:
         """wanted: the value of KEY. Raises `EngineConfigError`."""
         self.wanted, self.model_name = wanted, type(model).__name__
-        plan = getattr(model, "tp_plan", None) or {}
-        layers = [layer for name, layer in model.named_modules() if plan.get(_pattern(name)) == EXPERTS]
-        counts = {getattr(layer, "num_experts", None) for layer in layers}
-        if not layers or None in counts:
+        layers = [layer for layer in model.modules() if _is_experts(layer)]
+        if not layers:
             raise self.refusal("its layers of experts cannot be found")
-        self._mixtures, self._is_narrow = len(layers), max(counts) <= NARROW
+        self._mixtures, self._is_narrow = len(layers), max(layer.num_experts for layer in layers) <= NARROW
         self._calls: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._note, number), with_kwargs=True)
@@ -116,6 +111,6 @@ class Routing:
         self._calls.append((number, ids.flatten(0, -2), weights.flatten(0, -2)))
 
 
-def _pattern(name: str) -> str:
-    """The name of a module as a plan has it."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+def _is_experts(layer: Any) -> bool:
+    """As the trainer knows them: in the same order, they are the mixtures of a record."""
+    return type(layer).__name__.endswith("Experts") and hasattr(layer, "num_experts")
