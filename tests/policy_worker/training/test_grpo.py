@@ -13,8 +13,10 @@ import torch
 
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import MicroBatch
-from policy_worker.model.model import PolicyModel
+from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.routing import replay_in
 from policy_worker.parallel.group import Group
+from policy_worker.trainer import EarlierPolicy
 from policy_worker.training.batch_source import BatchSource, DataEnded, decode_payload
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
@@ -27,10 +29,12 @@ from tests.policy_worker.material import (
     make_table,
     make_trainer,
     random_samples,
+    tiny_experts,
     tiny_model,
     train_step,
     with_baselines,
     with_common_prompts,
+    with_experts,
     with_kept_sets,
     with_shared_prefixes,
 )
@@ -387,6 +391,32 @@ def test_samples_without_their_sets_are_a_bad_batch(group: Group):
         group, make_config(rollout={"sampling_config": DRAWN}), encode_step(random_samples(8))
     )
     with pytest.raises(BadBatchError, match="does not say which ids its tokens were drawn from"):
+        train_step(algorithm, 0)
+
+
+def test_experts_are_replayed_by_the_policy_alone(group: Group):
+    """Its reference chooses for itself, be it a model of its own or the policy as it was; without the record of the
+    engine's choice a sample is refused."""
+    made, replayed = random_samples(8), {"routing_replay": "ids", "kl_beta": 0.2}
+    samples = with_experts(made, 2, 4)
+
+    def mixture(replays: bool = True) -> PolicyModel:
+        model = prepare_model(PolicyModel(tiny_experts()), packed=False, recompute=False)
+        return replay_in(model, "ids") if replays else model
+
+    found = []
+    for reference in (lambda model: mixture(replays=False), EarlierPolicy):
+        algorithm = make_grpo(group, make_config(replayed), encode_step(samples), mixture())
+        trainer = algorithm._trainer
+        trainer.reference = reference(trainer.model)
+        found.append(train_step(algorithm, 0))
+        assert found[-1]["reference_kl"] > 1e-3
+        assert 0.5 < found[-1]["routing/differs"] < 1
+        assert found[-1]["mismatch/unreplayed_k3"] > 0
+    assert found[0]["reference_kl"] == pytest.approx(found[1]["reference_kl"], rel=1e-4)
+    del samples[0:1]
+    algorithm = make_grpo(group, make_config(replayed), encode_step([made[0], *samples]), mixture())
+    with pytest.raises(BadBatchError, match=r'sample 0 of step 0 .* which experts the engine chose.*"ids"'):
         train_step(algorithm, 0)
 
 
