@@ -4,8 +4,8 @@
 
 Trainer and embedded engine are those of a job, in one process; each sample is made with the present weights.
 The engine computes in bfloat16, the trainer in float32 or bfloat16, by other kernels. Without --model it is a mixture
-of random weights, eight layers of 32 experts, two of which see a token. Each line is a run of its own: `mismatch/…` of
-its tokens as medians over the steps. Ends with one line of JSON.
+of random weights: eight layers of 32 experts, two of which see a token. A line is a run of its own, `mismatch/…` of
+its tokens are medians over the steps. Ends with one line of JSON.
 """
 
 from __future__ import annotations

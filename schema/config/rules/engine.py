@@ -63,7 +63,6 @@ ENGINE_ARGUMENTS = {
 _ENGINE_OWN = frozenset(
     {
         "disable_log_stats",
-        "enable_return_routed_experts",
         "enable_sleep_mode",
         "generation_config",
         "logprobs_mode",

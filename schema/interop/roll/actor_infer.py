@@ -166,6 +166,7 @@ def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"rollout.engine_kwargs.{leaf.rest}", leaf.value))
 
 
+_RECORDED = to.always("follows from train.train_policy.routing_replay")
 _NO_GRAPHS = to.flag("rollout.enforce_eager", "CUDA graphs or not", null="")
 
 
@@ -222,6 +223,7 @@ _ENGINE_RULES: tuple[Rule, ...] = (
     Rule("quantization", to.text("rollout.quantization", "as it is", "not quantised")),
     Rule("sleep_level", to.always("an engine that shares its GPU sleeps by placement.share")),
     Rule("enable_expert_parallel", _only("vllm", _experts)),
+    Rule("enable_return_routed_experts", _RECORDED),
     Rule("seed", to.integer("rollout.seed")),
     Rule("trust_remote_code", to.flag("policy.trust_remote_code")),
     Rule("tokenizer", to.path("policy.tokenizer_name_or_path")),
@@ -257,7 +259,7 @@ ACTOR_INFER_RULES: tuple[Rule, ...] = (
     Rule(f"{ROLE}.num_gpus_per_worker", _engine_dimension(0, "tp_size", "devices of one engine: tp · pp")),
     Rule(f"{ROLE}.device_mapping", _devices),
     Rule(f"{ROLE}.infer_batch_size", to.always("requests go to the engine one by one and are batched there")),
-    Rule(f"{ROLE}.router_replay.mode", to.always("follows from train.train_policy.routing_replay")),
+    Rule(f"{ROLE}.router_replay.mode", _RECORDED),
     Rule(f"{ROLE}.world_size", to.always("follows from device_mapping")),
     Rule(f"{ROLE}.worker_cls", to.unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
     Rule(f"{ROLE}.model_update_frequency", to.integer("train.sync_weight_interval")),
