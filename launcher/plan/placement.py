@@ -127,6 +127,8 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Rep
         raise PlacementError(_too_many(wanted, workers, len(machines)))
     devices = _deal(config, wanted, count)
     nodes = _nodes(wanted, devices, len(machines), len(gpus[0]))
+    for role in apart_layouts(config) if count else ():
+        _check_nearness(role, devices[role.name], nodes.policy, len(gpus[0]))
     each = Counter(node for ranks in (*nodes.policy, nodes.rollout) for node in ranks)
     common = []
     for node, machine in enumerate(machines):
@@ -184,6 +186,29 @@ def _nodes(
         of_rollouts.append(min(range(count), key=lambda node: (each[node], -node)))
         each[of_rollouts[-1]] += 1
     return _Nodes(of_policy, of_rollouts)
+
+
+def _check_nearness(
+    role: RoleLayout, devices: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], gpus_per_node: int
+) -> None:
+    """Raises PlacementError: a rank of the policy has its reference model or critic on another machine.
+
+    devices, nodes: of each rank, for each replica of the policy.
+    """
+    for mine, of_ranks in zip(devices, nodes, strict=True):
+        for rank, (device, node) in enumerate(zip(mine, of_ranks, strict=True)):
+            if device // gpus_per_node != node or node < max(of_ranks[:rank], default=0):
+                message = (
+                    f"{role.listed} gives rank {rank} of the policy device {device} on machine "
+                    f"{device // gpus_per_node}, and the rank is on machine {node}, of {gpus_per_node} GPUs each"
+                )
+                hint = (
+                    f"name devices machine by machine in placement.policy and {role.key}, each on that of its rank, "
+                    f"or write {role.key} = []"
+                )
+                raise PlacementError(
+                    Problem(role.key, message, role.listed, hint, related=("placement.policy",))
+                )
 
 
 def _spans_nodes(index: int, devices: tuple[int, ...], gpus_per_node: int) -> Problem:

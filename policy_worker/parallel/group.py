@@ -48,7 +48,7 @@ class Group:
         self.device = pick_device(environment.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._ranks_here = environment.local_world
+        self._ranks_here, self._rank_here = environment.local_world, environment.local_rank
         _initialise(environment, self.device, store)
         self.sizes = MeshSizes(dp_shard=self.world)
         self._mesh: DeviceMesh | None = None
@@ -91,14 +91,15 @@ class Group:
         return self.sizes.counting(self.rank) == self.rank
 
     def other_device(self, role: int) -> torch.device:
-        """Of the devices after those of all ranks here that of this data rank; the CPU on a machine without GPUs.
+        """Of the devices after those of all ranks on this machine that of this rank, which is a data rank of its own;
+        the CPU on a machine without GPUs.
 
         role: 1 for the first role with devices of its own, 2 for the next one.
 
         Raises:
             SettingsError: there are fewer.
         """
-        return pick_device(self._ranks_here + (role - 1) * self.data_ranks + self.data_rank)
+        return pick_device(role * self._ranks_here + self._rank_here)
 
     def set_control_timeout(self, seconds: float) -> None:
         """A collective, before `arrange`; called by all ranks with the same value."""

@@ -152,16 +152,6 @@ def reference_is_whole(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, value, hint, related=(reference.key,))
 
 
-def others_are_on_one_machine(config: Config) -> Iterator[Problem]:
-    """A rank finds the devices of its reference model and critic on its own machine."""
-    for role in apart_layouts(config) if config.placement.nodes > 1 else ():
-        message = (
-            f"this build cannot do devices of its own over placement.nodes = {config.placement.nodes} yet"
-        )
-        hint = f"write {role.key} = []: it is sharded over the policy's devices"
-        yield Problem(role.key, message, role.listed, hint, related=("placement.nodes",))
-
-
 def devices_are_there(config: Config) -> Iterator[Problem]:
     """A device number is below nodes * gpus_per_node, where that is stated."""
     placement = config.placement
@@ -373,7 +363,6 @@ PLACEMENT_RULES = (
     other_roles_share_too,
     others_are_apart,
     reference_is_whole,
-    others_are_on_one_machine,
     devices_are_there,
     lists_fit_replicas,
     devices_suffice,

@@ -175,6 +175,30 @@ def test_a_critics_devices_come_after_those_of_a_reference_model():
     assert problem.key == "placement.critic"
 
 
+def test_a_reference_model_and_a_critic_are_on_the_machines_of_their_ranks():
+    gae = {"train_policy": {"kl_beta": 0.1, "advantage_estimator": "gae"}}
+    places = {"nodes": 2, "gpus_per_node": 4, "policy": [0, 4], "reference": [3, 7], "critic": [2, 5]}
+    machines = [Machine(8, gpus(4))] * 2
+
+    def placed(**other: list[int]) -> list[tuple[int, str]]:
+        policy = {"parallelism": {"dp_shard_size": 2, "tp_size": 1}}
+        job = config(train=gae, policy=policy, critic={"enable": True}, placement=places | other)
+        return [(spec.node, spec.env["CUDA_VISIBLE_DEVICES"]) for spec in place(job, *machines)[0].processes]
+
+    assert placed() == [(0, "0,3,2"), (1, "0,3,1")]
+    for other, words in (
+        (
+            {"reference": [7, 3]},
+            r"\[7, 3\] gives rank 0 .* device 7 on machine 1, and the rank is on machine 0",
+        ),
+        ({"critic": [2, 1]}, "gives rank 1 of the policy device 1 on machine 0, and .* machine 1, of 4 GPUs"),
+        ({"policy": [4, 0]}, "gives rank 0 of the policy device 3 on machine 0, and .* machine 1"),
+    ):
+        with pytest.raises(PlacementError, match=words) as caught:
+            placed(**other)
+        assert caught.value.problem.hint.startswith("name devices machine by machine in placement.policy")
+
+
 def test_a_reference_model_with_too_few_or_absent_devices_is_refused():
     job = config(train=KL, policy={"parallelism": {"dp_shard_size": -1}}, placement={"reference": [1]})
     problem = refusal(job, 4)

@@ -20,7 +20,6 @@ from schema.config.rules.placement import (
     no_device_is_idle,
     other_roles_share_too,
     others_are_apart,
-    others_are_on_one_machine,
     reference_is_whole,
     roles_exist,
     sharing_is_asked_for,
@@ -70,9 +69,6 @@ FAULTS = {
         ({"reference.offload": True, REF: [1]} | KL, "true", f"{REF} = [1]"),
         ({"reference.fsdp_wrap_min_params": 1000, REF: [1]} | KL, "1000", f"{REF} = [1]"),
         ({"reference.fsdp_wrap_layers": ["Layer"], REF: [1]} | KL, "Layer", f"{REF} = [1]"),
-    ],
-    others_are_on_one_machine: [
-        ({REF: [1], P: [0], GPUS: 2, "placement.nodes": 2} | KL, "placement.nodes = 2")
     ],
     devices_are_there: [
         ({"placement.critic": [4], GPUS: 4, "critic.enable": True}, "device 4"),
