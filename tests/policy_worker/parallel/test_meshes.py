@@ -58,9 +58,9 @@ def everything() -> list[dict[str, Any]]:
     return [
         model("phi3", tie=False) | several | {"exact": True, "answers": {"0": ["gone", "anew"]}},
         model("gemma3_text") | with_critic()[1] | {"exact": True},
-        model("qwen3_moe") | taught | {"grpo": taught["grpo"] | {"routing_replay": "ids"}},
+        model("qwen3_moe") | taught | {"grpo": taught["grpo"] | {"routing_replay": "ids"}, "exact": True},
         model("qwen3", tie=False) | with_penalties()[1],
-        model("qwen3") | few,
+        model("qwen3") | few | {"exact": True},
     ]
 
 
