@@ -307,31 +307,35 @@ def collate(
         drawn=drawn,
         pieces=[_tensor(tokens, device) for tokens in of_pieces],
         piece=layout.piece,
-        routing=None if layout.mixtures is None else _routing_of(segments, places, shape, layout),
+        routing=_routing_of(segments, places, shape, layout),
     )
 
 
 def _routing_of(
     segments: Sequence[Segment], places: Sequence[Ints64], shape: tuple[int, int], layout: Layout
-) -> Routing:
-    """What was chosen for the positions of rows [R, L]; routers choose for themselves where nothing is known.
+) -> Routing | None:
+    """What was chosen for the positions of rows [R, L], where it is known; None: it is of none, or not asked for.
 
     Raises:
         BadBatchError: the engine's model has other mixtures of experts.
     """
     known = [(one.experts, place) for one, place in zip(segments, places, strict=True) if one.experts]
-    mixtures, per_token = layout.mixtures, max((ids.shape[2] for (ids, _), _ in known), default=1)
-    assert mixtures is not None
+    if (mixtures := layout.mixtures) is None or not known:
+        return None
+    per_token = known[0][0][0].shape[2]
+    for (of_segment, _), _ in known:
+        _, count, chosen = of_segment.shape
+        largest = of_segment.max(initial=0)
+        if (count, chosen) != (mixtures.count, per_token) or max(largest, chosen - 1) >= mixtures.experts:
+            raise BadBatchError(
+                f"a sample has ids up to {largest} of {chosen} experts in each of {count} mixtures, and the "
+                f"trainer's model has {mixtures.count} mixtures of {mixtures.experts}: engine and trainer have other "
+                f"models"
+            )
     ids = np.full((shape[0] * shape[1], mixtures.count, per_token), OWN, np.int16)
     has_weights = all(weights is not None for (_, weights), _ in known)
     weights = np.zeros(ids.shape, np.float32) if has_weights else None
     for (of_segment, its_weights), place in known:
-        if of_segment.shape[1:] != ids.shape[1:] or of_segment.max(initial=0) >= mixtures.experts:
-            raise BadBatchError(
-                f"a sample has ids up to {of_segment.max(initial=0)} of {of_segment.shape[2]} experts in each of "
-                f"{of_segment.shape[1]} mixtures, and the trainer's model has {mixtures.count} mixtures of "
-                f"{mixtures.experts}: engine and trainer have other models"
-            )
         ids[place] = of_segment
         if weights is not None:
             weights[place] = its_weights

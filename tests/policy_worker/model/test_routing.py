@@ -237,13 +237,27 @@ def test_segments_have_records_of_their_own_and_samples_may_lack_them() -> None:
     assert (cut.has_routing(weights=False), cut.has_routing(weights=True)) == (True, False)
     plain = TrainSample.of_wire(random_samples(1)[0])
     assert not plain.has_routing(weights=False)
-    batch = batch_of([plain])
-    assert (batch.routing.ids == OWN).all()
-    assert batch_of([plain], None).routing is None
+    batch = batch_of([cut, plain])
+    assert [int((row[:, 0, 0] != OWN).sum()) for row in batch.routing.ids] == [total - 2]
+    for samples in (
+        [],
+        [plain],
+    ):  # as a rank computes that has fewer micro-batches than others, and as Liger is tried
+        empty = batch_of(samples)
+        assert empty.routing is None
+        assert mixture()(empty).logprobs.shape == (sum(one.learned_tokens for one in samples),)
+    assert batch_of([cut], None).routing is None
 
 
 def test_records_of_other_models_are_refused() -> None:
     samples = samples_of()
+    (segment,) = samples[0].segments
+    huge = np.zeros(
+        (len(segment.token_ids) - 1, 2, 2**16), np.uint8
+    )  # of all tokens it would be too much memory
+    broken = replace(samples[0], segments=[replace(segment, experts=(huge, None))])
+    with pytest.raises(BadBatchError, match="ids up to 0 of 65536 experts"):
+        batch_of([broken])
     with pytest.raises(
         BadBatchError, match=r"ids up to 3 of 2 experts in each of 2 mixtures.*3 mixtures of 4"
     ):
