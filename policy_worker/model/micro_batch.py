@@ -261,7 +261,8 @@ def collate(
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
     width = _multiple(int(lengths.max(initial=1)), parts)
-    prompts = _prompts(segments) if layout.least_spared is not None else [(0, list(range(len(segments))))]
+    replays, alone = layout.mixtures is not None, [(0, list(range(len(segments))))]
+    prompts = alone if layout.least_spared is None else _prompts(segments, replays)
     spared = sum(shared * (len(members) - 1) for shared, members in prompts)
     one_row = layout.packed or spared >= (layout.least_spared or 0.0) * lengths.sum() > 0
     if one_row:
@@ -357,11 +358,12 @@ def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-def _prompts(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
+def _prompts(segments: Sequence[Segment], replays: bool) -> list[tuple[int, list[int]]]:
     """Segments that are alike up to their first learned token: how many tokens that is, and which segments they are.
 
-    Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts. Where
-    experts are known, these are alike, too.
+    Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts; and
+    where experts are replayed by these, too. Their weights may differ at the last token of a prompt, which engines
+    compute for each answer and round differently.
     """
     found: dict[bytes, list[int]] = {}
     sizes = []
@@ -369,8 +371,10 @@ def _prompts(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
         learned = np.flatnonzero(segment.loss_mask)
         sizes.append(int(learned[0]) if len(learned) else len(segment.token_ids) - 1)
         alike = segment.token_ids[: sizes[-1]].tobytes()
-        if segment.experts is not None:
-            alike += b"".join(one[: sizes[-1]].tobytes() for one in segment.experts if one is not None)
+        if replays and segment.experts is not None:
+            ids, weights = segment.experts
+            alike += ids[: sizes[-1]].tobytes()
+            alike += b"" if weights is None else weights[: max(sizes[-1] - 1, 0)].tobytes()
         found.setdefault(alike, []).append(number)
     shared = [(sizes[members[0]], members) for members in found.values() if len(members) > 1]
     alone = [members[0] for members in found.values() if len(members) == 1]

@@ -217,9 +217,18 @@ def test_records_lie_where_their_tokens_are(packed: bool) -> None:
     (segment,) = second.segments
     ids, weights = segment.experts
     other = replace(second, segments=[replace(segment, experts=(ids[:, ::-1], weights))])
-    assert len(collate([first, other], [0, 1], layout).blocks) > len(
-        collate([first, second], [0, 1], layout).blocks
-    )
+    learned = len(ids) - second.learned_tokens  # the row of the last prompt token
+
+    def blocks(changed: int | None = None, layout: Layout = layout, sample: TrainSample = second) -> int:
+        if changed is not None:
+            rounded = weights.copy()
+            rounded[changed] *= 1 + 1e-6
+            sample = replace(second, segments=[replace(segment, experts=(ids, rounded))])
+        return len(collate([first, sample], [0, 1], layout).blocks)
+
+    assert blocks() == blocks(learned), "engines compute it for each answer"
+    assert blocks() < blocks(learned - 1) == blocks(sample=other)
+    assert blocks() == blocks(learned - 1, replace(layout, mixtures=None)), "they are not replayed"
 
 
 def test_segments_have_records_of_their_own_and_samples_may_lack_them() -> None:
