@@ -50,29 +50,36 @@ def replay_in(model: AnyModel, wanted: Replayed, lead: Lead = alone) -> AnyModel
 
 @torch.no_grad()
 def _prove(model: Backbone, replay: Replay) -> bool:
-    """Experts get what a record says, which is not what their routers choose."""
+    """Experts get what a record says, which is not what their routers choose; and weights of these, which a router
+    that leaves out groups of experts before its top k does not have."""
     ids = torch.arange(1, 9)[None] * 7919 % model.vocabulary
     seen: list[tuple[Tensor, ...]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:])) for layer in replay.layers
     ]
-    try:
-        model.lm(ids, use_cache=False)
-        if any(len(one) != 2 for one in seen):
-            raise replay.refused
-        own, seen[:] = torch.stack([chosen for chosen, _ in seen], 1), []
-        record = Routing((own + 1).sort(-1).values[None] % replay.mixtures.experts, torch.rand(1, *own.shape))
+
+    def entered(record: Routing | None) -> list[Tensor]:
+        """What experts are called with: ids and weights [1, N, M, k]."""
+        seen.clear()
         replay.begin(record)
         model.lm(ids, use_cache=False)
-        found = [torch.stack(column, 1)[None] for column in zip(*seen, strict=True)]
+        if len(seen) != replay.mixtures.count or any(len(one) != 2 for one in seen):
+            raise replay.refused
+        return [torch.stack(column, 1)[None] for column in zip(*seen, strict=True)]
+
+    try:
+        others = (entered(None)[0] + 1).sort(-1).values % replay.mixtures.experts
+        found, own = entered(Routing(others, None))
+        right = torch.equal(found, others) and bool((own.abs() > 0).all())
+        if replay.wanted == "weights":
+            weights = torch.rand(own.shape)
+            found, given = entered(Routing(others, weights))
+            right &= torch.equal(found, others) and torch.equal(given, weights.to(given.dtype))
     finally:
         replay.begin(None)
         replay.take_seen()
         for hook in hooks:
             hook.remove()
-    right = torch.equal(found[0], record.ids)
-    if replay.wanted == "weights":
-        right &= torch.equal(found[1], record.weights.to(found[1].dtype))
     if not right:
         raise replay.refused
     return True

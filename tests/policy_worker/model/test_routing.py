@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
@@ -98,11 +99,12 @@ def test_models_without_experts_or_with_other_routers_are_refused() -> None:
         SettingsError, match=r'routing_replay = "ids": Qwen3ForCausalLM has no layers of experts'
     ):
         replay_in(PolicyModel(tiny_lm()), "ids")
-    sparse = AutoModelForCausalLM.from_config(PhimoeConfig(**SMALL, num_local_experts=4))
-    with pytest.raises(
-        SettingsError, match="routers of PhimoeForCausalLM do not choose experts by one top k"
+    for config in (
+        PhimoeConfig(**SMALL, num_local_experts=4),
+        DeepseekV2Config(**SMALL, **LATENT, topk_method="group_limited_greedy"),  # 0 outside of its groups
     ):
-        replay_in(PolicyModel(sparse), "ids")
+        with pytest.raises(SettingsError, match=r"routers of .* do not choose experts by one top k"):
+            replay_in(PolicyModel(AutoModelForCausalLM.from_config(config)), "ids")
 
 
 @pytest.mark.parametrize("wanted", ["ids", "weights"])
