@@ -151,6 +151,7 @@ class Replay:
                 answer.__exit__(None, None, None)
 
         def compute(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            leave()  # else each operation of the experts would ask, too
             if self._record is None:
                 return inputs
             given, answer.given = answer.given, False
@@ -186,9 +187,9 @@ class Replay:
             )
         record = self._of(self._record.ids, number, len(own)).to(own.dtype)
         recorded = (record != OWN).all(1, keepdim=True)
-        otherwise = (record.sort(1).values != own.sort(1).values).any(1, keepdim=True) & recorded
         if number not in self._seen_in:  # else it is computed again in backward
             self._seen_in.add(number)
+            otherwise = (record.sort(1).values != own.sort(1).values).any(1, keepdim=True) & recorded
             seen = torch.stack([recorded.sum(), otherwise.sum()])
             self._seen = seen if self._seen is None else self._seen + seen
         return torch.where(recorded, record, own)
