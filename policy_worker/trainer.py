@@ -19,7 +19,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -450,8 +450,7 @@ class EarlierPolicy:
 
     def __call__(self, *arguments: Any) -> TokenOutputs:
         """As `PolicyModel.forward`, without gradient."""
-        replay = self._model.replay
-        with self._in_place(), nullcontext() if replay is None else replay.off():
+        with self._in_place():
             outputs: TokenOutputs = self._model(*arguments)
         return outputs
 
@@ -622,8 +621,11 @@ class Trainer(TrainedModel):
         )
 
     def place_of(self, model: PolicyModel | EarlierPolicy) -> Place:
-        """Where the policy, or a frozen model next to it, is computed."""
-        return self.reference_place if model is self.reference else self.place
+        """Where the policy, or a frozen model next to it, is computed: these choose experts for themselves."""
+        if model is self.model:
+            return self.place
+        place = self.reference_place if model is self.reference else self.place
+        return place._replace(layout=replace(place.layout, mixtures=None))
 
     def _check_alike(self, reference: PolicyModel) -> None:
         mine, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (self.model, reference))

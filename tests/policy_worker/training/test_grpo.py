@@ -302,6 +302,33 @@ def test_mismatch_is_measured_apart_for_engine_and_staleness(group: Group):
             assert found == pytest.approx(value, rel=rounding(1e-4), abs=1e-7), (cause, name)
 
 
+def test_experts_are_replayed_in_the_policy_alone(group: Group):
+    """And every tenth step says what the mismatch would be without."""
+    samples = random_samples(4)
+    options = {"routing_replay": "ids", "kl_beta": 0.1, "use_decoupled_loss": True}
+    config = make_config({"allowed_outdated_steps": 10, **options})
+
+    def made(samples: Sequence[Sample], step: int) -> Grpo:
+        model = prepare_model(PolicyModel(tiny_experts()), packed=False, recompute=False)
+        return make_grpo(group, config, encode_step(samples, step=step), replay_in(model, "ids"))
+
+    for step in (9, 10):
+        algorithm = made(with_experts(random_samples(4, version=step), 2, 4), step)
+        trainer, seen = algorithm._trainer, []
+        trainer.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(("policy", given[0])))
+        trainer.reference.register_forward_pre_hook(
+            lambda _, given, seen=seen: seen.append(("other", given[0]))
+        )
+        metrics = train_step(algorithm, step)
+        assert ("mismatch/unreplayed_k3" in metrics) is (step == 10)
+        assert metrics.get("mismatch/unreplayed_k3") != metrics["mismatch/engine_k3"]
+        assert 0.5 < metrics["routing/differs"] < 1
+        asked = [(who, batch.routing is not None) for who, batch in seen]
+        assert set(asked) == {("policy", True), ("other", False)}
+    with pytest.raises(BadBatchError, match="sample 0 of step 9 does not say which experts the engine chose"):
+        train_step(made(samples, 9), 9)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"batch_size_per_optimize": 4}, {"loss_type": "seq-mean-token-mean", "variant": "gspo"}, RICH],
