@@ -27,9 +27,11 @@ _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_exp
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _DENSE_BETWEEN = (
     "decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", "moe_layer_interval", "expert_layer_period",
-    "num_dense_layers", "moe_layers", "moe_layer_start_index", "layers_block_type", "block_types",
+    "moe_layers", "layers_block_type", "block_types",
 )  # fmt: skip
 """Entries by which some layers have no experts, each in words of its own; 1 and null: all have."""
+_DENSE_BEFORE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""How many first layers have none."""
 _LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -216,12 +218,12 @@ def _experts(text: Mapping[str, Any], heads: int | None) -> int | None:
 def _mixtures(text: Mapping[str, Any]) -> int | None:
     kinds, layers = text.get("mlp_layer_types"), _count(text, _LAYERS)
     if isinstance(kinds, list):
-        return kinds.count("sparse")
+        return kinds.count("sparse") or None
     own_words = any(text.get(name) not in (None, 1) for name in _DENSE_BETWEEN)
     alone = text.get("mlp_only_layers") or []
     if layers is None or own_words or not isinstance(alone, list):
         return None
-    return max(layers - len(alone) - (_count(text, ("first_k_dense_replace",)) or 0), 0)
+    return max(layers - len(alone) - (_count(text, _DENSE_BEFORE) or 0), 0)
 
 
 def _longest(text: Mapping[str, Any], kind: str) -> tuple[int | None, str]:
