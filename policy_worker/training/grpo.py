@@ -417,11 +417,12 @@ class Grpo:
         return mismatch_sums(logprobs, made_by, {"engine": fresh, "stale": ~fresh}, self._cap)
 
     def _rerouted(self) -> Metrics:
-        """The share of recorded choices of experts that this model would have made otherwise. A collective."""
+        """The share of recorded choices of experts that this model would have made otherwise; nothing where it
+        computed none. A collective."""
         if self._trainer.replay is None:
             return {}
         recorded, otherwise = self._trainer.group.reduce(self._trainer.replay.take_seen(), "total")
-        return {"routing/differs": otherwise / max(recorded, 1)}
+        return {"routing/differs": otherwise / recorded} if recorded else {}
 
     def _unreplayed(
         self, table: StepTable, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
