@@ -47,5 +47,6 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _parts(getattr(tensor, name))
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):  # and not the mesh of a shard
+            yield from _parts(part)

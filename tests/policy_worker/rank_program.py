@@ -1,14 +1,15 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
 OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
-save_step, staged, export, restore, answers, ahead, scales}, or a list of such, whose results are in OUT/0, OUT/1 and
-so on.
+save_step, staged, export, restore, answers, ahead, scales, parks}, or a list of such, whose results are in OUT/0,
+OUT/1 and so on.
 `mesh` are `MeshSizes`, by default all ranks shard; of a list that of the first holds. `pipe` are further keys of the
 mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
 `model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
 float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
 assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
 "right", "partly" (but for one group), "wrong". `scales` are the first loss scales of the policy and the critic.
+`parks`: before each step all tensors leave their devices and come back.
 
 Each rank writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the metrics as JSON; all
 ranks of a stage come to the same.
@@ -58,6 +59,7 @@ from tests.policy_worker.material import (
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
+from weight_sync.parking import Parked
 
 Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 """Gradients of the last step and weights, on the CPU; metrics of each step."""
@@ -185,6 +187,10 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     for step in range(first, last):
         if step > first and source.lookahead is not None:
             assert source.lookahead.guessed(10.0)
+        if options.get("parks"):
+            parked = Parked(trainer.resident(), stays="nowhere")
+            assert {local_of(one).untyped_storage().nbytes() for one in trainer.model.parameters()} == {0}
+            parked.restore()
         metrics.append(train_step(algorithm, step))
     assert not answers
     assert group.gather(metrics) == [metrics] * group.world

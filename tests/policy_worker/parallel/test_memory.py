@@ -23,15 +23,18 @@ OFFLOADS = ("fsdp_offload", "fsdp_gradient_offload", "optimizer_offload", "activ
 
 
 def assert_alike(directory: Path, world: int, mesh: dict[str, Any], case: dict[str, Any], *ways: Any) -> None:
-    """The same bits as without, on the same mesh. ways: keys of train; with "again" they recompute."""
+    """The same bits as without, on the same mesh. ways: keys of train; with "again" they recompute.
+
+    With "parks" all of it leaves the devices before each step.
+    """
     case = {"samples": SAMPLES, "grpo": GRPO, "steps": 2, "mesh": mesh} | case
 
     def by(way: dict[str, Any]) -> dict[str, Any]:
-        keys = {name: value for name, value in way.items() if name != "again"}
+        keys = {name: value for name, value in way.items() if name not in ("again", "parks")}
         sections = case.get("sections", {})
         if "again" in way:
             sections = sections | {"policy": sections.get("policy", {}) | AGAIN}
-        return case | {"sections": sections, "train": case.get("train", {}) | keys}
+        return case | {"sections": sections, "train": case.get("train", {}) | keys, "parks": "parks" in way}
 
     found = run_each(directory, world, [case, *map(by, ways)])
     (expected, metrics), others = found[0], found[1:]
@@ -42,7 +45,7 @@ def assert_alike(directory: Path, world: int, mesh: dict[str, Any], case: dict[s
 
 @pytest.mark.slow
 def test_two_shards(tmp_path: Path):
-    ways = [{key: True} for key in OFFLOADS]
+    ways = [{key: True} for key in (*OFFLOADS, "parks")]
     ways += [{"overlap_grad_reduce": False, "fsdp_gradient_offload": True, "optimizer_offload": True}]
     ways += [{"fsdp_wrap_layers": ["Qwen3Attention", "Qwen3MLP"]}, {"fsdp_wrap_min_params": 3000}]
     ways += [
@@ -59,7 +62,7 @@ BOTH = SELECTIVE | {"recompute_moe_layers": True}
 @pytest.mark.slow
 def test_two_ranks_that_share_layers_and_positions(tmp_path: Path):
     ways = [SELECTIVE, BOTH, {"activation_offload": True}, BOTH | {"activation_offload": True}]
-    ways += [{key: True} for key in OFFLOADS[:3]]
+    ways += [{key: True} for key in (*OFFLOADS[:3], "parks")]
     assert_alike(tmp_path / "2", 2, {"tp": 2, "sequence": True}, model("glm4_moe", tie=False), *ways)
 
 
