@@ -40,7 +40,7 @@ from policy_worker.algorithms.losses import (
 )
 from policy_worker.algorithms.masks import Rejection, SampleMasks, prefixes_of_groups
 from policy_worker.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from policy_worker.errors import BadBatchError
+from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
@@ -266,11 +266,11 @@ class Grpo:
         return loss
 
     def _check_routing(self, table: StepTable, samples: Mapping[int, TrainSample]) -> None:
-        """Raises `BadBatchError`: the choice of experts is to be replayed, and a sample does not have it."""
+        """Raises `SettingsError`: the choice of experts is to be replayed, and a sample does not have it."""
         replay = self._trainer.replay
         for row, sample in samples.items() if replay is not None else ():
             if not sample.has_routing(weights=replay.wanted == "weights"):
-                raise BadBatchError(
+                raise SettingsError(
                     f"sample {row} of step {table.step} does not say which experts the engine chose, and "
                     f'{KEY} = "{replay.wanted}": it was made with another setting; start anew, or write the one that '
                     f"the run began with"

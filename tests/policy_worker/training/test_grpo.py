@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from policy_worker.errors import BadBatchError
+from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import PolicyModel, prepare_model
 from policy_worker.model.routing import replay_in
@@ -325,7 +325,7 @@ def test_experts_are_replayed_in_the_policy_alone(group: Group):
         assert 0.5 < metrics["routing/differs"] < 1
         asked = [(who, batch.routing is not None) for who, batch in seen]
         assert set(asked) == {("policy", True), ("other", False)}
-    with pytest.raises(BadBatchError, match="sample 0 of step 9 does not say which experts the engine chose"):
+    with pytest.raises(SettingsError, match="sample 0 of step 9 does not say which experts the engine chose"):
         train_step(made(samples, 9), 9)
 
 
