@@ -21,8 +21,8 @@ Every engine keeps these promises; `tests/rollout_worker/engines/engine_contract
    point, so the number is that of the penalised distribution at temperature 1 without filters. With
    `correction = "raw"` it is that of softmax(logits / T) instead, without anything else. With `"exact"` the sample
    says which ids filters left for each token, and which may not have been drawn yet for `min_tokens`. With
-   `routing` it says which experts of a mixture each position was sent to when it was first computed, that is when
-   it predicted the next token.
+   `routing` it says which experts of a mixture each position was sent to as its keys and values were computed (vLLM:
+   for the first time, if several).
 3. `token_ids` is everything that was sampled, the token that ended the sample (end-of-text, stop token, the
    last token of a stop string) included: it is what the policy did. Nothing is ever cut from it.
 4. Each token has the weight version it was computed with (recompute), or the oldest version in the cache it

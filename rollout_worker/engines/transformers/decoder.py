@@ -11,7 +11,7 @@ token. So sampling happens in `step` alone, and filling the cache never needs lo
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,13 @@ from rollout_worker.engines.base import Generation, GenerationRequest, SamplingS
 from rollout_worker.engines.transformers import sampler
 from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.engines.transformers.sampler import StopRules
-from rollout_worker.engines.transformers.views import DecodeView, IntArray, PromptView, ResponseView
+from rollout_worker.engines.transformers.views import (
+    DecodeView,
+    IntArray,
+    PromptView,
+    ResponseView,
+    WindowView,
+)
 from rollout_worker.engines.transformers.window import Window
 
 
@@ -105,7 +111,7 @@ class Decoder:
             self.columns = np.concatenate([self.columns, columns])
             self.rows += [Row(request, index, self._batches, [(0, self.version)], []) for index in indices]
         self.window.append(prompts)
-        self._fill_prompts(range(first, self.window.n), self.routing)
+        self._fill_prompts(range(first, self.window.n))
         return sum(len(request.prompt_token_ids) for request, _ in batch)
 
     def _rules(self, settings: SamplingSettings) -> int:
@@ -142,20 +148,17 @@ class Decoder:
         self.window.release()
         self._cold = True
 
-    def _fill_prompts(self, rows: range, routing: Routing | None = None) -> None:
-        """Cache of all prompt tokens but the last, computed once for all rows that were admitted together.
-
-        routing: records what they choose, where they are computed for the first time.
-        """
+    def _fill_prompts(self, rows: range) -> None:
+        """Cache of all prompt tokens but the last, computed once for all rows that were admitted together."""
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(self.rows[row].batch, []).append(row)
         leaders = [members for members in groups.values() if self.columns["prompt"][members[0]] > 1]
         leaders.sort(key=lambda members: self.columns["prompt"][members[0]])
         for chunk in _chunks([int(self.columns["prompt"][m[0]]) - 1 for m in leaders], self.fill_tokens):
-            self._fill_prompt_chunk([leaders[i] for i in chunk], routing)
+            self._fill_prompt_chunk([leaders[i] for i in chunk])
 
-    def _fill_prompt_chunk(self, groups: list[list[int]], routing: Routing | None) -> None:
+    def _fill_prompt_chunk(self, groups: list[list[int]]) -> None:
         window, device = self.window, self.window.device
         lengths = np.array([self.columns["prompt"][members[0]] - 1 for members in groups])
         width = int(lengths.max())
@@ -167,8 +170,7 @@ class Decoder:
         prompt_of_row = np.repeat(np.arange(len(groups)), [len(m) for m in groups])
         view = PromptView(window, width, rows, prompt_of_row, lengths[prompt_of_row])
         columns = torch.arange(width, device=device)
-        with nullcontext() if routing is None else routing.into(view.record):
-            self._forward(ids, columns, columns, torch.from_numpy(width - lengths).to(device), view)
+        self._forward(ids, columns, columns, torch.from_numpy(width - lengths).to(device), view)
 
     def _fill_responses(self) -> None:
         """Cache of the last prompt token and all response tokens but the newest, on top of the prompts'."""
@@ -189,21 +191,31 @@ class Decoder:
             self._forward(ids, queries, keys, torch.from_numpy(window.start[rows]).to(window.device), view)
 
     def _forward(
-        self, ids: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, view: Any
+        self,
+        ids: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        start: torch.Tensor,
+        view: WindowView,
     ) -> None:
         """One forward for its keys and values: row i's tokens begin at column start[i]."""
         own = queries[:, None] == keys
         causal = queries[:, None] >= keys
         allowed = (causal & (keys >= start[:, None, None])) | own
         positions = (queries - start[:, None]).clamp_(min=0)
-        self.model(
-            input_ids=ids,
-            attention_mask=allowed[:, None],
-            position_ids=positions,
-            past_key_values=view,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self._recorded_by(view):
+            self.model(
+                input_ids=ids,
+                attention_mask=allowed[:, None],
+                position_ids=positions,
+                past_key_values=view,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+
+    def _recorded_by(self, view: WindowView) -> AbstractContextManager[None]:
+        """The experts that a forward chooses go to the window, if they are wanted."""
+        return nullcontext() if self.routing is None else self.routing.into(view.record)
 
     # ---- decoding -----------------------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class Decoder:
         n, column, low = window.n, window.column, window.low
         positions = torch.from_numpy(column - window.start).to(window.device)
         view = DecodeView(window)
-        with nullcontext() if self.routing is None else self.routing.into(view.record):
+        with self._recorded_by(view):
             output = self.model(
                 input_ids=window.tokens[:n, column : column + 1],
                 attention_mask=window.bias[:n, None, None, low : column + 1],

@@ -22,7 +22,7 @@ NARROW = 256
 """The most experts whose ids fit into uint8."""
 Ids = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 Record = Callable[[torch.Tensor, torch.Tensor], None]
-"""Takes the ids and the weights of all mixtures, each [N, M, k]; see `views.RecordingView.record`."""
+"""Takes the ids and the weights of all mixtures, each [N, M, k]; see `views.WindowView.record`."""
 Chosen = tuple[Ids, npt.NDArray[np.float32]]
 """Ids and weights [n, M, k]."""
 LEAST_SHARED, LEAST_SHARED_HALF = 0.98, 0.9

@@ -6,8 +6,8 @@ Three ways to look at the same buffers, each for one forward:
     PromptView    prompts computed once each, copied to every row that begins with them
     ResponseView  the last columns of some rows, given what stands before them
 
-The first two can record which experts were chosen. A cache that is computed again does not: a position keeps what
-was chosen when it was first computed, since that predicted its next token.
+Next to keys and values they write, where it is wanted, which experts were chosen: what is recorded of a position is
+always what its keys and values were made with.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ IntArray = npt.NDArray[np.int64]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class RecordingView(Cache):  # type: ignore[misc]
-    """Columns that are computed for the first time, `width` of each row of the forward."""
+class WindowView(Cache):  # type: ignore[misc]
+    """Columns that a forward computes, `width` of each of its rows."""
 
     def __init__(self, window: Window, width: int) -> None:
         super().__init__(layers=[])
@@ -40,7 +40,7 @@ class RecordingView(Cache):  # type: ignore[misc]
         self._write(self.window.choice(ids, weights), ids, weights)
 
 
-class DecodeView(RecordingView):
+class DecodeView(WindowView):
     """One decoding step: writes at the column, reads low … column. [n, G, 1, D] in, [n, G, K, D] out."""
 
     def __init__(self, window: Window) -> None:
@@ -65,7 +65,7 @@ class DecodeView(RecordingView):
         return self.window.column - self.low
 
 
-class PromptView(RecordingView):
+class PromptView(WindowView):
     """Prompts of a forward [M, L] (left-padded), copied into window rows.
 
     `prompt_of_row[j]` is the row of the forward that window row `rows[j]` begins with; its first `lengths[j]`
@@ -100,21 +100,25 @@ class PromptView(RecordingView):
         return 0
 
 
-class ResponseView(Cache):  # type: ignore[misc]
+class ResponseView(WindowView):
     """Columns [first, column) of window rows `rows`, reading [low, first) too."""
 
     def __init__(self, window: Window, rows: IntArray, first: int, low: int) -> None:
-        super().__init__(layers=[])
-        self.window, self.first, self.low = window, first, low
+        super().__init__(window, window.column - first)
+        self.first, self.low = first, low
         self.rows = torch.from_numpy(rows).to(window.device)
+
+    def _write(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        written = slice(self.first, self.window.column)
+        layer.keys[self.rows, :, written] = keys
+        layer.values[self.rows, :, written] = values
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> Pair:
         layer = self.window.layer(layer_idx, key_states, value_states)
-        written, read = slice(self.first, self.window.column), slice(self.low, self.window.column)
-        layer.keys[self.rows, :, written] = key_states
-        layer.values[self.rows, :, written] = value_states
+        self._write(layer, key_states, value_states)
+        read = slice(self.low, self.window.column)
         return layer.keys[self.rows, :, read], layer.values[self.rows, :, read]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

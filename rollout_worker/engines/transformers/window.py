@@ -49,7 +49,7 @@ class Window:
     start: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     layers: list[Layer] = field(default_factory=list)
     choices: list[Layer] = field(default_factory=list)
-    """One entry at most, of models whose choice of experts is recorded; see `views.RecordingView`."""
+    """One entry at most, of models whose choice of experts is recorded; see `views.WindowView`."""
     tokens: torch.Tensor = field(init=False)
     logprobs: torch.Tensor = field(init=False)
     bias: torch.Tensor = field(init=False)
@@ -132,8 +132,8 @@ class Window:
         return slice(first, last)
 
     def release(self) -> None:
-        """Drop keys and values; what is at the columns has to be computed again. Choices of experts stay."""
-        self.layers = []
+        """Drop keys and values; what is at the columns has to be computed again."""
+        self.layers, self.choices = [], []
 
     def remove(self, rows: list[int]) -> list[tuple[int, int]]:
         """Take rows out; the last rows fill the holes. Returns the moves (from, to) for tables kept in parallel."""

@@ -18,7 +18,7 @@ from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.model import self_test
 from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.engines.transformers.settings import settings_of
-from rollout_worker.engines.transformers.views import DecodeView, PromptView, RecordingView
+from rollout_worker.engines.transformers.views import DecodeView, PromptView, WindowView
 from rollout_worker.groups.leasing import training_settings
 from rollout_worker.groups.pushing import to_sample
 from schema.config import Config
@@ -135,12 +135,20 @@ def test_what_is_recorded_is_what_a_plain_forward_chooses(kind: str) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["qwen", "first layers dense"])
-@pytest.mark.parametrize("released", [False, True])
-def test_positions_keep_what_was_chosen_when_they_were_first_computed(kind: str, released: bool) -> None:
-    """New weights while samples run, with the cache dropped before or not."""
+@pytest.mark.parametrize(
+    ("keep_cache", "released"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_what_is_recorded_is_what_the_cache_was_computed_with(
+    kind: str, keep_cache: bool, released: bool
+) -> None:
+    """New weights while samples run: where the cache is computed again, all positions have what these choose."""
     model, old, new = mixture(kind), mixture(kind).to(DEVICE), mixture(kind, 2).to(DEVICE)
-    decoder = make_decoder(model)
+    decoder = make_decoder(model, keep_cache=keep_cache)
     ended = admit_some(decoder)
+    at = {
+        (row.request.request_id, row.index): int(n)
+        for row, n in zip(decoder.rows, decoder._generated(), strict=True)
+    }
     model.load_state_dict(new.state_dict())
     if released:
         decoder.release_cache()
@@ -148,13 +156,14 @@ def test_positions_keep_what_was_chosen_when_they_were_first_computed(kind: str,
     found = finish(decoder)
     assert not ended
     assert len(found) == 12
+    kept = keep_cache and not released
     for one in found:
         prompt = prompt_of(int(one.request_id))
-        assert one.version_values.tolist() == [0, 1]
-        computed = len(prompt) + int(one.version_starts[1]) - 1
-        tokens = [*prompt, *one.token_ids.tolist()]
-        check(one, plain(old, tokens), slice(0, computed))
-        check(one, plain(new, tokens), slice(computed, None))
+        tokens, computed = [*prompt, *one.token_ids.tolist()], len(prompt) + at[one.request_id, one.index] - 1
+        check(one, plain(old if kept else new, tokens), slice(0, computed))
+        if not kept:  # else later ones are of new weights on top of an old cache
+            assert one.version_values.tolist() == [0, 1]
+            check(one, plain(new, tokens), slice(computed, None))
 
 
 @torch.inference_mode()
@@ -299,7 +308,7 @@ def test_right_bookkeeping_is_accepted(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("view", [DecodeView, PromptView])
-def test_wrong_bookkeeping_is_refused(view: type[RecordingView], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bookkeeping_is_refused(view: type[WindowView], monkeypatch: pytest.MonkeyPatch) -> None:
     """What one kind of forward records goes to the rows, or columns, of others."""
     model = mixture("qwen")
     attention.register()
