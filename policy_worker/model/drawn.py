@@ -224,8 +224,8 @@ def drawn_of(
     """What the learned tokens of these segments were drawn from; None: from the softmax alone.
 
     Raises:
-        BadBatchError: a sample lacks its kept sets, or has a token that could not be drawn.
-        SettingsError: a kept set has ids that the model does not know.
+        BadBatchError: a sample has a token that could not be drawn.
+        SettingsError: a sample lacks its kept sets, or they have ids that the model does not know.
     """
     contexts = [context for context in contexts if len(context.learned)]
     if reshaping == Reshaping() or not contexts:
@@ -235,9 +235,10 @@ def drawn_of(
     counts, kept_ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for context in contexts:
         if reshaping.filters and context.kept is None:
-            raise BadBatchError(
+            raise SettingsError(
                 f"sample {context.row} does not say which ids its tokens were drawn from, as top_p, top_k and min_p "
-                f"of rollout.sampling_config need it: it was made with other settings"
+                f"of rollout.sampling_config need it: it was made with other settings; start anew, or write "
+                f"those that the run began with"
             )
         sets = context.kept if reshaping.filters else None
         counts.append(

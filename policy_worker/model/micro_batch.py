@@ -251,7 +251,7 @@ def collate(
 
     Raises:
         SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
-            a token id that the model has no embedding for.
+            a token id that the model has no embedding for; see `drawn_of`.
         BadBatchError: see `drawn_of`, and `_routing_of`.
     """
     device, parts = layout.device, layout.pieces * layout.parts

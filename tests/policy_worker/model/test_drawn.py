@@ -128,7 +128,7 @@ def test_nothing_changes_where_nothing_is_asked_for() -> None:
 
 def test_a_sample_without_sets_is_refused() -> None:
     contexts = [replace(one, kept=None) for one in make_contexts(0, CASES["filters"])]
-    with pytest.raises(BadBatchError, match="sample 0 does not say which ids"):
+    with pytest.raises(SettingsError, match="sample 0 does not say which ids"):
         drawn_of(contexts, CASES["filters"], V, "cpu")
 
 

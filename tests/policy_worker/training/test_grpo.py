@@ -413,11 +413,11 @@ def test_a_token_that_was_not_in_its_set_is_a_bad_batch(group: Group):
         train_step(algorithm, 0)
 
 
-def test_samples_without_their_sets_are_a_bad_batch(group: Group):
+def test_samples_without_their_sets_end_the_job(group: Group):
     algorithm = make_grpo(
         group, make_config(rollout={"sampling_config": DRAWN}), encode_step(random_samples(8))
     )
-    with pytest.raises(BadBatchError, match="does not say which ids its tokens were drawn from"):
+    with pytest.raises(SettingsError, match=r"which ids its tokens were drawn from.*start anew"):
         train_step(algorithm, 0)
 
 
