@@ -70,7 +70,7 @@ def load_model(
     )
     if adapters is not None:
         lora.widen(model, master)
-    if config.is_grpo and config.grpo.routing_replay != "none":
+    if config.replays_routing:
         replay_in(model, config.grpo.routing_replay, lead)
     return model
 

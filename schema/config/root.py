@@ -104,7 +104,7 @@ class Config(Section):
     @property
     def replays_routing(self) -> bool:
         """Whether the trainer sends tokens to the experts that the engine chose."""
-        return self.is_grpo and self.grpo.routing_replay != "none"
+        return self.is_grpo and not self.is_evaluation and self.grpo.routing_replay != "none"
 
     @property
     def has_reference(self) -> bool:

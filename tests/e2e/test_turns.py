@@ -1,5 +1,7 @@
-"""`placement.share = "time"`: trainer and rollout replicas take turns, whoever of them is killed in its turn; and the
-trainer sends tokens to the experts that engines chose, which forget their cache between turns and nothing else.
+"""`placement.share = "time"`: turns go on when the trainer, a replica or the controller is killed.
+
+The model is a mixture of experts whose routing is replayed: engines drop their cache between turns, and with it what
+they recorded.
 """
 
 from __future__ import annotations

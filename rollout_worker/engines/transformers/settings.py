@@ -66,7 +66,7 @@ def settings_of(config: Config) -> Settings:
         adapters=config.policy.lora if alone else None,
         keep_cache=config.weight_sync.update_mode == "keep_kv",
         alone=config.train.deterministic,
-        routing="none" if config.is_evaluation else config.grpo.routing_replay,
+        routing=config.grpo.routing_replay if config.replays_routing else "none",
         rows_alone=1 if rollout.n_generation_to_batch else min(slots, config.group_size),
     )
 

@@ -12,6 +12,8 @@ always what its keys and values were made with.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,16 +25,16 @@ IntArray = npt.NDArray[np.int64]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class WindowView(Cache):  # type: ignore[misc]
+class WindowView(Cache, ABC):  # type: ignore[misc]
     """Columns that a forward computes, `width` of each of its rows."""
 
     def __init__(self, window: Window, width: int) -> None:
         super().__init__(layers=[])
         self.window, self.width = window, width
 
+    @abstractmethod
     def _write(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put what a forward made, [rows, groups, width, …], at its places."""
-        raise NotImplementedError
 
     def record(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Write the experts that the tokens of a forward were sent to, [rows · width, mixtures, k]."""

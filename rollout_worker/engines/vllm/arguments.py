@@ -108,7 +108,7 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_rank(adapter)}
     if config.takes_turns:
         arguments["enable_sleep_mode"] = True
-    if returns_experts(config):
+    if config.replays_routing:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments |= _cpu_arguments(config)
@@ -120,11 +120,6 @@ def published_adapter(config: Config) -> LoraConfig | None:
     """The adapter that is published alone, if one is."""
     alone = config.weight_sync.lora == "adapter" and not config.is_evaluation
     return config.policy.lora if alone else None
-
-
-def returns_experts(config: Config) -> bool:
-    """Whether vLLM is to say which experts it chose."""
-    return not config.is_evaluation and config.grpo.routing_replay != "none"
 
 
 def adapter_settings(adapter: LoraConfig) -> str:

@@ -43,12 +43,7 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
-from rollout_worker.engines.vllm.arguments import (
-    adapter_settings,
-    published_adapter,
-    returns_experts,
-    sampling_arguments,
-)
+from rollout_worker.engines.vllm.arguments import adapter_settings, published_adapter, sampling_arguments
 from rollout_worker.engines.vllm.proof import unread
 from rollout_worker.engines.vllm.reading import served_adapter, served_weights
 from schema.config import Config
@@ -77,7 +72,7 @@ class VllmEngine:
         """Of the adapter that versions consist of, for `transfer.StoreUpdateInfo`; empty: they are the model's."""
         self._rebuilt: list[str] = []
         """Layers that are made anew of whole versions."""
-        self._returns_experts = returns_experts(config)
+        self._returns_experts = config.replays_routing
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
         self._boot = Boot(config)

@@ -1,4 +1,4 @@
-"""Ranks that look for their rank 0: answered when it comes, whoever was first, and of one start alone."""
+"""Ranks ask for the address of their rank 0, in any order, and get that of their own start."""
 
 from __future__ import annotations
 
