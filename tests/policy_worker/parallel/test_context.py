@@ -81,6 +81,10 @@ def check(
             assert_equal(tensors, alone, tolerance)
         del expected[-1]["shared_fraction"]
         expected[-1].pop("routing/differs", None)  # prompts that are there once count once
+        if mesh.keys() - {"cp"}:  # of the first micro-batch of each data rank, which then are others
+            of_ranks = {name for name in expected[-1] if name.startswith("mismatch/unreplayed_")}
+            assert of_ranks <= metrics[-1].keys()
+            expected[-1] = {name: value for name, value in expected[-1].items() if name not in of_ranks}
         for name, value in expected[-1].items():
             assert metrics[-1][name] == pytest.approx(value, rel=of_metrics, abs=1e-6), (name, case)
 
