@@ -60,6 +60,8 @@ class Ledger:
         self.table, self.params = table, table.params
         self._new_lease_id = new_lease_id or (lambda: secrets.token_urlsafe(12))
         self._lag = Lag()
+        self.became_ready, self.ready_tokens = 0, 0
+        """Groups that became ready in this process, and their generated tokens."""
 
     # ---- leasing ------------------------------------------------------------------------------------------
 
@@ -333,6 +335,8 @@ class Ledger:
         else:
             oldest = group.oldest_version()
             self.table.move(group, State.READY, deadline=oldest + self.params.staleness_bound)
+            self.became_ready += 1
+            self.ready_tokens += sum(meta.header.response_tokens for meta in group.samples.values())
         return failure
 
     def _without_signal(self, usable: Sequence[SampleMeta]) -> bool:

@@ -1,0 +1,1 @@
+"""How many rollout replicas a job needs: measured (`meter`), decided (`policy`). Pure; time comes in as `now`."""

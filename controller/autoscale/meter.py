@@ -1,0 +1,193 @@
+"""What a job takes and what its rollout replicas make, measured over the newest steps. Pure.
+
+Levels (groups leased, groups that the bound refuses, replicas, what the trainer does) are integrated over time, and
+each commit marks a place from where a window may begin. Demand and supply are rates of different clocks, so that
+neither depends on how long the other one waited:
+
+    demand   groups that the trainer takes per second *of its work*
+    supply   ready groups per replica and second, divided by the share of their time that the bound lets them work
+
+Their quotient is the number of replicas with which nobody waits. It needs no model of an engine, and a change of the
+number of replicas within the window does not change it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Trainer = Literal["away", "waits", "works"]
+
+GAP = 10.0
+"""Seconds without a look after which nothing is known of the time between: the process was suspended."""
+LEAST_STEPS = 2
+"""Committed steps of a window, where there are so many."""
+MARKS = 512
+"""Places from where a window may begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What is so from one look to the next.
+
+    held: groups that are leased. asked: groups that replicas ask for and the bound refuses. replicas: those that have
+    leased. ripe: of these, those that have done so for as long as a lease usually takes: what they make arrives.
+    """
+
+    held: int
+    asked: int
+    replicas: int
+    ripe: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums since the meter began: seconds, group-seconds, replica-seconds, counts."""
+
+    at: float
+    counted: float = 0.0
+    waited: float = 0.0
+    worked: float = 0.0
+    held: float = 0.0
+    asked: float = 0.0
+    replicas: float = 0.0
+    ripe: float = 0.0
+    ready: int = 0
+    tokens: int = 0
+    trained: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A window. Rates are per second.
+
+    began, seconds: of the window. wait: share of its time that the trainer waited for samples. throttled: share of
+    the groups that replicas could hold, which the bound refused. demand: groups that the trainer takes while it
+    works. rate: ready groups of a replica. capacity: groups that it holds if it may. lease_age: seconds of a lease.
+    tokens_per_s: of a replica, in ready groups; tokens_per_group: of these. replicas: mean number.
+    """
+
+    began: float
+    seconds: float
+    wait: float
+    throttled: float
+    demand: float
+    rate: float
+    capacity: float
+    lease_age: float
+    tokens_per_s: float
+    tokens_per_group: float
+    replicas: float
+
+    @property
+    def need(self) -> float:
+        """Replicas with which neither side would wait."""
+        return self.demand * (1.0 - self.throttled) / self.rate
+
+
+class Meter:
+    """See the module's docstring. ready, tokens: what the ledger has counted before this meter began."""
+
+    def __init__(self, now: float, ready: int = 0, tokens: int = 0) -> None:
+        self._now = Totals(now, ready=ready, tokens=tokens)
+        self._levels: Levels | None = None
+        self._trainer: Trainer = "away"
+        self._marks: deque[Totals] = deque(maxlen=MARKS)
+        self._last: Totals | None = None
+        """At the last commit."""
+
+    def look(self, now: float, levels: Levels | None, ready: int, tokens: int) -> None:
+        """What is so from now on; None: something holds the job up, which says nothing of supply or demand.
+
+        ready, tokens: groups that ever became ready, and their generated tokens.
+        """
+        self._advance(now)
+        self._levels = levels
+        self._now = replace(self._now, ready=ready, tokens=tokens)
+
+    def trainer(self, now: float, does: Trainer) -> None:
+        """What the trainer does from now on. A window may begin where it first asks for a batch."""
+        self._advance(now)
+        if not self._marks and does == "waits":
+            self._marks.append(self._now)
+        self._trainer = does
+
+    def committed(self, now: float, groups: int, spacing: float = 0.0) -> None:
+        """A step of so many groups was trained. spacing: seconds between two marks, for jobs of short steps."""
+        self._advance(now)
+        known = self._now
+        self._last = self._now = replace(known, steps=known.steps + 1, trained=known.trained + groups)
+        if not self._marks or now - self._marks[-1].at >= spacing:
+            self._marks.append(self._now)
+
+    def restart(self) -> None:
+        """Forget the windows: what was measured is of another course of the job."""
+        self._marks.clear()
+        self._last = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trainer waits for samples now."""
+        return self._trainer == "waits"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no trainer asks for batches."""
+        return self._trainer == "away"
+
+    def window(self, now: float, seconds: float) -> Measured | None:
+        """The newest window of at least so many seconds and `LEAST_STEPS` steps, or all there is; None before the
+        first commit, and while no replica has made a group in it."""
+        self._advance(now)
+        last = self._last
+        marks = [mark for mark in self._marks if last is not None and mark.steps < last.steps]
+        if last is None or not marks:
+            return None
+        begun = next(
+            (m for m in reversed(marks) if now - m.at >= seconds and last.steps - m.steps >= LEAST_STEPS),
+            marks[0],
+        )
+        return _between(begun, last, self._now)
+
+    def _advance(self, now: float) -> None:
+        known, levels = self._now, self._levels
+        passed = max(0.0, now - known.at)
+        if levels is None or passed > GAP:
+            self._now = replace(known, at=max(now, known.at))
+            return
+        self._now = replace(
+            known,
+            at=known.at + passed,
+            counted=known.counted + passed,
+            waited=known.waited + passed * (self._trainer == "waits"),
+            worked=known.worked + passed * (self._trainer == "works"),
+            held=known.held + passed * levels.held,
+            asked=known.asked + passed * levels.asked,
+            replicas=known.replicas + passed * levels.replicas,
+            ripe=known.ripe + passed * levels.ripe,
+        )
+
+
+def _between(begun: Totals, last: Totals, now: Totals) -> Measured | None:
+    """last: at the last commit; the trainer has taken what it has taken by then."""
+    ready, seconds = now.ready - begun.ready, now.at - begun.at
+    held, asked, ripe = now.held - begun.held, now.asked - begun.asked, now.ripe - begun.ripe
+    replicas, worked = now.replicas - begun.replicas, last.worked - begun.worked
+    if ready <= 0 or ripe <= 0 or held <= 0 or worked <= 0:
+        return None
+    waited, busy = now.waited - begun.waited, now.worked - begun.worked
+    return Measured(
+        began=begun.at,
+        seconds=seconds,
+        wait=waited / (waited + busy),
+        throttled=asked / (held + asked),
+        demand=(last.trained - begun.trained) / worked,
+        rate=ready / ripe,
+        capacity=(held + asked) / replicas,
+        lease_age=held / ready,
+        tokens_per_s=(now.tokens - begun.tokens) / ripe,
+        tokens_per_group=(now.tokens - begun.tokens) / ready,
+        replicas=replicas / (now.counted - begun.counted),
+    )

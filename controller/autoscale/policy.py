@@ -1,0 +1,327 @@
+"""The decision: how many rollout replicas there should be now, and why. A state machine without a clock.
+
+                 measured need (see `meter`)
+                          │
+    the trainer waits more than target_wait ──▶ more: need, at most twice as many at once
+    need with headroom was lower for scale_down_delay ──▶ fewer: the highest need of that time
+    else ──▶ as they are
+
+More is limited by the maximum; by the bound, since no more than its groups can be under way at once; by both sides'
+waiting for each other, which replicas cannot mend; and by the end of the job. While nothing can be measured (paused,
+an outage of rewards, no trainer) the number stays. It is 0 only when the job is over.
+
+No flapping: where replicas were added although the need was met (waiting by chance, at a small bound), so much
+headroom is kept from then on; a replica's highest rate is remembered, since one that the bound holds back may be
+faster for each group than it will be when it holds more; and between two changes lies the time in which the first
+one shows. What was remembered is forgotten after `FORGET`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from controller.autoscale.meter import Measured
+
+HEADROOM = 1.03
+"""Replicas over the measured need below which none is drained."""
+MOST_HEADROOM = 2.0
+SPEEDS = 1.1
+"""Times the present number that the need must be before a change has shown, to add to it all the same."""
+MOST_THROTTLED = 0.5
+"""Share of their time that the bound may hold replicas back, and more of them still help."""
+FULL = 0.05
+"""Below this share replicas are as busy as they can be: their rate is their highest."""
+MOST_LOST = 1.5
+"""Times the need that may be requested because replicas are missing all the time."""
+FORGET = 3600.0
+USUAL_START = 60.0
+"""Seconds until a requested replica leases, before one was seen to do so."""
+STARTS = 16
+"""Starts whose median counts."""
+
+Kind = Literal[
+    "unknown",
+    "enough",
+    "settling",
+    "more",
+    "fewer",
+    "limit",
+    "bound",
+    "both",
+    "ending",
+    "hold",
+    "manual",
+    "over",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Settings. groups: that may be under way at once under the staleness bound. Times are seconds."""
+
+    minimum: int
+    maximum: int
+    target_wait: float
+    scale_down_delay: float
+    groups: int
+    bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The job now. working: replicas that lease. hold: why nothing can be decided; empty: it can.
+
+    over: why no replica is needed any more; empty: some are. remaining: seconds to the end, if known.
+    """
+
+    measured: Measured | None
+    working: int
+    hold: str = ""
+    over: str = ""
+    remaining: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """kind: of the reason, the same while it stays the same."""
+
+    desired: int
+    kind: Kind
+    reason: str
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a decision leaves for later ones; stored. Times are those of the caller's clock."""
+
+    desired: int
+    manual: int | None = None
+    changed_at: float = 0.0
+    raised: bool = False
+    headroom: float = HEADROOM
+    headroom_at: float = 0.0
+    fastest: float = 0.0
+    """Tokens per second of a replica that nothing held back; 0: not known."""
+    fastest_at: float = 0.0
+    starts: list[float] = field(default_factory=list)
+    coming: list[tuple[float, int]] = field(default_factory=list)
+    """Raises whose replicas have not leased yet: when, and how many."""
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Memory:
+        coming = [(float(at), int(count)) for at, count in record["coming"]]
+        return cls(**{**record, "coming": coming})
+
+
+class Autoscaler:
+    """See the module's docstring."""
+
+    def __init__(self, limits: Limits, memory: Memory) -> None:
+        self.limits, self.memory = limits, memory
+        self._needs: deque[tuple[float, int]] = deque()
+        """Of the last `scale_down_delay` seconds: when, and how many would have done; falling."""
+        self._watched_since: float | None = None
+        self.last = Decision(memory.desired, "unknown", "nothing is measured yet")
+
+    @property
+    def start_time(self) -> float:
+        """Typical seconds from a request to the new replica's first lease."""
+        return median(self.memory.starts) if self.memory.starts else USUAL_START
+
+    def joined(self, now: float, count: int) -> None:
+        """So many replicas lease for the first time."""
+        coming = self.memory.coming
+        while coming and count > 0:
+            at, missing = coming[0]
+            self.memory.starts = [*self.memory.starts, max(0.0, now - at)][-STARTS:]
+            coming[:1] = [(at, missing - count)] if missing > count else []
+            count -= missing
+
+    def request(self, now: float, replicas: int | None) -> Decision:
+        """A person's number, until it is taken back (None). Raises ValueError if it is out of range."""
+        limits = self.limits
+        if replicas is not None and not limits.minimum <= replicas <= limits.maximum:
+            raise ValueError(
+                f"{replicas} replicas are out of range: autoscale.min_replicas = {limits.minimum}, "
+                f"autoscale.max_replicas = {limits.maximum}"
+            )
+        self.memory.manual = replicas
+        self._watch_anew()
+        if replicas is None:
+            self.last = Decision(self.memory.desired, "unknown", "the number follows the need again")
+        else:
+            self.last = self._set(now, replicas, "manual", f"{replicas} by request, until it is taken back")
+        return self.last
+
+    def decide(self, now: float, seen: Seen) -> Decision:
+        """The number from now on."""
+        self.last = self._decide(now, seen)
+        return self.last
+
+    def _decide(self, now: float, seen: Seen) -> Decision:
+        memory, measured = self.memory, seen.measured
+        if seen.over:
+            return self._set(now, 0, "over", seen.over)
+        if memory.manual is not None:
+            return self._set(
+                now, memory.manual, "manual", f"{memory.manual} by request, until it is taken back"
+            )
+        if not memory.desired:  # it was over, and goes on after all
+            return self._set(now, max(1, self.limits.minimum), "more", "the job goes on")
+        if seen.hold:
+            self._watch_anew()
+            return self._keep("hold", seen.hold)
+        if measured is None:
+            return self._keep(
+                "unknown", "nothing is measured yet: no step was trained, or no group was made since"
+            )
+        self._remember(now, measured)
+        would_do = math.ceil(self._with_losses(measured, measured.need) * memory.headroom - 1e-6)
+        self._note(now, would_do)
+        if measured.wait > self.limits.target_wait:
+            return self._more(now, seen, measured)
+        enough_for = self._enough_for(now)
+        if enough_for is not None and enough_for < memory.desired:
+            return self._fewer(now, measured, enough_for)
+        return self._keep(
+            "enough", f"{_rates(measured)}, and the trainer waits {measured.wait:.0%} of its time: enough"
+        )
+
+    # ---- more ---------------------------------------------------------------------------------------------
+
+    def _more(self, now: float, seen: Seen, measured: Measured) -> Decision:
+        desired, limits = self.memory.desired, self.limits
+        waits = f"the trainer waits {measured.wait:.0%} of its time"
+        if measured.throttled > MOST_THROTTLED:
+            return self._keep(
+                "both",
+                f"{waits}, and the bound holds replicas back {measured.throttled:.0%} of theirs: both wait for each "
+                f"other, which allowed_outdated_steps = {limits.bound + 1} would mend, not more replicas",
+            )
+        goal, settled = (
+            math.ceil(self._with_losses(measured, measured.need) - 1e-6),
+            self._has_shown(measured),
+        )
+        if not settled and goal < desired * SPEEDS:
+            return self._keep("settling", f"{waits}: waiting for what the last change does")
+        by_need = goal > desired
+        if not by_need:
+            if seen.working < desired:
+                missing = desired - seen.working
+                return self._keep("settling", f"{waits}: {missing} of {desired} replicas are not there yet")
+            goal = desired + max(1, math.ceil(desired * (measured.wait - limits.target_wait)))
+        goal = min(goal, 2 * desired)
+        useful = max(1, math.ceil(limits.groups / measured.capacity - 1e-6))
+        most = min(limits.maximum, useful)
+        if goal > most and desired >= most:
+            return self._keep(*self._limited(waits, useful, measured))
+        goal = min(goal, most)
+        left, takes = seen.remaining, self.start_time + measured.lease_age
+        if left is not None and left < takes:
+            text = f"{waits}, but the job ends in about {left:.0f} s, and a replica helps after {takes:.0f} s"
+            return self._keep("ending", text)
+        if not by_need:
+            self._keep_headroom(now, goal / measured.need)
+        return self._set(now, goal, "more", f"{waits}: {_rates(measured)}")
+
+    def _limited(self, waits: str, useful: int, measured: Measured) -> tuple[Kind, str]:
+        limits = self.limits
+        if useful <= limits.maximum:
+            return "bound", (
+                f"{waits}, but the bound of {limits.bound} steps lets {limits.groups} groups be under way, and a "
+                f"replica holds {measured.capacity:.3g}: more than {useful} would have nothing to do"
+            )
+        return "limit", f"{waits}, but autoscale.max_replicas = {limits.maximum}"
+
+    def _keep_headroom(self, now: float, headroom: float) -> None:
+        self.memory.headroom = min(max(headroom, self.memory.headroom), MOST_HEADROOM)
+        self.memory.headroom_at = now
+
+    # ---- fewer --------------------------------------------------------------------------------------------
+
+    def _fewer(self, now: float, measured: Measured, enough: int) -> Decision:
+        memory = self.memory
+        if not self._has_shown(measured):
+            return self._keep("settling", "waiting for what the last change does")
+        if memory.fastest:
+            tokens = measured.demand * measured.tokens_per_group * memory.headroom
+            enough = max(enough, math.ceil(tokens / memory.fastest - 1e-6))
+        else:  # how fast a busy replica is was never seen
+            enough = max(enough, (memory.desired + enough) // 2)
+        goal = max(enough, self.limits.minimum, 1)
+        if goal >= memory.desired:
+            return self._keep("enough", f"{_rates(measured)}: enough")
+        self._watch_anew()
+        delay = f"for {self.limits.scale_down_delay:g} s no more than {goal} were needed"
+        return self._set(now, goal, "fewer", f"{delay}: {_rates(measured)}")
+
+    def _note(self, now: float, would_do: int) -> None:
+        """Keep the highest numbers of the last `scale_down_delay` seconds: those that a later one exceeds do not matter."""
+        if self._watched_since is None:
+            self._watched_since = now
+        while self._needs and self._needs[-1][1] <= would_do:
+            self._needs.pop()
+        self._needs.append((now, would_do))
+        while self._needs[0][0] < now - self.limits.scale_down_delay:
+            self._needs.popleft()
+
+    def _enough_for(self, now: float) -> int | None:
+        """What would have done for the last `scale_down_delay` seconds; None: not watched for so long."""
+        since = self._watched_since
+        if since is None or now - since < self.limits.scale_down_delay:
+            return None
+        return self._needs[0][1]
+
+    def _watch_anew(self) -> None:
+        self._needs.clear()
+        self._watched_since = None
+
+    # ---- both ---------------------------------------------------------------------------------------------
+
+    def _remember(self, now: float, measured: Measured) -> None:
+        memory = self.memory
+        if measured.throttled < FULL:
+            memory.fastest, memory.fastest_at = measured.tokens_per_s, now
+        elif now - memory.fastest_at > FORGET:
+            memory.fastest = 0.0
+        if now - memory.headroom_at > FORGET:
+            memory.headroom = HEADROOM
+
+    def _has_shown(self, measured: Measured) -> bool:
+        """Whether the whole window lies behind the last change and what it took to happen."""
+        memory = self.memory
+        return measured.began >= memory.changed_at + (self.start_time if memory.raised else 0.0)
+
+    def _with_losses(self, measured: Measured, need: float) -> float:
+        """Replicas to request so that `need` are there, where some are missing all the time."""
+        if not self._has_shown(measured) or measured.replicas <= 0:
+            return need
+        return need * min(max(1.0, self.memory.desired / measured.replicas), MOST_LOST)
+
+    def _set(self, now: float, goal: int, kind: Kind, reason: str) -> Decision:
+        memory = self.memory
+        if goal != memory.desired:
+            memory.raised = goal > memory.desired
+            memory.coming = [*memory.coming, (now, goal - memory.desired)] if memory.raised else []
+            memory.desired, memory.changed_at = goal, now
+        return Decision(goal, kind, reason)
+
+    def _keep(self, kind: Kind, reason: str) -> Decision:
+        return Decision(self.memory.desired, kind, reason)
+
+
+def _rates(measured: Measured) -> str:
+    """Demand and supply in words."""
+    held_back = f", held back {measured.throttled:.0%} of its time" if measured.throttled >= 0.01 else ""
+    return (
+        f"it takes {measured.demand:.3g} groups/s while it works, a replica makes {measured.rate:.3g}{held_back}, "
+        f"so {measured.need:.1f} would do"
+    )

@@ -1,0 +1,96 @@
+"""From what is seen of a job to decisions: measures at every look, decides every `interval`. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from controller.autoscale.meter import Levels, Measured, Meter, Trainer
+from controller.autoscale.policy import Autoscaler, Decision, Limits, Memory, Seen
+
+LEASES = 2.0
+"""Lease ages that a window covers at least: what replicas hold when the load changes is neither the old nor the new."""
+MARKS_PER_WINDOW = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The job at one moment.
+
+    leasing: ids of rollout replicas that have leased and are there. held: groups leased. asked: groups that replicas
+    ask for and the bound refuses. ready, tokens: groups that ever became ready, and their generated tokens.
+    hold, over, remaining: see `Seen`.
+    """
+
+    leasing: Iterable[str]
+    held: int
+    asked: int
+    ready: int
+    tokens: int
+    hold: str = ""
+    over: str = ""
+    remaining: float | None = None
+
+
+class Scaling:
+    """See the module's docstring. interval: seconds. Replicas that are there at the first look have been for long."""
+
+    def __init__(self, limits: Limits, interval: float, memory: Memory, now: float) -> None:
+        self.autoscaler = Autoscaler(limits, memory)
+        self.interval = interval
+        self.measured: Measured | None = None
+        """Of the last decision."""
+        self._meter = Meter(now)
+        self._decided_at = now
+        self._known: set[str] | None = None
+        self._young: deque[tuple[float, str]] = deque()
+        self._lease_age = 0.0
+
+    @property
+    def working(self) -> int:
+        """Rollout replicas that lease, as last seen."""
+        return len(self._known or ())
+
+    def trainer(self, now: float, does: Trainer) -> None:
+        """What the trainer does from now on."""
+        self._meter.trainer(now, does)
+
+    def committed(self, now: float, groups: int) -> None:
+        """A step of so many groups was trained."""
+        self._meter.committed(now, groups, self.interval / MARKS_PER_WINDOW)
+
+    def restart(self) -> None:
+        """The job goes back to an earlier step."""
+        self._meter.restart()
+
+    def look(self, now: float, sight: Sight) -> Decision | None:
+        """Measure; the decision, when one is due."""
+        known = self._meet(now, set(sight.leasing))
+        while self._young and self._young[0][0] <= now - self._lease_age:
+            self._young.popleft()
+        ripe = len(known) - sum(name in known for _, name in self._young)
+        levels = None if sight.hold else Levels(sight.held, sight.asked, len(known), ripe)
+        self._meter.look(now, levels, sight.ready, sight.tokens)
+        if now - self._decided_at < self.interval and not sight.over:
+            return None
+        self._decided_at = now
+        return self._decide(now, sight)
+
+    def _meet(self, now: float, leasing: set[str]) -> set[str]:
+        """Who is there; who came since the last look is young, and a start that was waited for."""
+        if self._known is not None and (new := leasing - self._known):
+            self._young.extend((now, name) for name in new)
+            self.autoscaler.joined(now, len(new))
+        self._known = leasing
+        return leasing
+
+    def _decide(self, now: float, sight: Sight) -> Decision:
+        hold = sight.hold
+        if not hold and self._meter.is_away:
+            hold = "no trainer is there that asks for samples"
+        self.measured = self._meter.window(now, max(self.interval, LEASES * self._lease_age))
+        if self.measured is not None:
+            self._lease_age = self.measured.lease_age
+        seen = Seen(self.measured, self.working, hold, sight.over, sight.remaining)
+        return self.autoscaler.decide(now, seen)
