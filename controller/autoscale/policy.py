@@ -264,7 +264,7 @@ class Autoscaler:
         return self._set(now, goal, "fewer", f"{delay}: {_rates(measured)}")
 
     def _note(self, now: float, would_do: int) -> None:
-        """Keep the highest numbers of the last `scale_down_delay` seconds: those that a later one exceeds do not matter."""
+        """Keep the numbers of the last `scale_down_delay` seconds that no later one exceeds."""
         if self._watched_since is None:
             self._watched_since = now
         while self._needs and self._needs[-1][1] <= would_do:

@@ -10,7 +10,7 @@ from controller.autoscale.meter import Levels, Measured, Meter, Trainer
 from controller.autoscale.policy import Autoscaler, Decision, Limits, Memory, Seen
 
 LEASES = 2.0
-"""Lease ages that a window covers at least: what replicas hold when the load changes is neither the old nor the new."""
+"""Lease ages that a window covers at least: after a change of the load replicas hold groups of both kinds."""
 MARKS_PER_WINDOW = 8.0
 
 
