@@ -24,6 +24,7 @@ from controller.api.auth import AuthMiddleware, Tokens
 from controller.api.leadership import LeaderGate
 from controller.api.limits import BodyLimit
 from controller.api.routes import (
+    autoscale,
     config,
     dashboard,
     events,
@@ -40,7 +41,10 @@ from controller.dashboard.pages import Pages
 from controller.services import errors as problems
 from controller.services.controller import Controller
 
-CONCERNS = (replicas, leases, samples, publications, steps, recovery, job, events, dashboard, config, health)
+CONCERNS = (
+    *(replicas, leases, samples, publications, steps, recovery, job, autoscale),
+    *(events, dashboard, config, health),
+)
 HOT = (("POST", "/v1/leases"), ("POST", "/v1/samples"), ("POST", "/v1/replicas/{replica_id}/heartbeat"))
 """Method and path of the routes, as FastAPI knows them, with at most one parameter."""
 

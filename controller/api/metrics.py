@@ -67,6 +67,24 @@ class JobCollector(Collector):
         alarms: Samples = {(alarm.name,): 1.0 for alarm in status.alarms}
         yield _gauge("alarm", "1 for each alarm that is on", alarms, ("name",), job)
         yield from self._weights(status.weights, job)
+        yield from self._autoscale(job)
+
+    def _autoscale(self, job: str) -> Iterator[Metric]:
+        """How many rollout replicas there should be, and what that follows from."""
+        found = self._controller.autoscale.status()
+        desired: Samples = {(): float(found.desired)}
+        yield _gauge("autoscale_desired", "Rollout replicas that there should be", desired, (), job)
+        if (seen := found.measures) is not None:
+            for name, text, value in (
+                ("wait_fraction", "Share of its time that the trainer waited for samples", seen.wait),
+                (
+                    "throttled_fraction",
+                    "Share of what replicas could hold and the bound refused",
+                    seen.throttled,
+                ),
+                ("need", "Rollout replicas with which neither side would wait", seen.need),
+            ):
+                yield _gauge(f"autoscale_{name}", text, {(): value}, (), job)
 
     def _weights(self, weights: WeightsStatus | None, job: str) -> Iterator[Metric]:
         """What versions cost: sums of this process, and the newest one."""

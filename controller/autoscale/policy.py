@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -97,7 +97,8 @@ class Decision:
 
 @dataclass(slots=True)
 class Memory:
-    """What a decision leaves for later ones; stored. Times are those of the caller's clock."""
+    """What a decision leaves for later ones; stored. Times are those of the caller's clock. Its lists are replaced,
+    never changed."""
 
     desired: int
     manual: int | None = None
@@ -113,7 +114,7 @@ class Memory:
     """Raises whose replicas have not leased yet: when, and how many."""
 
     def to_record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Memory:
@@ -138,11 +139,11 @@ class Autoscaler:
 
     def joined(self, now: float, count: int) -> None:
         """So many replicas lease for the first time."""
-        coming = self.memory.coming
-        while coming and count > 0:
-            at, missing = coming[0]
-            self.memory.starts = [*self.memory.starts, max(0.0, now - at)][-STARTS:]
-            coming[:1] = [(at, missing - count)] if missing > count else []
+        memory = self.memory
+        while memory.coming and count > 0:
+            (at, missing), *later = memory.coming
+            memory.starts = [*memory.starts, max(0.0, now - at)][-STARTS:]
+            memory.coming = [(at, missing - count), *later] if missing > count else later
             count -= missing
 
     def request(self, now: float, replicas: int | None) -> Decision:
@@ -169,13 +170,11 @@ class Autoscaler:
     def _decide(self, now: float, seen: Seen) -> Decision:
         memory, measured = self.memory, seen.measured
         if seen.over:
-            return self._set(now, 0, "over", seen.over)
+            return Decision(0, "over", seen.over)
         if memory.manual is not None:
             return self._set(
                 now, memory.manual, "manual", f"{memory.manual} by request, until it is taken back"
             )
-        if not memory.desired:  # it was over, and goes on after all
-            return self._set(now, max(1, self.limits.minimum), "more", "the job goes on")
         if seen.hold:
             self._watch_anew()
             return self._keep("hold", seen.hold)

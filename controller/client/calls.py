@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from schema.wire import messages as m
 from schema.wire.frame import CONTENT_TYPE, pack_bundle
+from schema.wire.messages.autoscale import AutoscaleStatus, ScaleRequest
 from schema.wire.messages.recovery import (
     DeclaredLeases,
     DeclareLeases,
@@ -206,6 +207,15 @@ def job() -> Call[m.JobStatus]:
 
 def operate(action: Literal["pause", "resume", "stop", "checkpoint"]) -> Call[m.JobStatus]:
     return _post(f"/v1/job/{action}", None, m.JobStatus)
+
+
+def autoscale() -> Call[AutoscaleStatus]:
+    return Call("GET", "/v1/autoscale", _model(AutoscaleStatus))
+
+
+def scale(replicas: int | None) -> Call[AutoscaleStatus]:
+    """Set the number of rollout replicas until it is taken back (None)."""
+    return _post("/v1/autoscale", ScaleRequest(replicas=replicas), AutoscaleStatus)
 
 
 def fail(reason: str) -> Call[m.JobStatus]:

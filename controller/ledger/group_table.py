@@ -85,6 +85,11 @@ class GroupTable(Progress):
         return len(self.by_state[State.READY])
 
     @property
+    def leased(self) -> int:
+        """How many groups replicas hold."""
+        return len(self.by_state[State.LEASED])
+
+    @property
     def held(self) -> list[Group]:
         """Groups under lease."""
         return list(self.by_state[State.LEASED].values())

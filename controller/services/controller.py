@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controller.services.autoscale import AutoscaleService
 from controller.services.dashboard import DashboardService
 from controller.services.events import EventService
 from controller.services.job import JobService
@@ -31,16 +32,18 @@ class Controller:
     job_service: JobService
     events: EventService
     dashboard: DashboardService
+    autoscale: AutoscaleService
     reaper: Reaper
 
     @classmethod
     def of(cls, job: Job) -> Controller:
         samples, steps, status = SampleService(job), StepService(job), JobService(job)
-        replicas = ReplicaService(job, samples)
+        replicas, leases = ReplicaService(job, samples), LeaseService(job)
+        autoscale = AutoscaleService(job, leases)
         return cls(
             job,
             replicas,
-            LeaseService(job),
+            leases,
             samples,
             steps,
             PublicationService(job, steps),
@@ -48,5 +51,6 @@ class Controller:
             status,
             EventService(job),
             DashboardService(job, status, replicas),
-            Reaper(job, replicas),
+            autoscale,
+            Reaper(job, replicas, autoscale),
         )

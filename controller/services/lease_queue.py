@@ -71,6 +71,15 @@ class LeaseQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def throttled(self) -> int:
+        """Groups that those ask for who wait because they were throttled."""
+        return sum(
+            waiter.request.max_groups
+            for waiter in self._waiting.values()
+            if waiter.refusal.status is LeaseStatus.THROTTLED
+        )
+
     def catch_up(self) -> None:
         """Serve the waiting requests before a new one, if anything has changed."""
         if self._waiting and self._served != self._changed.generation:

@@ -64,6 +64,11 @@ class LeaseService:
         await self._job.save()
         return reply
 
+    @property
+    def refused(self) -> int:
+        """Groups that replicas ask for now, and the bound refuses."""
+        return self._waiting.throttled
+
     def _alike(self) -> bool:
         """Whether a refusal holds for every replica with the same weights."""
         job = self._job

@@ -1,4 +1,5 @@
-"""What happens by itself as time passes: leases expire, silent replicas are lost, a start takes too long."""
+"""What happens by itself as time passes: leases expire, silent replicas are lost, a start takes too long, the number
+of replicas follows the need."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from contextlib import suppress
 
 from controller.cancellation import end
 from controller.ledger.group_table import GroupTable
+from controller.services.autoscale import AutoscaleService
 from controller.services.replicas import ReplicaService
 from controller.state.job import Job
 from controller.store import StoreUnavailable
@@ -30,8 +32,8 @@ FORGIVEN = 2.0
 class Reaper:
     """Runs `tick` again and again until `stop`."""
 
-    def __init__(self, job: Job, replicas: ReplicaService) -> None:
-        self._job, self._replicas = job, replicas
+    def __init__(self, job: Job, replicas: ReplicaService, autoscale: AutoscaleService) -> None:
+        self._job, self._replicas, self._autoscale = job, replicas, autoscale
         self._task: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
@@ -72,6 +74,7 @@ class Reaper:
         if job.rewards.may_probe(now):
             job.lease_signal.notify()
         job.settle()
+        self._autoscale.tick(now)
         job.sentence()  # so that it is known since when
         await job.save()
         self._begin_sweep()

@@ -183,6 +183,7 @@ class ReplicaService:
         job, step = self._job, request.resume_step
         job.facts.policy_epoch = max(job.facts.policy_epoch + 1, int(job.wall() * 1000))
         job.facts.exported = False
+        job.scaling.trainer(job.clock(), "away")
         job.publications.heard(request.newest_publication)
         committed, known = job.progress.committed, self._resumes_in(request)
         job.progress.abandon_step()
@@ -465,6 +466,8 @@ class ReplicaService:
         self._job.lease_signal.notify()
         if replica.role == "rollout":
             self.release_all(replica.replica_id, failed=failed)
+        else:
+            self._job.scaling.trainer(self._job.clock(), "away")
 
     def release_all(self, replica_id: str, *, failed: bool) -> None:
         """Give all leases of a replica to others."""

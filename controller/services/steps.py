@@ -70,11 +70,13 @@ class StepService:
 
         Raises `ApiError`.
         """
-        ledger = self._job.require_ledger()
+        job = self._job
+        ledger = job.require_ledger()
 
         async def find() -> bytes | None:
             batch = self._assemble(ledger, step)
-            await self._job.save()
+            job.scaling.trainer(job.clock(), "waits" if batch is None else "works")
+            await job.save()
             return None if batch is None else await self._with_payloads(batch, rows)
 
         return await self._poll(find, epoch, wait_s)
@@ -211,6 +213,7 @@ class StepService:
         groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
             job.batch_signal.notify()  # requests for a forecast of the next step end
+            job.scaling.committed(job.clock(), len(groups))
             job.samples.trained(step, job.progress.timeline, groups, request.samples)
             record = m.StepRecord(step=step, at=job.wall(), metrics=request.metrics)
             job.trained(record, *work, request.validations)

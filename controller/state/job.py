@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from controller.autoscale.policy import Memory
+from controller.autoscale.scaling import Scaling
 from controller.errors import ApiError
 from controller.ledger.group import DropReason, Group, State
 from controller.ledger.group_table import GroupTable
@@ -27,7 +29,13 @@ from controller.notify import Signal
 from controller.state import situation
 from controller.state.alarms import BEGINNING, LOOKED_BACK, Alarms, Change
 from controller.state.event_log import EventLog
-from controller.state.job_facts import JobFacts, ledger_params, sft_total_steps, validation_params
+from controller.state.job_facts import (
+    JobFacts,
+    ledger_params,
+    scale_limits,
+    sft_total_steps,
+    validation_params,
+)
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
@@ -129,6 +137,7 @@ class Job:
         known = headers.get("rewards")
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
+        self.scaling = self._load_scaling(headers.get("autoscale"))
         self.closing = False
         self.checkpoint_asked = False
         self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
@@ -161,6 +170,15 @@ class Job:
         header, rows = headers.get("ledger"), len(self.prompts)
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
 
+    def _load_scaling(self, known: Mapping[str, Any] | None) -> Scaling:
+        config, limits = self.config, scale_limits(self.config)
+        first = config.rollout.parallelism.n_init_replicas
+        memory = Memory(first) if known is None else Memory.from_record(known)
+        memory.desired = min(max(memory.desired, limits.minimum), limits.maximum)
+        if memory.manual is not None and not limits.minimum <= memory.manual <= limits.maximum:
+            memory.manual = None
+        return Scaling(limits, config.autoscale.interval, memory, self.opened_at)
+
     def _load_validation(self, saved: Saved) -> tuple[Validation, Prompts | None]:
         if not self.config.validation.enable or not self.config.is_grpo:
             return Validation.restore(ValidationParams(n_rows=0), saved[Table.VALIDATION]), None
@@ -181,6 +199,7 @@ class Job:
 
     def _say_rewind(self, step: int) -> None:
         self.alarms.rewind(step)
+        self.scaling.restart()
         text = f"training goes back to the checkpoint after {step} steps"
         self.events.add(EventKind.REWIND, text, step=step, timeline=self.progress.timeline)
 
@@ -237,6 +256,8 @@ class Job:
         self.facts.devices_given = self.turns.given
         self._stage_header(rows, "ledger", changes.header)
         self._stage_header(rows, "job", self.facts.to_record())
+        if self.config.autoscale.enable:
+            self._stage_header(rows, "autoscale", self.scaling.autoscaler.memory.to_record())
         self._stage_header(rows, "rewards", self.reward_stats.to_record())
         rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():

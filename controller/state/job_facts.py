@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from controller.autoscale.policy import Limits
 from controller.ledger.values import LedgerParams
 from controller.state.validation import ValidationParams
 from schema.config import Config
@@ -38,6 +39,8 @@ class JobFacts:
     """See `controller.state.turns.Turns`."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
+    scaled_at: float = 0.0
+    """When the number of rollout replicas was changed last (Unix time); 0: never."""
 
     def to_record(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -99,6 +102,21 @@ def validation_params(config: Config, n_rows: int) -> ValidationParams:
         lease_timeout=controller.lease_timeout,
         max_attempts=controller.max_attempts,
         names=config.reward_names,
+    )
+
+
+def scale_limits(config: Config) -> Limits:
+    """What the autoscaler depends on; one that is off keeps the number of the start."""
+    scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas
+    bound = config.staleness_bound if config.is_grpo else 0
+    groups = int(config.groups_per_step * config.controller.oversample) if config.is_grpo else 1
+    return Limits(
+        minimum=scale.min_replicas if scale.enable else first,
+        maximum=scale.max_replicas if scale.enable else first,
+        target_wait=scale.target_wait,
+        scale_down_delay=scale.scale_down_delay,
+        groups=(bound + 1) * groups,
+        bound=bound,
     )
 
 

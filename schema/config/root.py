@@ -65,9 +65,7 @@ class Config(Section):
     redis: RedisConfig = key(RedisConfig, "The store of the controller's state.")
     weight_sync: WeightSyncConfig = key(WeightSyncConfig, "How weights travel.")
     placement: PlacementConfig = key(PlacementConfig, "Which devices each role gets.")
-    autoscale: AutoscaleConfig = key(
-        AutoscaleConfig, "How many rollout replicas there are.", unbuilt="autoscaling"
-    )
+    autoscale: AutoscaleConfig = key(AutoscaleConfig, "How many rollout replicas there are.")
     launcher: LauncherConfig = key(LauncherConfig, "How processes are run.")
     logging: LoggingConfig = cosmos_key(LoggingConfig, "Where metrics go.")
     profiler: ProfilerConfig = cosmos_key(ProfilerConfig, "Traces of the workers, and kept batches.")

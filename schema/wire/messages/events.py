@@ -34,6 +34,9 @@ class EventKind(StrEnum):
     """Another phase, or something that holds the job up: `phase`, `note`, `error`."""
     ALARM = "alarm"
     """A hint that training goes wrong, begun or over: `name`, `on`, `step`."""
+    SCALE = "scale"
+    """Another number of rollout replicas, or another reason for it: `desired`, `before`, `replicas`, `working`,
+    `why`, `measures`."""
     CONTROLLER = "controller"
     """A controller took charge: `pid`, `host`, `committed_steps`, `timeline`."""
 

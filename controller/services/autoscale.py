@@ -1,0 +1,150 @@
+"""How many rollout replicas the job should have: seen here, decided in `controller.autoscale`.
+
+Whoever starts and ends replicas asks for the number and obeys it: the launcher, KEDA, `cosmos-launch autoscale`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from controller.autoscale.policy import Decision
+from controller.autoscale.scaling import Sight
+from controller.errors import ApiError
+from controller.ledger.ledger import Ledger
+from controller.services.leases import LeaseService
+from controller.state.job import Job
+from schema.wire.messages import ErrorCode, EventKind
+from schema.wire.messages.autoscale import AutoscaleStatus, Measures, ScaleRequest
+
+log = logging.getLogger(__name__)
+
+
+class AutoscaleService:
+    """See the module's docstring."""
+
+    def __init__(self, job: Job, leases: LeaseService) -> None:
+        self._job, self._leases = job, leases
+        self._said = (job.scaling.autoscaler.memory.desired, "unknown")
+
+    def tick(self, now: float) -> None:
+        """Look at the job; decide, where that is due."""
+        job = self._job
+        if not job.config.autoscale.enable or not isinstance(job.ledger, Ledger):
+            return
+        decision = job.scaling.look(now, self._sight(job.ledger))
+        if decision is not None:
+            self._tell(decision)
+
+    def _sight(self, ledger: Ledger) -> Sight:
+        job = self._job
+        left = job.progress.total_steps - job.progress.committed
+        step = job.steps.recent().step_s
+        return Sight(
+            leasing=[one.replica_id for one in job.registry.present("rollout") if one.publication_id],
+            held=ledger.table.leased,
+            asked=self._leases.refused,
+            ready=ledger.became_ready,
+            tokens=ledger.ready_tokens,
+            hold=self._hold(),
+            over=f"the job is {job.phase}" if job.ended else "",
+            remaining=None if step is None else left * step,
+        )
+
+    def _hold(self) -> str:
+        """Why what is measured now says nothing of supply and demand; empty: nothing holds the job up."""
+        job = self._job
+        if job.facts.paused:
+            return "the job is paused"
+        if job.rewards.outage is not None:
+            return job.rewards.note
+        if job.publications.newest is None:
+            return "no weights have been published yet"
+        return "all steps are trained" if job.progress.finished else ""
+
+    def _tell(self, decision: Decision) -> None:
+        """An event for each number, and for each kind of reason."""
+        job, (before, kind) = self._job, self._said
+        if (decision.desired, decision.kind) == (before, kind):
+            return
+        self._said = decision.desired, decision.kind
+        changed = decision.desired != before
+        text = (
+            f"{before} → {decision.desired} rollout replicas"
+            if changed
+            else f"{before} rollout replicas stay"
+        )
+        measures = self._measures()
+        job.events.add(
+            EventKind.SCALE,
+            f"{text}: {decision.reason}",
+            desired=decision.desired,
+            before=before,
+            replicas=len(job.registry.present("rollout")),
+            working=job.scaling.working,
+            why=decision.kind,
+            measures=None if measures is None else measures.model_dump(),
+        )
+        if changed:
+            log.info("%s: %s", text, decision.reason)
+            job.facts.scaled_at = job.wall()
+
+    # ---- calls --------------------------------------------------------------------------------------------
+
+    def status(self) -> AutoscaleStatus:
+        """The number now, and why."""
+        job, config = self._job, self._job.config
+        scale, last = config.autoscale, job.scaling.autoscaler.last
+        first = config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
+        reason = last.reason if scale.enable else "autoscale.enable = false: as many as at the start"
+        reason = reason if config.is_grpo else "supervised training has no rollout replicas"
+        return AutoscaleStatus(
+            enabled=scale.enable,
+            desired=0 if job.ended else last.desired if scale.enable else first,
+            replicas=len(job.registry.present("rollout")),
+            working=job.scaling.working,
+            minimum=scale.min_replicas if scale.enable else first,
+            maximum=scale.max_replicas if scale.enable else first,
+            manual=scale.enable and job.scaling.autoscaler.memory.manual is not None,
+            final=job.ended,
+            reason=f"the job is {job.phase}" if job.ended else reason,
+            since=job.facts.scaled_at or job.facts.started_at,
+            start_s=job.scaling.autoscaler.start_time if scale.enable else None,
+            measures=self._measures(),
+        )
+
+    def _measures(self) -> Measures | None:
+        found = self._job.scaling.measured
+        if found is None:
+            return None
+        return Measures(
+            seconds=found.seconds,
+            wait=found.wait,
+            throttled=found.throttled,
+            demand=found.demand,
+            rate=found.rate,
+            need=found.need,
+            replicas=found.replicas,
+            capacity=found.capacity,
+            lease_age_s=found.lease_age,
+            tokens_per_s=found.tokens_per_s,
+        )
+
+    async def request(self, request: ScaleRequest) -> AutoscaleStatus:
+        """A number by hand, until it is taken back; durable when answered. Raises `ApiError`, `StoreUnavailable`."""
+        job = self._job
+        job.store.require()
+        if not job.config.autoscale.enable:
+            detail = (
+                "autoscale.enable = false: the number of rollout replicas does not change; go on with "
+                f"cosmos-launch --resume {job.run_dir} --set autoscale.enable=true"
+            )
+            raise ApiError(ErrorCode.CONFLICT, detail)
+        if job.ended:
+            raise ApiError(ErrorCode.CONFLICT, f"the job is {job.phase}: it needs no replica any more")
+        try:
+            decision = job.scaling.autoscaler.request(job.clock(), request.replicas)
+        except ValueError as error:
+            raise ApiError(ErrorCode.BAD_REQUEST, str(error)) from None
+        self._tell(decision)
+        await job.save_durably()
+        return self.status()
