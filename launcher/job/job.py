@@ -27,6 +27,7 @@ from launcher.display import View, duration
 from launcher.job.controller_link import BRIEF, ControllerLink
 from launcher.job.event_log import EventLog
 from launcher.job.redis_pulse import RedisPulse
+from launcher.job.scaling import LocalScaling
 from launcher.job.screen import Screen
 from launcher.job.summary import Collected, Result
 from launcher.job.trackers import Trackers
@@ -80,6 +81,8 @@ class Job:
         self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
         self.trackers = Trackers(config, run.path, base_environment(plan.env), self.event)
+        rollouts = [*plan.workers, *plan.reserve]
+        self.scaling = LocalScaling(rollouts, self.link, self.supervisor, self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
         """Of each rollout replica by name: its successor takes its place at once."""
@@ -203,6 +206,8 @@ class Job:
         if plan.continued:
             self._launch_workers()
         self._hint_join()
+        if config.autoscale.enable:
+            self._send(self.scaling.follow)
         return await self.watch.until_over()
 
     def _launch_workers(self) -> None:
@@ -309,6 +314,8 @@ class Job:
         if exit_.replica.role is Role.POLICY:
             return status.phase not in OVER and status.step < status.total_steps
         if exit_.replica.role is Role.ROLLOUT:
+            if exit_.replica.name in self.scaling.leaving:
+                return False
             others = [
                 kept
                 for kept in self.supervisor.running()

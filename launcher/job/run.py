@@ -23,7 +23,7 @@ from launcher.nodes.announcement import HeadAddress
 from launcher.paths import absolute
 from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine, find_machine
-from launcher.plan.placement import PlacementError, place
+from launcher.plan.placement import PlacementError, place_elastic
 from launcher.plan.rundir import RunDir, Tokens, already_running, choose, newest
 from launcher.plan.tls import controller_url, reachable_elsewhere, reachable_host, url_of
 from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
@@ -227,7 +227,7 @@ def _run(
 
     def planned(host: str, port: int, url: str, address: str, others: Sequence[Machine]) -> Plan:
         try:
-            workers = place(config, checked.machine, *others, rollouts=rollouts)
+            workers, reserve = place_elastic(config, checked.machine, *others, rollouts=rollouts)
         except PlacementError as error:  # of what other machines have, which nobody knew before
             raise ConfigError([error.problem]) from None
         return Plan(
@@ -239,6 +239,7 @@ def _run(
             port=port,
             redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
             workers=workers,
+            reserve=reserve,
             reuse_data=goes_on and _same_data(before, written, run),
             continued=goes_on,
             env=env,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from launcher.plan.machine import Machine
@@ -145,6 +146,32 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Rep
         env = {**common[node], **_visible(gpus, node, mine)}
         replicas.append(_rollout(f"rollout-{index}", env, mine, node, profiled))
     return replicas
+
+
+def place_elastic(
+    config: Config, *machines: Machine, rollouts: bool = True
+) -> tuple[list[Replica], list[Replica]]:
+    """The replicas of the start, and further rollout replicas that there is room for, up to `autoscale.max_replicas`.
+
+    There is none where `dp_shard_size = -1` takes what the start leaves, or where `placement.rollout` lists devices.
+    Raises PlacementError.
+    """
+    first, scale = place(config, *machines, rollouts=rollouts), config.autoscale
+    begun = config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
+    if not scale.enable or not rollouts or (policy_layout(config).size is None and machines[0].gpus):
+        return first, []
+    most = sum(len(machine.gpus) for machine in machines) or MOST_ON_CPU * len(machines)
+    for count in range(min(scale.max_replicas, begun + most), begun, -1):
+        with suppress(PlacementError):
+            every = place(_with_rollouts(config, count), *machines)
+            late = {f"rollout-{index}" for index in range(begun, count)}
+            return [one for one in every if one.name not in late], [one for one in every if one.name in late]
+    return first, []
+
+
+def _with_rollouts(config: Config, count: int) -> Config:
+    mesh = config.rollout.parallelism.model_copy(update={"n_init_replicas": count})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"parallelism": mesh})})
 
 
 @dataclass(frozen=True, slots=True)

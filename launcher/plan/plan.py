@@ -39,6 +39,8 @@ class Plan:
     port: int
     redis: RedisServer
     workers: list[Replica]
+    reserve: list[Replica]
+    """Rollout replicas that there is room for, started when they are needed."""
     reuse_data: bool
     continued: bool
     """Whether an earlier start of this run left its state in Redis."""

@@ -25,7 +25,7 @@ from launcher.paths import absolute
 from launcher.plan import redis_server
 from launcher.plan.machine import Capability, Machine, has_module
 from launcher.plan.nsight import check_nsight
-from launcher.plan.placement import PlacementError, needs, place
+from launcher.plan.placement import PlacementError, needs, place_elastic
 from launcher.plan.tls import check_encryption
 from launcher.preflight.memory import size_text
 from schema.config import BUILTIN_REWARDS, Config, Problem, local_path, overrides
@@ -277,7 +277,8 @@ def _port_problems(host: str, port: int) -> list[Problem]:
 
 def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollouts: bool) -> None:
     try:
-        place(config, *[machine] * config.placement.nodes, rollouts=rollouts)
+        _, reserve = place_elastic(config, *[machine] * config.placement.nodes, rollouts=rollouts)
+        findings.warnings += _room_to_scale(config, len(reserve), rollouts=rollouts)
     except PlacementError as error:
         findings.problems.append(error.problem)
     findings.problems += check_hardware(config, machine)
@@ -308,6 +309,18 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollout
         message = f"{processes} worker processes of {threads} threads share {machine.cores} cores"
         hint = f"leave it out: {fair} each, which is faster"
         findings.warnings.append(Problem("launcher.cpu_threads", message, threads, hint))
+
+
+def _room_to_scale(config: Config, reserve: int, *, rollouts: bool) -> Iterator[Problem]:
+    scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas
+    if scale.enable and rollouts and config.is_grpo and first + reserve < scale.max_replicas:
+        message = f"{scale.max_replicas} rollout replicas may be needed, and there is room for {first + reserve} here"
+        hint = f"write {first + reserve}, or let others join from elsewhere (cosmos-launch join)"
+        if policy_layout(config).size is None:
+            hint = (
+                "write a number for policy.parallelism.dp_shard_size: -1 takes all GPUs that the start leaves"
+            )
+        yield Problem("autoscale.max_replicas", message, scale.max_replicas, hint)
 
 
 # ---- disk -------------------------------------------------------------------------------------------------

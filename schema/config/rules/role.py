@@ -23,6 +23,11 @@ def autoscaling_has_room(config: Config) -> Iterator[Problem]:
         message = f'supervised training ({_POLICY}.type = "sft") has no rollout replicas to scale'
         yield Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))
         return
+    if config.takes_turns:
+        message = (
+            'trainer and replicas take turns (placement.share = "time"): each waits for the other anyhow'
+        )
+        yield Problem(key, message, True, f"write {key} = false", related=("placement.share",))
     low, high, first = scale.min_replicas, scale.max_replicas, config.rollout.parallelism.n_init_replicas
     least, most = "autoscale.min_replicas", "autoscale.max_replicas"
     if low > high:

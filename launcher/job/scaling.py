@@ -1,0 +1,120 @@
+"""Obeys the controller's number of rollout replicas: starts those that there is room for, drains what is too many.
+
+    GET /v1/autoscale ─▶ desired − those that joined from elsewhere ─▶ changes() ─┬─▶ launch
+                                                                                 └─▶ drain, or end what still boots
+
+While the controller does not answer nothing changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from controller.client import ControllerError
+from controller.client import calls as api
+from launcher.job.controller_link import ControllerLink
+from launcher.plan.placement import Replica
+from launcher.processes.supervisor import Supervisor
+from launcher.restarts import Role
+from schema.wire.messages import ReplicaInfo
+
+log = logging.getLogger(__name__)
+
+LOOK = 1.0
+"""Seconds between looks; decisions are `autoscale.interval` apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Names to start, and to end."""
+
+    start: Sequence[str] = ()
+    end: Sequence[str] = ()
+
+
+def changes(
+    desired: int,
+    names: Sequence[str],
+    running: Collection[str],
+    leaving: Collection[str],
+    leases: Mapping[str, int],
+) -> Change:
+    """What to do for `desired` replicas of ours. Pure.
+
+    names: all that there is room for, those of the start first. running: whose processes are up or about to be.
+    leaving: of these, those that were asked to leave. leases: groups of each that is registered.
+
+    Those that have not registered go first, then those of the fewest groups, the last ones first.
+    """
+    staying = [name for name in names if name in running and name not in leaving]
+    free = [name for name in names if name not in running]
+    order = sorted(staying[::-1], key=lambda name: leases.get(name, -1))
+    return Change(free[: max(0, desired - len(staying))], order[: max(0, len(staying) - desired)])
+
+
+class LocalScaling:
+    """Follows the number for one start of a job. replicas: rollout replicas that there is room for."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        link: ControllerLink,
+        supervisor: Supervisor,
+        event: Callable[[str], None],
+    ) -> None:
+        self._replicas = {one.name: one for one in replicas if one.role is Role.ROLLOUT}
+        self._link, self._supervisor, self._event = link, supervisor, event
+        self.leaving: set[str] = set()
+        """Who was asked to leave, and has not left yet."""
+        self._short = 0
+
+    async def follow(self) -> None:
+        """For as long as the job runs."""
+        while True:
+            try:
+                await self.look()
+            except ControllerError as error:
+                log.debug("the number of replicas is not known: %s", error)
+            await asyncio.sleep(LOOK)
+
+    async def look(self) -> None:
+        """Ask for the number, and do what it takes. Raises `ControllerError`."""
+        found = await self._link.ask(api.autoscale())
+        if found.final:
+            return
+        infos = [one for one in await self._link.ask(api.replicas()) if one.role == "rollout"]
+        here = {one.name: one for one in infos if one.state in ("live", "draining")}
+        foreign = sum(name not in self._replicas for name in here)
+        running = {kept.replica.name for kept in self._supervisor.running(self._replicas)}
+        self.leaving &= running
+        leases = {name: one.leases for name, one in here.items()}
+        change = changes(found.desired - foreign, [*self._replicas], running, self.leaving, leases)
+        if change.start or change.end:
+            self._event(f"autoscale: {found.desired} rollout replicas are needed ({found.reason})")
+        for name in change.start:
+            self._supervisor.launch(self._replicas[name])
+        for name in change.end:
+            await self._end(name, here.get(name))
+        for name in self.leaving.difference(change.end):  # one that crashed meanwhile is there again
+            if name in here and here[name].state == "live":
+                await self._end(name, here[name])
+        self._say_short(found.desired - foreign - len(running | {*change.start}) + len(self.leaving))
+
+    async def _end(self, name: str, info: ReplicaInfo | None) -> None:
+        self.leaving.add(name)
+        if info is None:  # it boots, and holds nothing
+            self._event(f"{name} is ended before it has registered")
+            await self._supervisor.stop([name])
+        else:
+            self._event(f"{name} is asked to leave")
+            await self._link.ask(api.drain(info.replica_id))
+
+    def _say_short(self, short: int) -> None:
+        if short > 0 and short != self._short:
+            self._event(
+                f"there is no room for {short} more rollout replicas here (cosmos-launch join brings others)"
+            )
+        self._short = max(0, short)
