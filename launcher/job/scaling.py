@@ -51,7 +51,7 @@ def changes(
     """
     staying = [name for name in names if name in running and name not in leaving]
     free = [name for name in names if name not in running]
-    order = sorted(staying[::-1], key=lambda name: leases.get(name, -1))
+    order = sorted(staying, key=lambda name: (leases.get(name, -1), -names.index(name)))
     return Change(free[: max(0, desired - len(staying))], order[: max(0, len(staying) - desired)])
 
 
