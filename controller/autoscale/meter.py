@@ -33,12 +33,14 @@ class Levels:
 
     held: groups that are leased. asked: groups that replicas ask for and the bound refuses. replicas: those that have
     leased. ripe: of these, those that have done so for as long as a lease usually takes: what they make arrives.
+    empty: of these, those that hold nothing, and are refused.
     """
 
     held: int
     asked: int
     replicas: int
     ripe: int
+    empty: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Totals:
     asked: float = 0.0
     replicas: float = 0.0
     ripe: float = 0.0
+    empty: float = 0.0
     ready: int = 0
     tokens: int = 0
     trained: int = 0
@@ -64,7 +67,8 @@ class Measured:
     """A window. Rates are per second.
 
     began, seconds: of the window. wait: share of its time that the trainer waited for samples. throttled: share of
-    the groups that replicas could hold, which the bound refused. demand: groups that the trainer takes while it
+    the groups that replicas could hold, which the bound refused. idle: share of their time in which it left them with
+    none. demand: groups that the trainer takes while it
     works. rate: ready groups of a replica. capacity: groups that it holds if it may. lease_age: seconds of a lease.
     tokens_per_s: of a replica, in ready groups; tokens_per_group: of these. replicas: mean number.
     """
@@ -73,6 +77,7 @@ class Measured:
     seconds: float
     wait: float
     throttled: float
+    idle: float
     demand: float
     rate: float
     capacity: float
@@ -83,8 +88,18 @@ class Measured:
 
     @property
     def need(self) -> float:
-        """Replicas with which neither side would wait."""
+        """Replicas with which neither side would wait, if one is as fast for each group however many it holds."""
         return self.demand * (1.0 - self.throttled) / self.rate
+
+    @property
+    def most_needed(self) -> float:
+        """The same, if one that holds fewer groups makes them no slower in all."""
+        return self.demand * (1.0 - self.idle) / self.rate
+
+    @property
+    def supply(self) -> float:
+        """Groups per second of all replicas."""
+        return self.rate * self.replicas
 
 
 class Meter:
@@ -167,6 +182,7 @@ class Meter:
             asked=known.asked + passed * levels.asked,
             replicas=known.replicas + passed * levels.replicas,
             ripe=known.ripe + passed * levels.ripe,
+            empty=known.empty + passed * levels.empty,
         )
 
 
@@ -183,6 +199,7 @@ def _between(begun: Totals, last: Totals, now: Totals) -> Measured | None:
         seconds=seconds,
         wait=waited / (waited + busy),
         throttled=asked / (held + asked),
+        idle=(now.empty - begun.empty) / replicas,
         demand=(last.trained - begun.trained) / worked,
         rate=ready / ripe,
         capacity=(held + asked) / replicas,

@@ -7,11 +7,13 @@
     else ──▶ as they are
 
 More is limited by the maximum; by the bound, since no more than its groups can be under way at once; by both sides'
-waiting for each other, which replicas cannot mend; and by the end of the job. While nothing can be measured (paused,
+waiting for each other, which replicas cannot mend; and by the end of the job. Replicas of which the bound leaves each
+only some of the groups that it could hold may or may not be faster with still fewer: that is tried, and taken back
+where it made no difference. While nothing can be measured (paused,
 an outage of rewards, no trainer) the number stays. It is 0 only when the job is over.
 
-No flapping: where replicas were added although the need was met (waiting by chance, at a small bound), so much
-headroom is kept from then on; a replica's highest rate is remembered, since one that the bound holds back may be
+No flapping: where replicas were added although the need was met (waiting by chance, or slower with fewer groups), so
+much headroom is kept from then on; a replica's highest rate is remembered, since one that the bound holds back may be
 faster for each group than it will be when it holds more; and between two changes lies the time in which the first
 one shows. What was remembered is forgotten after `FORGET`.
 """
@@ -29,7 +31,11 @@ from controller.autoscale.meter import Measured
 
 HEADROOM = 1.03
 """Replicas over the measured need below which none is drained."""
-MOST_HEADROOM = 2.0
+MOST_HEADROOM = 4.0
+TRIAL = 1.25
+"""Times as many replicas at least where it is tried whether more are faster."""
+TRIED = 0.25
+"""Share of the gain in proportion to their number that has to be seen."""
 SPEEDS = 1.1
 """Times the present number that the need must be before a change has shown, to add to it all the same."""
 MOST_THROTTLED = 0.5
@@ -109,6 +115,11 @@ class Memory:
     fastest: float = 0.0
     """Tokens per second of a replica that nothing held back; 0: not known."""
     fastest_at: float = 0.0
+    tried: list[float] = field(default_factory=list)
+    """A trial: the number before it, and the groups per second that those made."""
+    useful: int = 0
+    """Beyond which more made no difference; 0: not known."""
+    useful_at: float = 0.0
     starts: list[float] = field(default_factory=list)
     coming: list[tuple[float, int]] = field(default_factory=list)
     """Raises whose replicas have not leased yet: when, and how many."""
@@ -199,17 +210,18 @@ class Autoscaler:
     def _more(self, now: float, seen: Seen, measured: Measured) -> Decision:
         desired, limits = self.memory.desired, self.limits
         waits = f"the trainer waits {measured.wait:.0%} of its time"
-        if measured.throttled > MOST_THROTTLED:
+        if measured.idle > MOST_THROTTLED:
             return self._keep(
                 "both",
-                f"{waits}, and the bound holds replicas back {measured.throttled:.0%} of theirs: both wait for each "
-                f"other, which allowed_outdated_steps = {limits.bound + 1} would mend, not more replicas",
+                f"{waits}, and the bound leaves replicas without work {measured.idle:.0%} of theirs: both wait for "
+                f"each other, which allowed_outdated_steps = {limits.bound + 1} would mend, not more replicas",
             )
-        goal, settled = (
-            math.ceil(self._with_losses(measured, measured.need) - 1e-6),
-            self._has_shown(measured),
-        )
-        if not settled and goal < desired * SPEEDS:
+        goal = math.ceil(self._with_losses(measured, measured.most_needed) - 1e-6)
+        settled = self._has_shown(measured)
+        if settled and (in_vain := self._in_vain(now, measured)) is not None:
+            return in_vain
+        trial = measured.throttled > FULL
+        if not settled and (trial or goal < desired * SPEEDS):
             return self._keep("settling", f"{waits}: waiting for what the last change does")
         by_need = goal > desired
         if not by_need:
@@ -217,28 +229,48 @@ class Autoscaler:
                 missing = desired - seen.working
                 return self._keep("settling", f"{waits}: {missing} of {desired} replicas are not there yet")
             goal = desired + max(1, math.ceil(desired * (measured.wait - limits.target_wait)))
-        goal = min(goal, 2 * desired)
-        useful = max(1, math.ceil(limits.groups / measured.capacity - 1e-6))
-        most = min(limits.maximum, useful)
-        if goal > most and desired >= most:
-            return self._keep(*self._limited(waits, useful, measured))
+        goal = min(max(goal, math.ceil(desired * TRIAL) if trial else 0), 2 * desired)
+        most = min(limits.maximum, limits.groups, self.memory.useful or limits.maximum)
+        if desired >= most:
+            return self._keep(*self._limited(waits))
         goal = min(goal, most)
         left, takes = seen.remaining, self.start_time + measured.lease_age
         if left is not None and left < takes:
             text = f"{waits}, but the job ends in about {left:.0f} s, and a replica helps after {takes:.0f} s"
             return self._keep("ending", text)
-        if not by_need:
+        if trial:
+            self.memory.tried = [desired, measured.supply]
+        if trial or not by_need:
             self._keep_headroom(now, goal / measured.need)
         return self._set(now, goal, "more", f"{waits}: {_rates(measured)}")
 
-    def _limited(self, waits: str, useful: int, measured: Measured) -> tuple[Kind, str]:
-        limits = self.limits
-        if useful <= limits.maximum:
-            return "bound", (
-                f"{waits}, but the bound of {limits.bound} steps lets {limits.groups} groups be under way, and a "
-                f"replica holds {measured.capacity:.3g}: more than {useful} would have nothing to do"
-            )
+    def _limited(self, waits: str) -> tuple[Kind, str]:
+        limits, useful = self.limits, self.memory.useful
+        bound = f"the bound of {limits.bound} steps lets {limits.groups} groups be under way"
+        if useful and useful <= min(limits.maximum, limits.groups):
+            return "bound", f"{waits}, but {bound}, and more than {useful} replicas made no more of them"
+        if limits.groups < limits.maximum:
+            return "bound", f"{waits}, but {bound}: more replicas would have nothing to do"
         return "limit", f"{waits}, but autoscale.max_replicas = {limits.maximum}"
+
+    def _in_vain(self, now: float, measured: Measured) -> Decision | None:
+        """The end of a trial: back to the number before, if more replicas made hardly more."""
+        memory = self.memory
+        if not memory.tried:
+            return None
+        (before, made), memory.tried = memory.tried, []
+        goal, expected = int(before), memory.desired / before - 1.0
+        if goal >= memory.desired or measured.supply >= made * (1.0 + TRIED * expected):
+            return None
+        memory.useful, memory.useful_at, memory.headroom = goal, now, HEADROOM
+        bound = self.limits.bound
+        return self._set(
+            now,
+            goal,
+            "bound",
+            f"{memory.desired} replicas made {measured.supply:.3g} groups/s, {goal} made {made:.3g}: the bound of "
+            f"{bound} steps lets {self.limits.groups} be under way; allowed_outdated_steps = {bound + 1} would help",
+        )
 
     def _keep_headroom(self, now: float, headroom: float) -> None:
         self.memory.headroom = min(max(headroom, self.memory.headroom), MOST_HEADROOM)
@@ -291,6 +323,8 @@ class Autoscaler:
             memory.fastest, memory.fastest_at = measured.tokens_per_s, now
         elif now - memory.fastest_at > FORGET:
             memory.fastest = 0.0
+        if now - memory.useful_at > FORGET:
+            memory.useful = 0
         if now - memory.headroom_at > FORGET:
             memory.headroom = HEADROOM
 
@@ -319,8 +353,11 @@ class Autoscaler:
 
 def _rates(measured: Measured) -> str:
     """Demand and supply in words."""
-    held_back = f", held back {measured.throttled:.0%} of its time" if measured.throttled >= 0.01 else ""
+    least, most = f"{measured.need:.1f}", f"{measured.most_needed:.1f}"
+    held_back = (
+        f" with {1 - measured.throttled:.0%} of what it can hold" if measured.throttled >= 0.01 else ""
+    )
     return (
         f"it takes {measured.demand:.3g} groups/s while it works, a replica makes {measured.rate:.3g}{held_back}, "
-        f"so {measured.need:.1f} would do"
+        f"so {least if least == most else f'{least} to {most}'} would do"
     )

@@ -19,13 +19,15 @@ class Sight:
     """The job at one moment.
 
     leasing: ids of rollout replicas that have leased and are there. held: groups leased. asked: groups that replicas
-    ask for and the bound refuses. ready, tokens: groups that ever became ready, and their generated tokens.
+    ask for and the bound refuses. empty: replicas that ask in vain and hold none. ready, tokens: groups that ever
+    became ready, and their generated tokens.
     hold, over, remaining: see `Seen`.
     """
 
     leasing: Iterable[str]
     held: int
     asked: int
+    empty: int
     ready: int
     tokens: int
     hold: str = ""
@@ -70,7 +72,7 @@ class Scaling:
         while self._young and self._young[0][0] <= now - self._lease_age:
             self._young.popleft()
         ripe = len(known) - sum(name in known for _, name in self._young)
-        levels = None if sight.hold else Levels(sight.held, sight.asked, len(known), ripe)
+        levels = None if sight.hold else Levels(sight.held, sight.asked, len(known), ripe, sight.empty)
         self._meter.look(now, levels, sight.ready, sight.tokens)
         if now - self._decided_at < self.interval and not sight.over:
             return None

@@ -38,11 +38,12 @@ class AutoscaleService:
     def _sight(self, ledger: Ledger) -> Sight:
         job = self._job
         left = job.progress.total_steps - job.progress.committed
-        step = job.steps.recent().step_s
+        step, refused = job.steps.recent().step_s, self._leases.refused
         return Sight(
             leasing=[one.replica_id for one in job.registry.present("rollout") if one.publication_id],
             held=ledger.table.leased,
-            asked=self._leases.refused,
+            asked=sum(refused.values()),
+            empty=sum(name not in ledger.table.by_replica for name in refused),
             ready=ledger.became_ready,
             tokens=ledger.ready_tokens,
             hold=self._hold(),

@@ -72,13 +72,13 @@ class LeaseQueue:
         return len(self._waiting)
 
     @property
-    def throttled(self) -> int:
-        """Groups that those ask for who wait because they were throttled."""
-        return sum(
-            waiter.request.max_groups
+    def throttled(self) -> dict[str, int]:
+        """Replicas that wait because they were throttled, and the groups that each asks for."""
+        return {
+            waiter.request.replica_id: waiter.request.max_groups
             for waiter in self._waiting.values()
             if waiter.refusal.status is LeaseStatus.THROTTLED
-        )
+        }
 
     def catch_up(self) -> None:
         """Serve the waiting requests before a new one, if anything has changed."""

@@ -65,8 +65,8 @@ class LeaseService:
         return reply
 
     @property
-    def refused(self) -> int:
-        """Groups that replicas ask for now, and the bound refuses."""
+    def refused(self) -> dict[str, int]:
+        """Groups that replicas ask for now and the bound refuses, by replica."""
         return self._waiting.throttled
 
     def _alike(self) -> bool:
