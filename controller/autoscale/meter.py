@@ -70,7 +70,8 @@ class Measured:
     the groups that replicas could hold, which the bound refused. idle: share of their time in which it left them with
     none. demand: groups that the trainer takes while it
     works. rate: ready groups of a replica. capacity: groups that it holds if it may. lease_age: seconds of a lease.
-    tokens_per_s: of a replica, in ready groups; tokens_per_group: of these. replicas: mean number.
+    tokens_per_s: of a replica, in ready groups; tokens_per_group: of these. replicas: mean number. step_time: seconds
+    from commit to commit.
     """
 
     began: float
@@ -85,6 +86,7 @@ class Measured:
     tokens_per_s: float
     tokens_per_group: float
     replicas: float
+    step_time: float
 
     @property
     def need(self) -> float:
@@ -207,4 +209,5 @@ def _between(begun: Totals, last: Totals, now: Totals) -> Measured | None:
         tokens_per_s=(now.tokens - begun.tokens) / ripe,
         tokens_per_group=(now.tokens - begun.tokens) / ready,
         replicas=replicas / (now.counted - begun.counted),
+        step_time=(last.at - begun.at) / (last.steps - begun.steps),
     )

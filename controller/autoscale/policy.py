@@ -82,14 +82,14 @@ class Limits:
 class Seen:
     """The job now. working: replicas that lease. hold: why nothing can be decided; empty: it can.
 
-    over: why no replica is needed any more; empty: some are. remaining: seconds to the end, if known.
+    over: why no replica is needed any more; empty: some are. left: steps to train, if known.
     """
 
     measured: Measured | None
     working: int
     hold: str = ""
     over: str = ""
-    remaining: float | None = None
+    left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +234,9 @@ class Autoscaler:
         if desired >= most:
             return self._keep(*self._limited(waits))
         goal = min(goal, most)
-        left, takes = seen.remaining, self.start_time + measured.lease_age
-        if left is not None and left < takes:
-            text = f"{waits}, but the job ends in about {left:.0f} s, and a replica helps after {takes:.0f} s"
+        takes = self.start_time + measured.lease_age
+        if seen.left is not None and (ends := seen.left * measured.step_time) < takes:
+            text = f"{waits}, but the job ends in about {ends:.0f} s, and a replica helps after {takes:.0f} s"
             return self._keep("ending", text)
         if trial:
             self.memory.tried = [desired, measured.supply]

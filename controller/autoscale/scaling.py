@@ -21,7 +21,7 @@ class Sight:
     leasing: ids of rollout replicas that have leased and are there. held: groups leased. asked: groups that replicas
     ask for and the bound refuses. empty: replicas that ask in vain and hold none. ready, tokens: groups that ever
     became ready, and their generated tokens.
-    hold, over, remaining: see `Seen`.
+    hold, over, left: see `Seen`.
     """
 
     leasing: Iterable[str]
@@ -32,7 +32,7 @@ class Sight:
     tokens: int
     hold: str = ""
     over: str = ""
-    remaining: float | None = None
+    left: int | None = None
 
 
 class Scaling:
@@ -94,5 +94,5 @@ class Scaling:
         self.measured = self._meter.window(now, max(self.interval, LEASES * self._lease_age))
         if self.measured is not None:
             self._lease_age = self.measured.lease_age
-        seen = Seen(self.measured, self.working, hold, sight.over, sight.remaining)
+        seen = Seen(self.measured, self.working, hold, sight.over, sight.left)
         return self.autoscaler.decide(now, seen)

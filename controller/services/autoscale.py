@@ -37,8 +37,7 @@ class AutoscaleService:
 
     def _sight(self, ledger: Ledger) -> Sight:
         job = self._job
-        left = job.progress.total_steps - job.progress.committed
-        step, refused = job.steps.recent().step_s, self._leases.refused
+        refused = self._leases.refused
         return Sight(
             leasing=[one.replica_id for one in job.registry.present("rollout") if one.publication_id],
             held=ledger.table.leased,
@@ -48,7 +47,7 @@ class AutoscaleService:
             tokens=ledger.ready_tokens,
             hold=self._hold(),
             over=f"the job is {job.phase}" if job.ended else "",
-            remaining=None if step is None else left * step,
+            left=job.progress.total_steps - job.progress.committed,
         )
 
     def _hold(self) -> str:
