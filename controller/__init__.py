@@ -9,6 +9,7 @@
     state        one job: `Job` holds all parts and knows its phase; replicas, publications, validation, steps
          │
     ledger       pure: the groups of a GRPO job (`GroupTable`), and what may happen to them (`Ledger`)
+    autoscale    pure: how many rollout replicas the job needs
          │
     store        Redis: `Job.stage` names what changed, one transaction at a time writes it, then the call is answered
 
@@ -42,8 +43,10 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | POST /checkpoints               | groups: trained → durable, payloads go    | steps        | checkpoint            |
 | POST /replicas/meetings/…       | where the ranks of a replica meet         | replicas     |                       |
 | POST /job/…                     | paused, ended, reopened, checkpoint       | job          | job                   |
+| POST /autoscale                 | rollout replicas that there should be     | autoscale    | autoscale.policy      |
 | GET /job, /groups               | nothing                                   | job          | group_table           |
 | GET /replicas                   | nothing                                   | replicas     | replicas              |
+| GET /autoscale                  | nothing                                   | autoscale    |                       |
 | GET /replicas/meetings/…        | nothing                                   | replicas     |                       |
 | GET /ledger, /groups/…          | nothing                                   | (routes)     | group_table           |
 | GET /samples, /samples/…        | nothing                                   | samples      |                       |
@@ -58,5 +61,6 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | /config, /config/…              | nothing                                   | (routes)     |                       |
 | /openapi.json, /metrics, /docs  | nothing                                   | (routes)     |                       |
 | /healthz, /readyz               | nothing                                   | (routes)     |                       |
-| every half second               | leases expire, replicas are lost          | reaper       | ledger, replicas      |
+| every half second               | leases expire, replicas are lost; their   | reaper       | ledger, replicas,     |
+|                                 | number is decided                         |              | autoscale             |
 """

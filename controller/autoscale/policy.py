@@ -13,9 +13,9 @@ where it made no difference. While nothing can be measured (paused,
 an outage of rewards, no trainer) the number stays. It is 0 only when the job is over.
 
 No flapping: where replicas were added although the need was met (waiting by chance, or slower with fewer groups), so
-much headroom is kept from then on; a replica's highest rate is remembered, since one that the bound holds back may be
-faster for each group than it will be when it holds more; and between two changes lies the time in which the first
-one shows. What was remembered is forgotten after `FORGET`.
+much headroom is kept from then on; the first way down after a way up is half of it, since a replica that the bound
+holds back may be faster for each group than it will be when it holds more; and between two changes lies the time in
+which the first one shows. What was remembered is forgotten after `FORGET`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TRIED = 0.25
 """Share of the gain in proportion to their number that has to be seen."""
 SPEEDS = 1.1
 """Times the present number that the need must be before a change has shown, to add to it all the same."""
-MOST_THROTTLED = 0.5
-"""Share of their time that the bound may hold replicas back, and more of them still help."""
+MOST_IDLE = 0.5
+"""Share of their time that the bound may leave replicas without work, and more of them still help."""
 FULL = 0.05
-"""Below this share replicas are as busy as they can be: their rate is their highest."""
+"""Share that the bound may refuse of what replicas could hold, and they are as busy as they can be."""
 MOST_LOST = 1.5
 """Times the need that may be requested because replicas are missing all the time."""
 FORGET = 3600.0
@@ -109,12 +109,9 @@ class Memory:
     desired: int
     manual: int | None = None
     changed_at: float = 0.0
-    raised: bool = False
+    raised: bool = True
     headroom: float = HEADROOM
     headroom_at: float = 0.0
-    fastest: float = 0.0
-    """Tokens per second of a replica that nothing held back; 0: not known."""
-    fastest_at: float = 0.0
     tried: list[float] = field(default_factory=list)
     """A trial: the number before it, and the groups per second that those made."""
     useful: int = 0
@@ -210,7 +207,7 @@ class Autoscaler:
     def _more(self, now: float, seen: Seen, measured: Measured) -> Decision:
         desired, limits = self.memory.desired, self.limits
         waits = f"the trainer waits {measured.wait:.0%} of its time"
-        if measured.idle > MOST_THROTTLED:
+        if measured.idle > MOST_IDLE:
             return self._keep(
                 "both",
                 f"{waits}, and the bound leaves replicas without work {measured.idle:.0%} of theirs: both wait for "
@@ -238,9 +235,10 @@ class Autoscaler:
         if seen.left is not None and (ends := seen.left * measured.step_time) < takes:
             text = f"{waits}, but the job ends in about {ends:.0f} s, and a replica helps after {takes:.0f} s"
             return self._keep("ending", text)
-        if trial:
+        if trial:  # with more of them each will hold fewer groups, and look the less needed
             self.memory.tried = [desired, measured.supply]
-        if trial or not by_need:
+            self._keep_headroom(now, goal / measured.need * goal / desired)
+        elif not by_need:
             self._keep_headroom(now, goal / measured.need)
         return self._set(now, goal, "more", f"{waits}: {_rates(measured)}")
 
@@ -282,11 +280,8 @@ class Autoscaler:
         memory = self.memory
         if not self._has_shown(measured):
             return self._keep("settling", "waiting for what the last change does")
-        if memory.fastest:
-            tokens = measured.demand * measured.tokens_per_group * memory.headroom
-            enough = max(enough, math.ceil(tokens / memory.fastest - 1e-6))
-        else:  # how fast a busy replica is was never seen
-            enough = max(enough, (memory.desired + enough) // 2)
+        if memory.raised:
+            enough = (memory.desired + enough) // 2
         goal = max(enough, self.limits.minimum, 1)
         if goal >= memory.desired:
             return self._keep("enough", f"{_rates(measured)}: enough")
@@ -319,10 +314,6 @@ class Autoscaler:
 
     def _remember(self, now: float, measured: Measured) -> None:
         memory = self.memory
-        if measured.throttled < FULL:
-            memory.fastest, memory.fastest_at = measured.tokens_per_s, now
-        elif now - memory.fastest_at > FORGET:
-            memory.fastest = 0.0
         if now - memory.useful_at > FORGET:
             memory.useful = 0
         if now - memory.headroom_at > FORGET:

@@ -115,6 +115,6 @@ class LocalScaling:
     def _say_short(self, short: int) -> None:
         if short > 0 and short != self._short:
             self._event(
-                f"there is no room for {short} more rollout replicas here (cosmos-launch join brings others)"
+                f"{short} rollout replicas are missing: all devices are taken (cosmos-launch join brings others)"
             )
         self._short = max(0, short)

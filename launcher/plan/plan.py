@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,11 +39,11 @@ class Plan:
     port: int
     redis: RedisServer
     workers: list[Replica]
-    reserve: list[Replica]
-    """Rollout replicas that there is room for, started when they are needed."""
     reuse_data: bool
     continued: bool
     """Whether an earlier start of this run left its state in Redis."""
     env: Mapping[str, str]
+    reserve: Sequence[Replica] = ()
+    """Rollout replicas that there is room for, started when they are needed."""
     address: str = LOOPBACK
     """Of this machine, for the others of the job."""

@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from schema.util.text import PLAIN
 from schema.wire.messages.base import Count, Message
 
+Reason = Annotated[str, Field(max_length=1000, pattern=PLAIN)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -43,7 +45,7 @@ class AutoscaleStatus(Message):
     maximum: int = Field(ge=0)
     manual: bool = Field(default=False, description="Whether a person has set the number.")
     final: bool = Field(default=False, description="Whether the job is over.")
-    reason: str
+    reason: Reason
     since: float = Field(description="Unix time since when the number is as it is.")
     start_s: float | None = Field(
         default=None, description="Typical seconds until a requested replica leases."

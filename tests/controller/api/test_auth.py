@@ -31,6 +31,8 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("POST", "/v1/replicas/policy-0.1/profile", USER),
     ("DELETE", "/v1/replicas/rollout-0.1?incarnation=9", ROLLOUT),
     ("POST", "/v1/replicas/rollout-0.1/turn", ROLLOUT),
+    ("GET", "/v1/autoscale", USER | ROLLOUT | POLICY),
+    ("POST", "/v1/autoscale", USER),
     ("POST", "/v1/leases", ROLLOUT),
     ("DELETE", "/v1/leases/x", ROLLOUT),
     ("POST", "/v1/groups/e0-p0/samples/0", ROLLOUT),

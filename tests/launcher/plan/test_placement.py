@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.plan.machine import GpuFacts, Machine, parse_driver, visible_gpus
-from launcher.plan.placement import PlacementError, controller, joined, needs, place
+from launcher.plan.placement import PlacementError, controller, joined, needs, place, place_elastic
 from launcher.restarts import Role
 from schema.config import Config, Problem
 from tests.launcher.samples import config
@@ -50,6 +50,34 @@ def test_minus_one_takes_the_gpus_that_rollouts_leave():
     assert [spec.env["LOCAL_RANK"] for spec in ranks] == list("012345")
     assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in ranks} == {"0,1,2,3,4,5"}
     assert [replica.processes[0].env["CUDA_VISIBLE_DEVICES"] for replica in replicas[1:]] == ["6", "7"]
+
+
+ELASTIC = {"enable": True, "max_replicas": 5}
+
+
+def test_further_replicas_take_devices_that_the_start_leaves() -> None:
+    job = config(
+        policy={"parallelism": {"dp_shard_size": 2}},
+        rollout={"parallelism": {"tp_size": 2}},
+        autoscale=ELASTIC,
+    )
+    first, reserve = place_elastic(job, Machine(cores=8, gpus=gpus(8)))
+    assert [(one.name, one.devices) for one in first] == [("policy-0", (0, 1)), ("rollout-0", (2, 3))]
+    assert [(one.name, one.devices) for one in reserve] == [("rollout-1", (4, 5)), ("rollout-2", (6, 7))]
+    first, reserve = place_elastic(job, Machine(cores=8))
+    assert [one.name for one in (*first, *reserve)] == ["policy-0", *(f"rollout-{i}" for i in range(5))]
+
+
+def test_nothing_is_kept_for_further_replicas_where_none_can_come() -> None:
+    machine, greedy = Machine(cores=8, gpus=gpus(8)), {"parallelism": {"dp_shard_size": -1}}
+    for job, rollouts in (
+        (config(policy=greedy, autoscale=ELASTIC), True),
+        (config(autoscale={"enable": False, "max_replicas": 5}), True),
+        (config(autoscale=ELASTIC), False),
+    ):
+        first, reserve = place_elastic(job, machine, rollouts=rollouts)
+        assert first == place(job, machine, rollouts=rollouts)
+        assert reserve == []
 
 
 def test_minus_one_is_one_rank_on_cpu():

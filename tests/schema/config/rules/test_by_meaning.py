@@ -473,6 +473,7 @@ FAULTS = {
     role.autoscaling_has_room: [
         ({"autoscale.min_replicas": 9, "autoscale.enable": True}, "9", "autoscale.max_replicas = 8"),
         ({"autoscale.min_replicas": 2, "autoscale.enable": True}, "2", f"{R}.n_init_replicas = 1"),
+        ({"autoscale.enable": True, "placement.share": "time"}, "take turns", '"time"'),
     ],
     role.validation_leaves_replicas: [
         ({"validation.max_replicas": 3, "validation.enable": True}, "3", f"{R}.n_init_replicas = 1"),
