@@ -1,0 +1,76 @@
+"""The launcher starts and drains rollout replicas as the need changes, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.client import calls as api
+from schema.wire import event_file
+from schema.wire.messages import EventKind
+from schema.wire.messages.autoscale import AutoscaleStatus
+from tests.e2e.held import REWARDS
+from tests.e2e.program import Program, command, write_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.scaled]
+
+SLOW = """
+import time
+
+def slow(completion, row, load):
+    with open(load) as file:
+        time.sleep(float(file.read()))
+    return float(len(completion) % 3)
+"""
+SCALE = """
+[autoscale]
+enable = true
+max_replicas = 2
+interval = 1.0
+scale_down_delay = 4.0
+
+[reward]
+num_workers = 1
+
+[custom]
+load = "{load}"
+"""
+
+
+def number(program: Program) -> AutoscaleStatus:
+    with program.client() as client:
+        return client.send(api.autoscale())
+
+
+def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
+    """A reward of a third of a second, one at a time, makes one replica too slow; a fast one makes two too many. The
+    controller and the second replica are killed at the peak. Passes over each batch make the trainer slow."""
+    load, functions = tmp_path / "load", tmp_path / "slow.py"
+    load.write_text("0.3")
+    functions.write_text(SLOW)
+    config = write_config(tmp_path, model, steps=5000, rows=20_000, validation=False)
+    text = config.read_text().replace(REWARDS, f'{{ "{functions}:slow" = 1.0 }}\nmu_iterations = 12')
+    config.write_text(text + SCALE.format(load=load))
+    with Program(config) as program:
+        program.until("two replicas work", lambda _: number(program).working == 2)
+        program.kill("controller")
+        program.until("the number is known", lambda _: number(program).desired == 2)
+        program.kill("rollout_worker")
+        program.until("two replicas work again", lambda _: number(program).working == 2)
+        load.write_text("0")
+        program.until("one is enough", lambda _: number(program).desired == 1)
+        program.until("the other one has left", lambda _: number(program).replicas == 1)
+        assert command("stop", program.run_dir, "--wait", "60").returncode == 0
+        program.wait()
+    ledger = json.loads((program.run_dir / "summary.json").read_text())["ledger"]
+    assert sum(ledger["states"].values()) == ledger["created"]
+    assert (ledger["over_bound"], ledger["dropped"]) == (0, {})
+    output = program.output()
+    assert "autoscale: 2 rollout replicas are needed (the trainer waits" in output
+    assert "rollout-1 is asked to leave" in output
+    events = event_file.read(event_file.path_of(program.run_dir))
+    scaled = [event for event in events if event.kind is EventKind.SCALE]
+    numbers = [e.data["desired"] for e in scaled if e.data["desired"] != e.data["before"]]
+    assert numbers[:2] == [2, 1]
