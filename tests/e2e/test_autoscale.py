@@ -11,32 +11,10 @@ from controller.client import calls as api
 from schema.wire import event_file
 from schema.wire.messages import EventKind
 from schema.wire.messages.autoscale import AutoscaleStatus
-from tests.e2e.held import REWARDS
+from tests.e2e.loaded import loaded, put_load
 from tests.e2e.program import Program, command, write_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.scaled]
-
-SLOW = """
-import time
-
-def slow(completion, row, load):
-    with open(load) as file:
-        time.sleep(float(file.read()))
-    return float(len(completion) % 3)
-"""
-SCALE = """
-[autoscale]
-enable = true
-max_replicas = 2
-interval = 1.0
-scale_down_delay = 4.0
-
-[reward]
-num_workers = 1
-
-[custom]
-load = "{load}"
-"""
 
 
 def number(program: Program) -> AutoscaleStatus:
@@ -46,20 +24,17 @@ def number(program: Program) -> AutoscaleStatus:
 
 def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
     """A reward of a third of a second, one at a time, makes one replica too slow; a fast one makes two too many. The
-    controller and the second replica are killed at the peak. Passes over each batch make the trainer slow."""
-    load, functions = tmp_path / "load", tmp_path / "slow.py"
-    load.write_text("0.3")
-    functions.write_text(SLOW)
+    controller and a replica are killed at the peak."""
     config = write_config(tmp_path, model, steps=5000, rows=20_000, validation=False)
-    text = config.read_text().replace(REWARDS, f'{{ "{functions}:slow" = 1.0 }}\nmu_iterations = 12')
-    config.write_text(text + SCALE.format(load=load))
+    loaded(config, max_replicas=2, interval=1.0, scale_down_delay=4.0)
+    put_load(config, 0.3)
     with Program(config) as program:
         program.until("two replicas work", lambda _: number(program).working == 2)
         program.kill("controller")
         program.until("the number is known", lambda _: number(program).desired == 2)
         program.kill("rollout_worker")
         program.until("two replicas work again", lambda _: number(program).working == 2)
-        load.write_text("0")
+        put_load(config, 0.0)
         program.until("one is enough", lambda _: number(program).desired == 1)
         program.until("the other one has left", lambda _: number(program).replicas == 1)
         assert command("stop", program.run_dir, "--wait", "60").returncode == 0
