@@ -13,8 +13,9 @@ from controller.errors import ApiError
 from controller.ledger.ledger import Ledger
 from controller.services.leases import LeaseService
 from controller.state.job import Job
+from schema.util.text import one_line
 from schema.wire.messages import ErrorCode, EventKind
-from schema.wire.messages.autoscale import AutoscaleStatus, Measures, ScaleRequest
+from schema.wire.messages.autoscale import MOST_REASON, AutoscaleStatus, Measures, ScaleRequest
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class AutoscaleService:
             maximum=scale.max_replicas if scale.enable else first,
             manual=scale.enable and job.scaling.autoscaler.memory.manual is not None,
             final=job.ended,
-            reason=f"the job is {job.phase}" if job.ended else reason,
+            reason=one_line(f"the job is {job.phase}" if job.ended else reason)[:MOST_REASON],
             since=job.facts.scaled_at or job.facts.started_at,
             start_s=job.scaling.autoscaler.start_time if scale.enable else None,
             measures=self._measures(),

@@ -327,6 +327,7 @@ class Job:
     # ---- end ----------------------------------------------------------------------------------------------
 
     async def _finish(self, outcome: Outcome) -> Collected:
+        self.scaling.over = True
         workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
         if outcome.name == "failed":
             self.event(f"failed: {outcome.reason}")

@@ -70,10 +70,12 @@ class LocalScaling:
         self.leaving: set[str] = set()
         """Who was asked to leave, and has not left yet."""
         self._short = 0
+        self.over = False
+        """Whether the job is ending: nothing is started any more."""
 
     async def follow(self) -> None:
         """For as long as the job runs."""
-        while True:
+        while not self.over:
             try:
                 await self.look()
             except ControllerError as error:
@@ -91,6 +93,8 @@ class LocalScaling:
         running = {kept.replica.name for kept in self._supervisor.running(self._replicas)}
         self.leaving &= running
         leases = {name: one.leases for name, one in here.items()}
+        if self.over:
+            return
         change = changes(found.desired - foreign, [*self._replicas], running, self.leaving, leases)
         if change.start or change.end:
             self._event(f"autoscale: {found.desired} rollout replicas are needed ({found.reason})")

@@ -9,7 +9,8 @@ from pydantic import Field
 from schema.util.text import PLAIN
 from schema.wire.messages.base import Count, Message
 
-Reason = Annotated[str, Field(max_length=1000, pattern=PLAIN)]
+MOST_REASON = 1000
+Reason = Annotated[str, Field(max_length=MOST_REASON, pattern=PLAIN)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
