@@ -75,6 +75,21 @@ def test_a_paused_job_keeps_its_number(stage: Stage) -> None:
     assert (found.desired, found.reason) == (1, "the job is paused")
 
 
+def test_an_outage_of_rewards_changes_no_number(stage: Stage) -> None:
+    served, trainer, rollout = stage.at_work(SCALED, rows=100)
+    step(served, trainer, rollout, 0, waits=12.0)
+    rollout.update()
+    for group in rollout.lease(3).groups:
+        rollout.finish([group], score=None, rewards={}, error="TimeoutError: too\nslow", outage=True)
+    assert trainer.batch(1) is None
+    for _ in range(6):
+        served.skip(8.0)
+    found = number(stage, served)
+    assert served.job.rewards.outage is not None
+    assert (found.desired, found.replicas) == (1, 1)
+    assert "TimeoutError: too): one prompt at a time" in found.reason
+
+
 def test_a_number_by_hand_counts_until_it_is_taken_back(stage: Stage) -> None:
     served, _, _ = stage.at_work(SCALED, rows=100)
     user = stage.client(served)
