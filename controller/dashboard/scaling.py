@@ -40,8 +40,9 @@ class Levels:
         if len(self._moments) > 2 * MOST_MOMENTS:
             self._moments = thinned(self._moments, MOST_MOMENTS)
 
-    def __bool__(self) -> bool:
-        return bool(self._moments)
+    @property
+    def last(self) -> float | None:
+        return self._moments[-1][1] if self._moments else None
 
     @property
     def moments(self) -> list[Moment]:
@@ -118,9 +119,9 @@ class ScaleHistory:
             kind=data["why"],
             reason=event.text.partition(": ")[2] or event.text,
         )
-        if not self._wanted:
-            self._wanted.add(event.at, found.before)
-        self._wanted.add(event.at, found.desired)
+        for count in (found.before, found.desired):
+            if self._wanted.last != count:
+                self._wanted.add(event.at, count)
         self._decisions.append(found)
         self._made += 1
         if data.get("measures") is not None:

@@ -43,7 +43,7 @@ export async function show(page, runs, app) {
 }
 
 const legend = () => el("div", {}, el("p", { class: "legend" },
-  "Wanted: what the controller asks for. There: registered, neither lost nor gone. Needed: with so many, by what was measured, neither side would wait. ",
+  "Wanted: what the controller asks for. There: registered, neither lost nor gone. Needed: with so many, by what was measured, neither side would wait; a triangle is further up. ",
   "Held back: of the groups that replicas could hold those that the staleness bound refuses."));
 
 function wanted(found, status) {
@@ -58,7 +58,8 @@ function wanted(found, status) {
     ["since", status ? clock(status.since) : "–"], ["a start takes", duration(status?.start_s)],
   ].filter(([, value]) => value !== undefined && value !== "–");
   return section(status ? "Now" : "The last decision",
-    el("p", { class: "sentence", id: "wanted" }, `${there} of ${want} rollout replicas`),
+    el("p", { class: "sentence", id: "wanted" }, 
+      status?.final || last?.kind === "over" ? "No rollout replica is wanted any more" : `${there} of ${want} rollout replicas`),
     el("p", {}, status?.reason ?? last?.reason ?? "Nothing was decided."),
     el("dl", { class: "facts" }, facts.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, String(value))))));
 }
@@ -92,18 +93,20 @@ function steps(moments, found, name, more) {
     line: { shape: "hv", width: 2, ...more.line } };
 }
 
-const points = (moments, name, colour, format) => ({ type: "scatter", mode: "lines+markers", name, x: moments.map(([at]) => date(at)), y: moments.map(([, value]) => value),
-  hovertemplate: `%{y:${format}} ${plain(name)}<br>%{x}<extra></extra>`, line: { width: 1, dash: "dot", color: colour }, marker: { size: 5, color: colour } });
+// What is more than `most` is drawn there, as a triangle.
+const points = (moments, name, colour, format, most = Infinity) => ({ type: "scatter", mode: "lines+markers", name, x: moments.map(([at]) => date(at)),
+  y: moments.map(([, value]) => Math.min(value, most)), customdata: moments.map(([, value]) => value), hovertemplate: `%{customdata:${format}} ${plain(name)}<br>%{x}<extra></extra>`,
+  line: { width: 1, dash: "dot", color: colour }, marker: { size: moments.map(([, value]) => value > most ? 9 : 5), symbol: moments.map(([, value]) => value > most ? "triangle-up" : "circle"), color: colour, opacity: 1 } });
 
 const traces = (found) => [
   steps(found.replicas, found, "there", { line: { color: GREEN }, fill: "tozeroy", fillcolor: `${GREEN}30` }),
   steps(found.desired, found, "wanted", { line: { color: BLUE, width: 2.5 } }),
-  points(found.need, "needed", ORANGE, ".2f"),
+  points(found.need, "needed", ORANGE, ".2f", 0.96 * count(found).range[1]),
 ].filter((trace) => trace.x.length);
 
 const lost = (found) => [points(found.wait, "the trainer waits", RED, ".0%"), points(found.throttled, "held back by the bound", colours[4], ".0%")];
 
-// A need beyond twice of what there ever was is cut off.
+// A need beyond twice of what there ever was would press the rest down.
 function count(found) {
   const most = Math.max(1, ...found.desired.map(([, n]) => n), ...found.replicas.map(([, n]) => n));
   const need = Math.max(0, ...found.need.map(([, n]) => n));

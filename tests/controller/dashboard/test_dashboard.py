@@ -164,7 +164,7 @@ def test_thinned_levels_keep_their_extremes_and_what_holds_at_the_end(values: li
 def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
     history = History()
     for number in range(1, 12_001):
-        desired, before = 2 + number // 100 % 2, 2 + (number - 1) // 100 % 2
+        desired, before = 2 + number // 2 % 2, 2 + (number - 1) // 2 % 2
         data = {"desired": desired, "before": before, "why": "more", "measures": None}
         history.add(Event(id=number, at=number, kind=EventKind.SCALE, text="2 stay: enough: so", data=data))
     states = [("a", "live"), ("b", "live"), ("a", "draining"), ("a", "left"), ("b", "lost"), ("b", "live")]
@@ -174,12 +174,12 @@ def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
     settings = Settings.of({"autoscale": {"enable": True, "max_replicas": 3}}, Path("run"))
     found = history.scaling.answer(settings, history.began, history.ended, None)
     assert [(at - 20_000, count) for at, count in found.replicas] == [(0, 1), (1, 2), (3, 1), (4, 0), (5, 1)]
-    assert len(found.desired) <= 1510
+    assert 500 < len(found.desired) <= 1510
     assert {count for _, count in found.desired} == {2, 3}
     assert (len(found.decisions), found.made) == (200, 12_000)
     assert found.decisions[-1].reason == "enough: so"
     marks = history.timeline(StepLog(), None).marks
-    assert {mark.at % 100 for mark in marks} == {0}, "the timeline has the changes alone"
+    assert {mark.at % 2 for mark in marks} == {0}, "the timeline has the changes alone"
 
 
 @pytest.mark.parametrize(
