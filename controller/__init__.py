@@ -56,7 +56,8 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | GET /events                     | nothing                                   | events       | event_log             |
 | /session                        | nothing: a token becomes a cookie         | (routes)     |                       |
 | GET /overview, /curves          | nothing                                   | dashboard    | step_log              |
-| GET /timeline, /samples/steps   | nothing                                   | dashboard    |                       |
+| GET /timeline, /scaling         | nothing                                   | dashboard    |                       |
+| GET /samples/steps              | nothing                                   | dashboard    |                       |
 | GET /logs, /logs/…              | nothing                                   | dashboard    |                       |
 | /config, /config/…              | nothing                                   | (routes)     |                       |
 | /openapi.json, /metrics, /docs  | nothing                                   | (routes)     |                       |

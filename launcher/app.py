@@ -73,6 +73,7 @@ Look and operate (from another terminal)
   cosmos-launch replay outputs/20260131120000             its recorded batches through the trainer alone
   cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
   cosmos-launch drain rollout-1                           let a rollout replica finish and leave
+  cosmos-launch scale 4, cosmos-launch scale auto         so many rollout replicas by hand; as many as are needed
 
 \b
 One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoints/, final/ (the trained
@@ -107,6 +108,7 @@ app.command()(operate.resume)
 app.command()(operate.checkpoint)
 app.command()(operate.profile)
 app.command()(operate.drain)
+app.command()(operate.scale)
 app.command()(join.join)
 app.command()(export.export)
 app.command()(replay.replay)

@@ -1,6 +1,6 @@
 """What the dashboard shows of a run directory, whether the run is alive or dead.
 
-    events.jsonl ─▶ History (folded, bounded; read on from where the last call ended) ─▶ timeline, faults, validations
+    events.jsonl ─▶ History (folded, bounded; read on from where it ended) ─▶ timeline, faults, validations, scaling
     StepLog      ─▶ curves: of a live run the controller's own, of a dead one read from the same file
     samples/, logs/, config.json, origins.json ─▶ as they are
 
@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from controller.dashboard.scaling import ScaleHistory, Settings
 from controller.errors import ApiError
 from controller.state.step_log import StepLog
 from schema.config.secrets import cut, masked
@@ -59,6 +60,7 @@ class History:
         self.losses: dict[int, float] = {}
         """Loss on held-out conversations by version."""
         self.health = event_file.Health()
+        self.scaling = ScaleHistory()
 
     def add(self, event: Event) -> None:
         data, kind = event.data, event.kind
@@ -67,6 +69,7 @@ class History:
         self.health.add(event)
         if kind is EventKind.REPLICA:
             self._replica(event)
+            self.scaling.replica(event)
         elif kind is EventKind.PUBLICATION:
             self.version = int(data["version"])
             self._publications.add(event.at, self.version)
@@ -76,11 +79,18 @@ class History:
                 self.losses[version] = float(loss)
             else:
                 self.validations[version] = None if score is None else float(score)
+        elif kind is EventKind.SCALE:
+            self.scaling.scale(event)
+            if data["desired"] != data["before"]:
+                self._mark(event)
         elif kind not in (EventKind.DROP, EventKind.REWARD, EventKind.STEP):
-            self._marks.append(d.Mark(at=event.at, kind=str(kind), text=event.text))
+            self._mark(event)
         if kind is EventKind.REWIND:
             self.validations = {v: score for v, score in self.validations.items() if v <= data["step"]}
             self.losses = {v: loss for v, loss in self.losses.items() if v <= data["step"]}
+
+    def _mark(self, event: Event) -> None:
+        self._marks.append(d.Mark(at=event.at, kind=str(event.kind), text=event.text))
 
     def _replica(self, event: Event) -> None:
         data = event.data
@@ -204,8 +214,19 @@ class RunView(ABC):
         return d.Curves(total=len(self.steps), names=sorted(names), curves=found)
 
     async def timeline(self) -> d.Timeline:
-        now = None if self._own_steps else time.time()
-        return await self._read(lambda: self.history.timeline(self.steps, now))
+        return await self._read(lambda: self.history.timeline(self.steps, self._now()))
+
+    async def scaling(self) -> d.Scaling:
+        """Rollout replicas over time; see `controller.dashboard.scaling`."""
+        return await self._read(self._scaling)
+
+    def _scaling(self) -> d.Scaling:
+        settings, history = Settings.of(self._json("config.json"), self.run_dir), self.history
+        return history.scaling.answer(settings, history.began, history.ended or None, self._now())
+
+    def _now(self) -> float | None:
+        """Of a job that is served, which goes on after its last event."""
+        return None if self._own_steps else time.time()
 
     async def _read(self, work: Callable[[], R]) -> R:
         """`work` in a thread, after all events were read. Raises `ApiError` where a file cannot be read."""

@@ -1,4 +1,4 @@
-"""Commands for a job that runs, or ran: status, stop, pause, resume, checkpoint, profile, drain."""
+"""Commands for a job that runs, or ran: status, stop, pause, resume, checkpoint, profile, drain, scale."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ WATCH_EVERY = 2.0
 CHECKPOINT_POLL = PROFILE_POLL = 0.5
 HOW_TO_OPEN = "open them at https://ui.perfetto.dev or in chrome://tracing; the .txt next to each is a table"
 MOST_STEPS = 10**6
+AUTOMATIC = "auto"
+LONGEST_NUMBER = 9
+"""Digits."""
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 Wait = Annotated[
@@ -296,6 +299,53 @@ def drain(
     found.ask(api.drain(chosen[0].replica_id))
     said = f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left"
     report(as_json, said, replica=chosen[0].name, draining=True)
+
+
+def scale(
+    replicas: Annotated[
+        str, typer.Argument(metavar="N|auto", help="So many; auto: as many as are needed, from now on again.")
+    ],
+    target: OneTarget = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set how many rollout replicas a job with autoscale.enable = true has, or give the number back (auto).
+
+    A number by hand counts at once, within autoscale.min_replicas and autoscale.max_replicas, and stays until `auto`,
+    also after a --resume. More are started, or asked for by whoever starts replicas; those that are too many finish
+    what they can and leave, as by `drain`: nothing is lost. `cosmos-launch status` shows how many there are, and why.
+    Exit code 1: the job is not running, does not scale, or the number is out of range.
+
+    \b
+      cosmos-launch scale 4                    four, whatever is measured
+      cosmos-launch scale auto                 as many as are needed
+      cosmos-launch scale 2 RUN_DIR --json     of a certain run, for programs: .desired, .replicas, .reason
+    """
+    from controller.client import calls as api
+
+    count = _replicas(replicas)
+    found = _find([target] if target else None, None)
+    now = found.ask(api.scale(count))
+    what = (
+        "by request, until `cosmos-launch scale auto`"
+        if now.manual
+        else "for now: the number follows the need"
+    )
+    there = f"{now.replicas} {'is' if now.replicas == 1 else 'are'} there"
+    noun = "replica" if now.desired == 1 else "replicas"
+    said = f"{found.name}: {now.desired} rollout {noun} {what}; {there}"
+    report(as_json, said, job=found.name, **now.model_dump(mode="json"))
+
+
+def _replicas(text: str) -> int | None:
+    """The number; None: as many as are needed. Raises LaunchError."""
+    if text == AUTOMATIC:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= LONGEST_NUMBER):
+        raise LaunchError(
+            f"{text!r} is not a number of rollout replicas",
+            "the number comes first, then the job: cosmos-launch scale 3 RUN_DIR, or cosmos-launch scale auto",
+        )
+    return int(text)
 
 
 def _find(targets: list[str] | None, set_: list[str] | None) -> Target:

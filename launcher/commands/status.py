@@ -40,7 +40,7 @@ BAD = frozenset({"failed", "killed", "leaving"})
 def find_status(target: Target) -> dict[str, Any]:
     """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be found out."""
     found: dict[str, Any] = dict.fromkeys(
-        ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "error", "history")
+        ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "autoscale", "error", "history")
     )
     found |= {"run_dir": None, "url": target.address() or None, "leaving": []}
     found |= {"evaluates": False, "embeds_redis": False}
@@ -69,6 +69,7 @@ def _ask(target: Target) -> dict[str, Any]:
         "status": target.ask(api.job()).model_dump(mode="json"),
         "ledger": target.ask(api.ledger()).model_dump(mode="json"),
         "replicas": [replica.model_dump(mode="json") for replica in target.ask(api.replicas())],
+        "autoscale": target.ask(api.autoscale()).model_dump(mode="json"),
     }
 
 
@@ -288,6 +289,9 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
         if status.weights is not None:
             text.append(f"  weights: {_weights(status.weights, status.replicas.get('rollout', 0))}")
     gone = 0
+    if (scale := found["autoscale"]) is not None and scale["enabled"]:
+        there = f"{scale['replicas']} of {scale['desired']} rollout replicas"
+        text.append(f"  {there} (autoscale: {scale['reason']})")
     for replica in found["replicas"]:
         if replica["state"] == "left":
             gone += 1

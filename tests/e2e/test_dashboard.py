@@ -114,7 +114,8 @@ def fail(rollout: Rollout, kind: str) -> None:
 
 
 def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> None:
-    served, trainer, rollout = stage.at_work(rows=40)
+    config = make_config(autoscale={"enable": True, "max_replicas": 4})
+    served, trainer, rollout = stage.at_work(config, rows=40)
     page.goto(f"{served.url}/#token={'x' * 40}")
     expect(page.locator("#notice")).to_have_text("That is not the token of this job.")
     page.fill("#token", TOKENS["user"])
@@ -161,6 +162,16 @@ def test_a_live_run_is_followed_paused_and_resumed(stage: Stage, page: Page) -> 
     fail(rollout, "TypeError")
     expect(page.locator("details")).to_have_count(3)
     expect(page.locator("details[open]")).to_have_count(1)
+    page.goto(f"{served.url}/#/scaling")
+    page.fill("#count", "3")
+    page.get_by_role("button", name="set").click()
+    expect(page.locator("#wanted")).to_have_text("1 of 3 rollout replicas")
+    expect(page.locator("tbody tr").first).to_contain_text("1 → 3")
+    page.wait_for_function("document.querySelector('.js-plotly-plot').data[1].y.at(-1) === 3")
+    assert served.job.scaling.autoscaler.memory.manual == 3
+    page.get_by_role("button", name="automatic again").click()
+    expect(page.locator("#automatic")).to_be_hidden()
+    assert served.job.scaling.autoscaler.memory.manual is None
     page.goto(f"{served.url}/#/")
     page.get_by_role("button", name="pause").click()
     expect(page.locator("#sentence")).to_contain_text("the job is paused")
@@ -252,7 +263,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     expect(page.locator(".groups a").last).to_have_text("v1-p100")
     page.keyboard.press("3")
     expect(page.locator(".yaxislayer-above")).to_contain_text("<script>")
-    page.keyboard.press("5")
+    page.keyboard.press("6")
     expect(page.locator("pre.log")).to_have_text(EVIL)
     assert page.locator("img").count() == 0
     assert page.title() == "run"
@@ -284,7 +295,7 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     curve = next(answer["curves"]["reward_mean"] for answer in answers if answer["total"])
     assert max(value or 0 for value in curve["values"]) == 7.0
     assert None in curve["values"]
-    for name in ("", "samples", "timeline", "config", "logs", "api"):
+    for name in ("", "samples", "timeline", "scaling", "config", "logs", "api"):
         page.goto(link.partition("#")[0] + f"#/{name}")
         expect(page.locator("main").locator("section, p").first).to_be_visible()
         until(lambda: fits(page), "nothing is wider than the screen")

@@ -98,6 +98,12 @@ def views(view: RunView, prefix: str) -> APIRouter:
         require(request, USER)
         return reply(await view.timeline())
 
+    @api.get("/scaling", **models(d.Scaling))
+    async def scaling(request: Request) -> Response:
+        """How many rollout replicas were wanted, why, and how many were there."""
+        require(request, USER)
+        return reply(await view.scaling())
+
     @api.get("/samples/steps", **models(d.KeptSamples))
     async def kept(request: Request) -> Response:
         require(request, USER)

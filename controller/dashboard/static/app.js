@@ -5,12 +5,13 @@ import { byId, el } from "/static/dom.js";
 import { config, logs } from "/static/files.js";
 import { show as front } from "/static/front.js";
 import { move, show as samples, step, turn as turnGroup } from "/static/samples.js";
+import { show as scaling } from "/static/scaling.js";
 import { show as reference } from "/static/reference.js";
 import { show as timeline } from "/static/timeline.js";
 
-const PAGES = [["", "Front", front], ["samples", "Samples", samples], ["timeline", "Timeline", timeline], ["config", "Config", config], ["logs", "Logs", logs], ["api", "API", reference]];
+const PAGES = [["", "Front", front], ["samples", "Samples", samples], ["timeline", "Timeline", timeline], ["scaling", "Scaling", scaling], ["config", "Config", config], ["logs", "Logs", logs], ["api", "API", reference]];
 const BUTTONS = { pause: "", resume: "", checkpoint: "", stop: "Stop the job? It ends, and can be resumed later." };
-const ASKED = { checkpoint: "checkpoint: asked for, it is saved after the step under way", stop: "stopping …", drain: "draining …" };
+const ASKED = { checkpoint: "checkpoint: asked for, it is saved after the step under way", stop: "stopping …", drain: "draining …", scale: "scale: asked for; replicas come, or finish and leave" };
 let runs = [];
 let chosen = 0;
 let close = () => {};
@@ -21,6 +22,7 @@ const app = {
   runPicker: (known) => known.length < 2 ? el("span") : el("p", {}, el("label", {}, "run ", el("select", {
     onchange: (event) => { chosen = event.target.selectedIndex; route(); } }, known.map((run, i) => el("option", { selected: i === chosen }, run.name))))),
   reload: () => route(),
+  scale: (run, replicas) => operate(run, "scale", "", "/autoscale", { replicas }),
   failed: (error, passing = true) => { if (error.status === 401) askToken("The session has ended."); else say(error.message, passing); },
   lost: (gone) => { if (gone) say("The connection is gone; trying again …", true); else if (passes) say(""); },
 };
@@ -66,10 +68,10 @@ function begin(found) {
   route();
 }
 
-async function operate(run, action, question, path = `/job/${action}`) {
+async function operate(run, action, question, path = `/job/${action}`, body = undefined) {
   if (question && !(await ask(question, action))) return;
   try {
-    await post(run, path);
+    await post(run, path, body);
     say(ASKED[action] ?? `${action}: done`);
     route();
   } catch (error) {
@@ -125,7 +127,7 @@ async function tryToken(token) {
   }
 }
 
-const KEYS = "1 to 6: pages · j, k: next and previous sample · n, p: group · ←, →: token of the sample · ?: this text · Esc: close";
+const KEYS = "1 to 7: pages · j, k: next and previous sample · n, p: group · ←, →: token of the sample · ?: this text · Esc: close";
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || byId("dialog").open) return;

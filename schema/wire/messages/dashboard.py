@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from schema.wire.messages.autoscale import Measures
 from schema.wire.messages.base import Message
 from schema.wire.messages.job import LedgerStatus
 from schema.wire.messages.replicas import ReplicaInfo
@@ -88,6 +89,44 @@ class Timeline(Message):
     publications: list[tuple[float, int]] = Field(description="Time and version.")
     steps: list[tuple[float, int]] = Field(description="Time of the commit, and step.")
     faults: list[Fault]
+    began: float | None
+    ended: float | None = Field(description="Time of the newest event.")
+    now: float | None = Field(default=None, description="Time of the answer, of a job that is served.")
+
+
+class ScaleDecision(Message):
+    """Another number of rollout replicas, or another reason for the same one."""
+
+    at: float
+    before: int
+    desired: int
+    kind: str = Field(
+        description="Of the reason, the same while it stays the same; `manual`: a number by hand."
+    )
+    reason: str
+
+
+class Scaling(Message):
+    """How many rollout replicas were wanted, and were there.
+
+    Lines are pairs of Unix time and the value from then on; of long ones the smallest, the largest and the last value
+    of each stretch. Need, wait and throttled are measured at decisions.
+    """
+
+    enabled: bool
+    note: str = Field(description="Why the number does not follow the need; empty: it does.")
+    minimum: int
+    maximum: int
+    desired: list[tuple[float, int]]
+    replicas: list[tuple[float, int]] = Field(
+        description="Those that were registered, neither lost nor gone."
+    )
+    need: list[tuple[float, float]] = Field(description="Replicas with which neither side would wait.")
+    wait: list[tuple[float, float]] = Field(description="Share of its time that the trainer waited.")
+    throttled: list[tuple[float, float]] = Field(description="Share of the groups that the bound refused.")
+    measures: Measures | None = Field(default=None, description="At the newest decision that had any.")
+    decisions: list[ScaleDecision] = Field(description="The newest, in order.")
+    made: int = Field(description="How many there were in all.")
     began: float | None
     ended: float | None = Field(description="Time of the newest event.")
     now: float | None = Field(default=None, description="Time of the answer, of a job that is served.")

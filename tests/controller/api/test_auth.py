@@ -65,6 +65,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("GET", "/v1/overview", USER),
     ("GET", "/v1/curves", USER),
     ("GET", "/v1/timeline", USER),
+    ("GET", "/v1/scaling", USER),
     ("GET", "/v1/samples/steps", USER),
     ("GET", "/v1/logs", USER),
     ("GET", "/v1/logs/controller.log", USER),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from hypothesis import given
@@ -9,14 +11,17 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from controller.dashboard.scaling import Settings, thinned
 from controller.dashboard.session import SECONDS, Sessions
 from controller.dashboard.view import History, thin
-from schema.wire.messages import Event
+from controller.state.step_log import StepLog
+from schema.wire.messages import Event, EventKind
+from schema.wire.messages.dashboard import Scaling
 from tests.controller.conftest import Stage, asking
 from tests.controller.drivers import train_step
-from tests.support.controller import TOKENS
+from tests.support.controller import TOKENS, make_config
 from tests.support.served import ServedController
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 
 def browser(served: ServedController) -> httpx.Client:
@@ -51,6 +56,33 @@ def test_a_session_reads_everything_and_changes_something_only_from_its_own_page
         assert served.job.facts.paused
         assert client.delete("/v1/session", headers={"origin": served.url}).status_code == 204
         assert client.get("/v1/overview").status_code == 401
+
+
+def test_a_number_by_hand_is_set_from_its_own_page_and_outlives_the_controller(stage: Stage) -> None:
+    served, _, _ = stage.at_work(make_config(autoscale={"enable": True, "max_replicas": 4}))
+
+    def scaling() -> Scaling:
+        return Scaling.model_validate_json(client.get("/v1/scaling").content)
+
+    with browser(served) as client:
+        until(lambda: scaling().replicas != [], "the replica is in the file of events")
+        before = scaling()
+        assert (before.enabled, before.minimum, before.maximum, before.decisions) == (True, 1, 4, [])
+        assert [count for _, count in before.desired] == [1]
+        client.headers["origin"] = "https://elsewhere.example"
+        assert client.post("/v1/autoscale", json={"replicas": 3}).status_code == 403
+        client.headers["origin"] = served.url
+        assert client.post("/v1/autoscale", json={"replicas": 5}).status_code == 422
+        assert client.post("/v1/autoscale", json={"replicas": 3}).status_code == 200
+        served.restart()
+        until(lambda: scaling().made > 0, "the decision is in the file of events")
+        found = scaling()
+        assert [count for _, count in found.desired] == [1, 1, 3]
+        assert [count for _, count in found.replicas] == [1]
+        (made,) = found.decisions
+        assert (made.before, made.desired, made.kind) == (1, 3, "manual")
+        assert made.reason == "3 by request, until it is taken back"
+        assert client.get("/v1/autoscale").json()["manual"]
 
 
 @pytest.mark.parametrize("changed", ["", "{}", "9{}", "{}0", "x.{}", "²{}"])
@@ -117,6 +149,48 @@ def test_thinned_curves_keep_their_ends_and_peaks(values: list[float | None], mo
         max(finite, default=None),
     )
     assert not values or curve.steps[-1] == len(values) - 1
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=300), st.integers(3, 60))
+def test_thinned_levels_keep_their_extremes_and_what_holds_at_the_end(values: list[int], most: int) -> None:
+    moments = [(float(at), value) for at, value in enumerate(values)]
+    kept = thinned(moments, most)
+    assert kept == sorted(set(kept) & set(moments))
+    assert len(kept) <= most + 3
+    assert kept[-1] == moments[-1]
+    assert {min(values), max(values)} <= {value for _, value in kept}
+
+
+def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
+    history = History()
+    for number in range(1, 12_001):
+        desired, before = 2 + number // 2 % 2, 2 + (number - 1) // 2 % 2
+        data = {"desired": desired, "before": before, "why": "more", "measures": None}
+        history.add(Event(id=number, at=number, kind=EventKind.SCALE, text="2 stay: enough: so", data=data))
+    states = [("a", "live"), ("b", "live"), ("a", "draining"), ("a", "left"), ("b", "lost"), ("b", "live")]
+    for number, (name, state) in enumerate(states, 20_000):
+        data = {"name": name, "replica_id": f"{name}.1", "role": "rollout", "state": state}
+        history.add(Event(id=number, at=number, kind=EventKind.REPLICA, text="so", data=data))
+    settings = Settings.of({"autoscale": {"enable": True, "max_replicas": 3}}, Path("run"))
+    found = history.scaling.answer(settings, history.began, history.ended, None)
+    assert [(at - 20_000, count) for at, count in found.replicas] == [(0, 1), (1, 2), (3, 1), (4, 0), (5, 1)]
+    assert 500 < len(found.desired) <= 1510
+    assert {count for _, count in found.desired} == {2, 3}
+    assert (len(found.decisions), found.made) == (200, 12_000)
+    assert found.decisions[-1].reason == "enough: so"
+    marks = history.timeline(StepLog(), None).marks
+    assert {mark.at % 2 for mark in marks} == {0}, "the timeline has the changes alone"
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [({}, "autoscale.enable = false"), ({"autoscale": []}, "--resume run --set autoscale.enable=true"),
+     ({"train": {"train_policy": {"type": "sft"}}}, "supervised"), ({"autoscale": {"enable": True}}, "")],
+)  # fmt: skip
+def test_a_job_that_does_not_scale_says_why(config: dict[str, object], note: str) -> None:
+    found = Settings.of(config, Path("run")).note
+    assert note in found
+    assert bool(note) == bool(found)
 
 
 def test_a_history_is_bounded() -> None:

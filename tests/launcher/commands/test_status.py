@@ -32,7 +32,18 @@ def found(state: str, **changes: Any) -> dict[str, Any]:
     launcher = {"pid": 7, "stage": "preparing data", "seen_at": 2000.0}
     launcher |= {"processes": {"rollout-0": PROCESS}, "ends": [END]}
     fields = dict.fromkeys(
-        ("checkpoint", "summary", "status", "ledger", "replicas", "error", "url", "next", "history")
+        (
+            "checkpoint",
+            "summary",
+            "status",
+            "ledger",
+            "replicas",
+            "autoscale",
+            "error",
+            "url",
+            "next",
+            "history",
+        )
     )
     fields |= {"state": state, "run_dir": DIR, "launcher": launcher, "leaving": ["workers"], "alive": False}
     fields |= {"evaluates": False, "embeds_redis": True}
