@@ -117,7 +117,7 @@ class ScaleHistory:
             before=data["before"],
             desired=data["desired"],
             kind=data["why"],
-            reason=event.text.partition(": ")[2] or event.text,
+            reason=data["reason"],
         )
         for count in (found.before, found.desired):
             if self._wanted.last != count:

@@ -19,6 +19,8 @@ from schema.wire.messages.autoscale import MOST_REASON, AutoscaleStatus, Measure
 
 log = logging.getLogger(__name__)
 
+NO_REPLICAS = "supervised training has no rollout replicas"
+
 
 class AutoscaleService:
     """See the module's docstring."""
@@ -83,6 +85,7 @@ class AutoscaleService:
             replicas=len(job.registry.present("rollout")),
             working=job.scaling.working,
             why=decision.kind,
+            reason=decision.reason,
             measures=None if measures is None else measures.model_dump(),
         )
         if changed:
@@ -97,7 +100,7 @@ class AutoscaleService:
         scale, last = config.autoscale, job.scaling.autoscaler.last
         first = config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
         reason = last.reason if scale.enable else "autoscale.enable = false: as many as at the start"
-        reason = reason if config.is_grpo else "supervised training has no rollout replicas"
+        reason = reason if config.is_grpo else NO_REPLICAS
         return AutoscaleStatus(
             enabled=scale.enable,
             desired=0 if job.ended else last.desired if scale.enable else first,
@@ -134,6 +137,8 @@ class AutoscaleService:
         """A number by hand, until it is taken back; durable when answered. Raises `ApiError`, `StoreUnavailable`."""
         job = self._job
         job.store.require()
+        if not job.config.is_grpo:
+            raise ApiError(ErrorCode.CONFLICT, NO_REPLICAS)
         if not job.config.autoscale.enable:
             detail = (
                 "autoscale.enable = false: the number of rollout replicas does not change; go on with "

@@ -36,7 +36,7 @@ class EventKind(StrEnum):
     """A hint that training goes wrong, begun or over: `name`, `on`, `step`."""
     SCALE = "scale"
     """Another number of rollout replicas, or another reason for it: `desired`, `before`, `replicas`, `working`,
-    `why`, `measures`."""
+    `why` (the kind of reason), `reason`, `measures`."""
     CONTROLLER = "controller"
     """A controller took charge: `pid`, `host`, `committed_steps`, `timeline`."""
 

@@ -165,8 +165,8 @@ def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
     history = History()
     for number in range(1, 12_001):
         desired, before = 2 + number // 2 % 2, 2 + (number - 1) // 2 % 2
-        data = {"desired": desired, "before": before, "why": "more", "measures": None}
-        history.add(Event(id=number, at=number, kind=EventKind.SCALE, text="2 stay: enough: so", data=data))
+        data = {"desired": desired, "before": before, "why": "more", "reason": "enough: so", "measures": None}
+        history.add(Event(id=number, at=number, kind=EventKind.SCALE, text="2 stay", data=data))
     states = [("a", "live"), ("b", "live"), ("a", "draining"), ("a", "left"), ("b", "lost"), ("b", "live")]
     for number, (name, state) in enumerate(states, 20_000):
         data = {"name": name, "replica_id": f"{name}.1", "role": "rollout", "state": state}
