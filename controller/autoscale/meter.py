@@ -5,7 +5,8 @@ each commit marks a place from where a window may begin. Demand and supply are r
 neither depends on how long the other one waited:
 
     demand   groups that the trainer takes per second *of its work*
-    supply   ready groups per replica and second, divided by the share of their time that the bound lets them work
+    supply   groups that a replica makes per second, half of each that is under way counted, divided by the share of
+             what it could hold that the bound lets it hold
 
 Their quotient is the number of replicas with which nobody waits. It needs no model of an engine, and a change of the
 number of replicas within the window does not change it.
@@ -21,8 +22,10 @@ Trainer = Literal["away", "waits", "works"]
 
 GAP = 10.0
 """Seconds without a look after which nothing is known of the time between: the process was suspended."""
-LEAST_STEPS = 2
-"""Committed steps of a window, where there are so many."""
+LEAST_STEPS, LEAST_GROUPS = 2, 24
+"""Committed steps of a window, and their groups, where there are so many: of fewer chance is too large a part."""
+REFUSED = 0.05
+"""Share of the groups that replicas could hold, up to which the bound holds nobody back."""
 MARKS = 512
 """Places from where a window may begin."""
 
@@ -32,15 +35,20 @@ class Levels:
     """What is so from one look to the next.
 
     held: groups that are leased. asked: groups that replicas ask for and the bound refuses. replicas: those that have
-    leased. ripe: of these, those that have done so for as long as a lease usually takes: what they make arrives.
-    empty: of these, those that hold nothing, and are refused.
+    leased. empty: of these, those that hold nothing, and are refused. late: a batch is ready, so if the trainer
+    waits, then for groups that are due.
     """
 
     held: int
     asked: int
     replicas: int
-    ripe: int
     empty: int = 0
+    late: bool = False
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the bound holds replicas back."""
+        return self.asked > REFUSED * (self.held + self.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +58,16 @@ class Totals:
     at: float
     counted: float = 0.0
     waited: float = 0.0
+    lacked: float = 0.0
+    refused: float = 0.0
     worked: float = 0.0
     held: float = 0.0
     asked: float = 0.0
     replicas: float = 0.0
-    ripe: float = 0.0
     empty: float = 0.0
     ready: int = 0
+    under_way: int = 0
+    """Groups that are leased now: on average half of each is made."""
     tokens: int = 0
     trained: int = 0
     steps: int = 0
@@ -66,27 +77,34 @@ class Totals:
 class Measured:
     """A window. Rates are per second.
 
-    began, seconds: of the window. wait: share of its time that the trainer waited for samples. throttled: share of
-    the groups that replicas could hold, which the bound refused. idle: share of their time in which it left them with
-    none. demand: groups that the trainer takes while it
-    works. rate: ready groups of a replica. capacity: groups that it holds if it may. lease_age: seconds of a lease.
-    tokens_per_s: of a replica, in ready groups; tokens_per_group: of these. replicas: mean number. step_time: seconds
-    from commit to commit.
+    began, seconds: of the window. wait: share of its time that the trainer waited for samples. lack: share that it
+    waited while neither the bound held replicas back nor a batch was ready of which some groups were late: more
+    replicas would have helped. refused: share that it waited while the bound held replicas back, and no batch was
+    ready. throttled: share of the groups that replicas could hold, which the bound refused. idle: share of their time
+    in which it left them with none. demand: groups that the trainer takes while it
+    works. rate: groups that a replica makes. capacity: groups that it holds if it may. lease_age: seconds of a lease.
+    tokens_per_group: of ready ones. replicas: mean number. step_time: seconds from commit to commit.
     """
 
     began: float
     seconds: float
     wait: float
+    lack: float
+    refused: float
     throttled: float
     idle: float
     demand: float
     rate: float
     capacity: float
     lease_age: float
-    tokens_per_s: float
     tokens_per_group: float
     replicas: float
     step_time: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a replica."""
+        return self.rate * self.tokens_per_group
 
     @property
     def need(self) -> float:
@@ -102,6 +120,17 @@ class Measured:
     def supply(self) -> float:
         """Groups per second of all replicas."""
         return self.rate * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The time before the first commit: how long, `lack` in seconds, groups that are leased, and ready by now."""
+
+    seconds: float
+    lacked: float
+    held: int
+    ready: int
+    lease_age: float
 
 
 class Meter:
@@ -122,21 +151,26 @@ class Meter:
         """
         self._advance(now)
         self._levels = levels
-        self._now = replace(self._now, ready=ready, tokens=tokens)
+        under_way = self._now.under_way if levels is None else levels.held
+        self._now = replace(self._now, ready=ready, tokens=tokens, under_way=under_way)
+        self._begin()
 
     def trainer(self, now: float, does: Trainer) -> None:
         """What the trainer does from now on. A window may begin where it first asks for a batch."""
         self._advance(now)
-        if not self._marks and does == "waits":
-            self._marks.append(self._now)
         self._trainer = does
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._marks and self._trainer == "waits" and self._levels is not None:
+            self._marks.append(self._now)
 
     def committed(self, now: float, groups: int, spacing: float = 0.0) -> None:
         """A step of so many groups was trained. spacing: seconds between two marks, for jobs of short steps."""
         self._advance(now)
         known = self._now
         self._last = self._now = replace(known, steps=known.steps + 1, trained=known.trained + groups)
-        if not self._marks or now - self._marks[-1].at >= spacing:
+        if self._levels is not None and (not self._marks or now - self._marks[-1].at >= spacing):
             self._marks.append(self._now)
 
     def restart(self) -> None:
@@ -163,10 +197,24 @@ class Meter:
         if last is None or not marks:
             return None
         begun = next(
-            (m for m in reversed(marks) if now - m.at >= seconds and last.steps - m.steps >= LEAST_STEPS),
-            marks[0],
+            (mark for mark in reversed(marks) if now - mark.at >= seconds and _suffices(mark, last)), marks[0]
         )
         return _between(begun, last, self._now)
+
+    def beginning(self, now: float) -> Beginning | None:
+        """Since the trainer asked for its first batch; None after the first commit, and where none has asked."""
+        self._advance(now)
+        if self._last is not None or not self._marks or self._levels is None:
+            return None
+        begun, known = self._marks[0], self._now
+        ready = known.ready - begun.ready
+        return Beginning(
+            seconds=known.counted - begun.counted,
+            lacked=known.lacked - begun.lacked,
+            held=self._levels.held,
+            ready=ready,
+            lease_age=(known.held - begun.held) / max(1.0, ready + self._levels.held / 2),
+        )
 
     def _advance(self, now: float) -> None:
         known, levels = self._now, self._levels
@@ -174,39 +222,47 @@ class Meter:
         if levels is None or passed > GAP:
             self._now = replace(known, at=max(now, known.at))
             return
+        waits = self._trainer == "waits"
         self._now = replace(
             known,
             at=known.at + passed,
             counted=known.counted + passed,
-            waited=known.waited + passed * (self._trainer == "waits"),
+            waited=known.waited + passed * waits,
+            lacked=known.lacked + passed * (waits and not levels.late and not levels.refuses),
+            refused=known.refused + passed * (waits and not levels.late and levels.refuses),
             worked=known.worked + passed * (self._trainer == "works"),
             held=known.held + passed * levels.held,
             asked=known.asked + passed * levels.asked,
             replicas=known.replicas + passed * levels.replicas,
-            ripe=known.ripe + passed * levels.ripe,
             empty=known.empty + passed * levels.empty,
         )
+
+
+def _suffices(begun: Totals, last: Totals) -> bool:
+    return last.steps - begun.steps >= LEAST_STEPS and last.trained - begun.trained >= LEAST_GROUPS
 
 
 def _between(begun: Totals, last: Totals, now: Totals) -> Measured | None:
     """last: at the last commit; the trainer has taken what it has taken by then."""
     ready, seconds = now.ready - begun.ready, now.at - begun.at
-    held, asked, ripe = now.held - begun.held, now.asked - begun.asked, now.ripe - begun.ripe
+    made = ready + (now.under_way - begun.under_way) / 2
+    held, asked = now.held - begun.held, now.asked - begun.asked
     replicas, worked = now.replicas - begun.replicas, last.worked - begun.worked
-    if ready <= 0 or ripe <= 0 or held <= 0 or worked <= 0:
+    if ready <= 0 or made <= 0 or replicas <= 0 or held <= 0 or worked <= 0:
         return None
     waited, busy = now.waited - begun.waited, now.worked - begun.worked
     return Measured(
         began=begun.at,
         seconds=seconds,
         wait=waited / (waited + busy),
+        lack=(now.lacked - begun.lacked) / (waited + busy),
+        refused=(now.refused - begun.refused) / (waited + busy),
         throttled=asked / (held + asked),
         idle=(now.empty - begun.empty) / replicas,
         demand=(last.trained - begun.trained) / worked,
-        rate=ready / ripe,
+        rate=made / replicas,
         capacity=(held + asked) / replicas,
-        lease_age=held / ready,
-        tokens_per_s=(now.tokens - begun.tokens) / ripe,
+        lease_age=held / made,
         tokens_per_group=(now.tokens - begun.tokens) / ready,
         replicas=replicas / (now.counted - begun.counted),
         step_time=(last.at - begun.at) / (last.steps - begun.steps),

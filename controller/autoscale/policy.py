@@ -1,21 +1,23 @@
 """The decision: how many rollout replicas there should be now, and why. A state machine without a clock.
 
-                 measured need (see `meter`)
-                          │
-    the trainer waits more than target_wait ──▶ more: need, at most twice as many at once
+    the trainer waits more than target_wait ─┬─ while the bound refuses nothing ──▶ more: need with headroom
+                                             ├─ and the bound refuses ──▶ some more, as a trial
+                                             └─ for groups that are late ──▶ as they are
     need with headroom was lower for scale_down_delay ──▶ fewer: the highest need of that time
     else ──▶ as they are
 
-More is limited by the maximum; by the bound, since no more than its groups can be under way at once; by both sides'
-waiting for each other, which replicas cannot mend; and by the end of the job. Replicas of which the bound leaves each
-only some of the groups that it could hold may or may not be faster with still fewer: that is tried, and taken back
-where it made no difference. While nothing can be measured (paused,
-an outage of rewards, no trainer) the number stays. It is 0 only when the job is over.
+A window of the job gives the need (see `meter`). More is limited to twice as many at once; by the maximum; by the end
+of the job. Before the first step is trained the demand cannot be measured: replicas are doubled while its groups
+would take long to come. While nothing can be measured (paused, an outage of rewards, no trainer) the number stays. It
+is 0 only when the job is over.
 
-No flapping: where replicas were added although the need was met (waiting by chance, or slower with fewer groups), so
-much headroom is kept from then on; the first way down after a way up is half of it, since a replica that the bound
-holds back may be faster for each group than it will be when it holds more; and between two changes lies the time in
-which the first one shows. What was remembered is forgotten after `FORGET`.
+Where the bound lets each replica hold only some of the groups that it could, more of them may help, since each is
+faster with fewer, or may not, since as many groups are under way as before. That is tried, and taken back where they
+made no more. Where they did, the measured need tells too little, and so much more headroom is kept.
+
+Down it goes to what is needed, by the highest rate of a replica that was seen lately; where none was, half of the
+way. After a raise lies the time in which it shows, and a few replicas too many are not worth a change. What was
+learned is forgotten after a while.
 """
 
 from __future__ import annotations
@@ -27,23 +29,29 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from controller.autoscale.meter import Measured
+from controller.autoscale.meter import Beginning, Measured
 
-HEADROOM = 1.03
-"""Replicas over the measured need below which none is drained."""
+HEADROOM = 1.05
+"""Times the measured need: at the need itself the trainer waits by chance."""
+LEAST_FEWER = 0.03
+"""Share of the replicas that is drained at least: fewer are not worth a change."""
+SPEEDS = 1.1
+"""Times the present number that the need must be before a change has shown, to add to it all the same."""
 MOST_HEADROOM = 4.0
 TRIAL = 1.25
 """Times as many replicas at least where it is tried whether more are faster."""
+WORTH = 0.15
+"""Share of its time that the trainer must wait while the bound refuses groups: less is not worth a trial."""
 TRIED = 0.25
 """Share of the gain in proportion to their number that has to be seen."""
-SPEEDS = 1.1
-"""Times the present number that the need must be before a change has shown, to add to it all the same."""
 MOST_IDLE = 0.5
-"""Share of their time that the bound may leave replicas without work, and more of them still help."""
+"""Share of their time that the bound may leave replicas without work, and more of them may still help."""
 FULL = 0.05
 """Share that the bound may refuse of what replicas could hold, and they are as busy as they can be."""
 MOST_LOST = 1.5
 """Times the need that may be requested because replicas are missing all the time."""
+LATELY = 3.0
+"""Times `scale_down_delay` for which a replica's highest rate counts: tokens may have become cheaper since."""
 FORGET = 3600.0
 USUAL_START = 60.0
 """Seconds until a requested replica leases, before one was seen to do so."""
@@ -77,16 +85,23 @@ class Limits:
     groups: int
     bound: int
 
+    @property
+    def batch(self) -> int:
+        """Groups of a step."""
+        return self.groups // (self.bound + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The job now. working: replicas that lease. hold: why nothing can be decided; empty: it can.
+    """The job now. working: replicas that lease. beginning: while nothing is measured.
 
-    over: why no replica is needed any more; empty: some are. left: steps to train, if known.
+    hold: why nothing can be decided; empty: it can. over: why no replica is needed any more; empty: some are. left:
+    steps to train, if known.
     """
 
     measured: Measured | None
     working: int
+    beginning: Beginning | None = None
     hold: str = ""
     over: str = ""
     left: int | None = None
@@ -109,14 +124,17 @@ class Memory:
     desired: int
     manual: int | None = None
     changed_at: float = 0.0
-    raised: bool = True
+    raised: bool = False
     headroom: float = HEADROOM
     headroom_at: float = 0.0
     tried: list[float] = field(default_factory=list)
-    """A trial: the number before it, and the groups per second that those made."""
+    """A trial: the number before it, the groups per second that those made, and the need that was measured."""
     useful: int = 0
     """Beyond which more made no difference; 0: not known."""
     useful_at: float = 0.0
+    fastest: float = 0.0
+    """Tokens per second of a replica that nothing held back; 0: not known."""
+    fastest_at: float = 0.0
     starts: list[float] = field(default_factory=list)
     coming: list[tuple[float, int]] = field(default_factory=list)
     """Raises whose replicas have not leased yet: when, and how many."""
@@ -135,10 +153,19 @@ class Autoscaler:
 
     def __init__(self, limits: Limits, memory: Memory) -> None:
         self.limits, self.memory = limits, memory
+        memory.desired = self._within(memory.desired)
+        if memory.manual is not None:
+            memory.manual = self._within(memory.manual)
         self._needs: deque[tuple[float, int]] = deque()
         """Of the last `scale_down_delay` seconds: when, and how many would have done; falling."""
         self._watched_since: float | None = None
+        self._refused_since: float | None = None
+        """Since when the trainer waits while the bound refuses groups."""
         self.last = Decision(memory.desired, "unknown", "nothing is measured yet")
+
+    def _within(self, replicas: int) -> int:
+        """The nearest number that the limits allow; they may be others than when it was stored."""
+        return min(max(replicas, self.limits.minimum, 1), self.limits.maximum)
 
     @property
     def start_time(self) -> float:
@@ -157,10 +184,10 @@ class Autoscaler:
     def request(self, now: float, replicas: int | None) -> Decision:
         """A person's number, until it is taken back (None). Raises ValueError if it is out of range."""
         limits = self.limits
-        if replicas is not None and not limits.minimum <= replicas <= limits.maximum:
+        if replicas is not None and replicas != self._within(replicas):
             raise ValueError(
                 f"{replicas} replicas are out of range: autoscale.min_replicas = {limits.minimum}, "
-                f"autoscale.max_replicas = {limits.maximum}"
+                f"autoscale.max_replicas = {limits.maximum}, and one at least while the job runs"
             )
         self.memory.manual = replicas
         self._watch_anew()
@@ -187,105 +214,144 @@ class Autoscaler:
             self._watch_anew()
             return self._keep("hold", seen.hold)
         if measured is None:
-            return self._keep(
-                "unknown", "nothing is measured yet: no step was trained, or no group was made since"
-            )
+            return self._begin(now, seen)
         self._remember(now, measured)
         would_do = math.ceil(self._with_losses(measured, measured.need) * memory.headroom - 1e-6)
         self._note(now, would_do)
-        if measured.wait > self.limits.target_wait:
+        if memory.tried and self._has_shown(measured) and (in_vain := self._judge(now, measured)) is not None:
+            return in_vain
+        if measured.lack > self.limits.target_wait:
             return self._more(now, seen, measured)
+        if measured.refused > max(WORTH, self.limits.target_wait):
+            return self._try(now, seen, measured)
+        self._refused_since = None
         enough_for = self._enough_for(now)
         if enough_for is not None and enough_for < memory.desired:
             return self._fewer(now, measured, enough_for)
-        return self._keep(
-            "enough", f"{_rates(measured)}, and the trainer waits {measured.wait:.0%} of its time: enough"
+        if measured.wait > self.limits.target_wait:
+            late = "for groups that are late" if measured.lack < measured.wait / 2 else "by chance"
+            return self._keep("enough", f"{_waits(measured)}, {late}, which more replicas would not mend")
+        return self._keep("enough", f"{_rates(measured)}: enough")
+
+    def _begin(self, now: float, seen: Seen) -> Decision:
+        """Before the first step is trained nobody knows the demand; but it must not take the first step for ever."""
+        beginning, memory = seen.beginning, self.memory
+        unknown = "nothing is measured yet: no step was trained, or no group was made since"
+        if beginning is None or not beginning.ready or beginning.lacked < beginning.seconds / 2:
+            return self._keep("unknown", unknown)
+        batch = self.limits.batch
+        left = (batch - beginning.ready) * beginning.seconds / beginning.ready
+        takes = self.start_time + beginning.lease_age
+        waited = min(beginning.seconds, now - memory.changed_at)
+        goal = min(2 * memory.desired, self.limits.maximum)
+        full = beginning.held + beginning.ready >= batch
+        if full or min(left, waited) < takes or seen.working < memory.desired or goal <= memory.desired:
+            return self._keep("unknown", unknown)
+        return self._set(
+            now,
+            goal,
+            "more",
+            f"the first step needs {batch} groups and has {beginning.ready}: {left:.0f} s more",
         )
 
     # ---- more ---------------------------------------------------------------------------------------------
 
     def _more(self, now: float, seen: Seen, measured: Measured) -> Decision:
-        desired, limits = self.memory.desired, self.limits
-        waits = f"the trainer waits {measured.wait:.0%} of its time"
+        """The trainer waits, and the bound refuses nothing: more replicas make more."""
+        desired, limits, waits = self.memory.desired, self.limits, _waits(measured)
+        goal = math.ceil(self._with_losses(measured, measured.need) * HEADROOM - 1e-6)
+        if not self._has_shown(measured) and goal < desired * SPEEDS:
+            return self._keep("settling", f"{waits}: waiting for what the last change does")
+        if goal <= desired:
+            if seen.working < desired:
+                return self._keep("settling", f"{waits}: {_missing(seen.working, desired)}")
+            return self._keep("enough", f"{waits}, by chance: {_rates(measured)}")
+        useful = max(1, math.ceil(limits.groups / measured.capacity - 1e-6))
+        most = min(limits.maximum, max(useful, desired))
+        return self._raise(now, seen, measured, min(goal, most), waits)
+
+    def _try(self, now: float, seen: Seen, measured: Measured) -> Decision:
+        """The trainer waits, and the bound lets replicas hold only some of the groups that they could."""
+        memory, limits, waits = self.memory, self.limits, _waits(measured)
+        if self._refused_since is None:
+            self._refused_since = now
+        if not self._has_shown(measured) or measured.began < self._refused_since:
+            return self._keep("settling", f"{waits}: waiting for what the last change does, or the load's")
+        if seen.working < memory.desired:
+            return self._keep("settling", f"{waits}: {_missing(seen.working, memory.desired)}")
         if measured.idle > MOST_IDLE:
             return self._keep(
                 "both",
                 f"{waits}, and the bound leaves replicas without work {measured.idle:.0%} of theirs: both wait for "
                 f"each other, which allowed_outdated_steps = {limits.bound + 1} would mend, not more replicas",
             )
-        goal = math.ceil(self._with_losses(measured, measured.most_needed) - 1e-6)
-        settled = self._has_shown(measured)
-        if settled and (in_vain := self._in_vain(now, measured)) is not None:
-            return in_vain
-        trial = measured.throttled > FULL
-        if not settled and (trial or goal < desired * SPEEDS):
-            return self._keep("settling", f"{waits}: waiting for what the last change does")
-        by_need = goal > desired
-        if not by_need:
-            if seen.working < desired:
-                missing = desired - seen.working
-                return self._keep("settling", f"{waits}: {missing} of {desired} replicas are not there yet")
-            goal = desired + max(1, math.ceil(desired * (measured.wait - limits.target_wait)))
-        goal = min(max(goal, math.ceil(desired * TRIAL) if trial else 0), 2 * desired)
-        most = min(limits.maximum, limits.groups, self.memory.useful or limits.maximum)
-        if desired >= most:
+        goal = math.ceil(max(measured.most_needed * HEADROOM, memory.desired * TRIAL) - 1e-6)
+        most = min(limits.maximum, limits.groups, memory.useful or limits.maximum)
+        before = memory.desired
+        decision = self._raise(now, seen, measured, min(goal, most), waits)
+        if decision.kind == "more":
+            memory.tried = [before, measured.supply, measured.need]
+        return decision
+
+    def _raise(self, now: float, seen: Seen, measured: Measured, goal: int, waits: str) -> Decision:
+        """To the goal, or half of the way where it is far, unless the job ends before."""
+        desired, takes = self.memory.desired, self.start_time + measured.lease_age
+        goal = min(goal, 2 * desired)
+        if goal <= desired:
             return self._keep(*self._limited(waits))
-        goal = min(goal, most)
-        takes = self.start_time + measured.lease_age
         if seen.left is not None and (ends := seen.left * measured.step_time) < takes:
             text = f"{waits}, but the job ends in about {ends:.0f} s, and a replica helps after {takes:.0f} s"
             return self._keep("ending", text)
-        if trial:  # with more of them each will hold fewer groups, and look the less needed
-            self.memory.tried = [desired, measured.supply]
-            self._keep_headroom(now, goal / measured.need * goal / desired)
-        elif not by_need:
-            self._keep_headroom(now, goal / measured.need)
         return self._set(now, goal, "more", f"{waits}: {_rates(measured)}")
 
     def _limited(self, waits: str) -> tuple[Kind, str]:
         limits, useful = self.limits, self.memory.useful
-        bound = f"the bound of {limits.bound} steps lets {limits.groups} groups be under way"
-        if useful and useful <= min(limits.maximum, limits.groups):
-            return "bound", f"{waits}, but {bound}, and more than {useful} replicas made no more of them"
-        if limits.groups < limits.maximum:
-            return "bound", f"{waits}, but {bound}: more replicas would have nothing to do"
-        return "limit", f"{waits}, but autoscale.max_replicas = {limits.maximum}"
+        if useful and useful <= self.memory.desired:
+            return (
+                "bound",
+                f"{waits}, but {self._bound()}, and more than {useful} replicas made no more of them",
+            )
+        if self.memory.desired >= limits.maximum:
+            return "limit", f"{waits}, but autoscale.max_replicas = {limits.maximum}"
+        return "bound", f"{waits}, but {self._bound()}: more replicas would have nothing to do"
 
-    def _in_vain(self, now: float, measured: Measured) -> Decision | None:
-        """The end of a trial: back to the number before, if more replicas made hardly more."""
+    def _bound(self) -> str:
+        return f"the bound of {self.limits.bound} steps lets {self.limits.groups} groups be under way"
+
+    def _judge(self, now: float, measured: Measured) -> Decision | None:
+        """The end of a trial: back to the number before, if more replicas made hardly more; else keep them."""
         memory = self.memory
-        if not memory.tried:
+        (before, made, need), memory.tried = memory.tried, []
+        desired, grown = memory.desired, memory.desired / before
+        if grown <= 1.0:
             return None
-        (before, made), memory.tried = memory.tried, []
-        goal, expected = int(before), memory.desired / before - 1.0
-        if goal >= memory.desired or measured.supply >= made * (1.0 + TRIED * expected):
+        if measured.wait <= self.limits.target_wait or measured.supply >= made * (
+            1.0 + TRIED * (grown - 1.0)
+        ):
+            # More of them hold fewer groups each, and look the less needed.
+            memory.headroom = min(max(memory.headroom, desired / need * grown), MOST_HEADROOM)
+            memory.headroom_at = now
+            self._watch_anew()
             return None
-        memory.useful, memory.useful_at, memory.headroom = goal, now, HEADROOM
-        bound = self.limits.bound
-        return self._set(
-            now,
-            goal,
-            "bound",
-            f"{memory.desired} replicas made {measured.supply:.3g} groups/s, {goal} made {made:.3g}: the bound of "
-            f"{bound} steps lets {self.limits.groups} be under way; allowed_outdated_steps = {bound + 1} would help",
-        )
-
-    def _keep_headroom(self, now: float, headroom: float) -> None:
-        self.memory.headroom = min(max(headroom, self.memory.headroom), MOST_HEADROOM)
-        self.memory.headroom_at = now
+        memory.useful, memory.useful_at = int(before), now
+        made_now = f"{desired} replicas made {measured.supply:.3g} groups/s, {before:.0f} made {made:.3g}"
+        hint = f"allowed_outdated_steps = {self.limits.bound + 1} would help"
+        return self._set(now, int(before), "bound", f"{made_now}: {self._bound()}; {hint}")
 
     # ---- fewer --------------------------------------------------------------------------------------------
 
     def _fewer(self, now: float, measured: Measured, enough: int) -> Decision:
         memory = self.memory
-        if not self._has_shown(measured):
+        if (memory.raised or not memory.fastest) and not self._has_shown(measured):
             return self._keep("settling", "waiting for what the last change does")
-        if memory.raised:
-            enough = (memory.desired + enough) // 2
+        if memory.fastest:  # with fewer each would have to be faster than one was seen lately
+            tokens = measured.demand * measured.tokens_per_group * memory.headroom
+            enough = max(enough, math.ceil(tokens / memory.fastest - 1e-6))
+        else:
+            enough = max(enough, (memory.desired + enough) // 2)
         goal = max(enough, self.limits.minimum, 1)
-        if goal >= memory.desired:
+        if goal > memory.desired * (1.0 - LEAST_FEWER):
             return self._keep("enough", f"{_rates(measured)}: enough")
-        self._watch_anew()
         delay = f"for {self.limits.scale_down_delay:g} s no more than {goal} were needed"
         return self._set(now, goal, "fewer", f"{delay}: {_rates(measured)}")
 
@@ -314,6 +380,10 @@ class Autoscaler:
 
     def _remember(self, now: float, measured: Measured) -> None:
         memory = self.memory
+        if measured.throttled < FULL:
+            memory.fastest, memory.fastest_at = measured.tokens_per_s, now
+        elif now - memory.fastest_at > LATELY * self.limits.scale_down_delay:
+            memory.fastest = 0.0
         if now - memory.useful_at > FORGET:
             memory.useful = 0
         if now - memory.headroom_at > FORGET:
@@ -325,8 +395,11 @@ class Autoscaler:
         return measured.began >= memory.changed_at + (self.start_time if memory.raised else 0.0)
 
     def _with_losses(self, measured: Measured, need: float) -> float:
-        """Replicas to request so that `need` are there, where some are missing all the time."""
-        if not self._has_shown(measured) or measured.replicas <= 0:
+        """Replicas to request so that `need` are there, where some are missing all the time: lost and replaced.
+
+        A platform that has not delivered what was requested is not asked for more on that account.
+        """
+        if self.memory.coming or not self._has_shown(measured):
             return need
         return need * min(max(1.0, self.memory.desired / measured.replicas), MOST_LOST)
 
@@ -340,6 +413,14 @@ class Autoscaler:
 
     def _keep(self, kind: Kind, reason: str) -> Decision:
         return Decision(self.memory.desired, kind, reason)
+
+
+def _waits(measured: Measured) -> str:
+    return f"the trainer waits {measured.wait:.0%} of its time"
+
+
+def _missing(working: int, desired: int) -> str:
+    return f"{desired - working} of {desired} replicas are not there yet"
 
 
 def _rates(measured: Measured) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,8 +19,7 @@ class Sight:
 
     leasing: ids of rollout replicas that have leased and are there. held: groups leased. asked: groups that replicas
     ask for and the bound refuses. empty: replicas that ask in vain and hold none. ready, tokens: groups that ever
-    became ready, and their generated tokens.
-    hold, over, left: see `Seen`.
+    became ready, and their generated tokens. stored: groups that are ready now. hold, over, left: see `Seen`.
     """
 
     leasing: Iterable[str]
@@ -30,13 +28,14 @@ class Sight:
     empty: int
     ready: int
     tokens: int
+    stored: int = 0
     hold: str = ""
     over: str = ""
     left: int | None = None
 
 
 class Scaling:
-    """See the module's docstring. interval: seconds. Replicas that are there at the first look have been for long."""
+    """See the module's docstring. interval: seconds."""
 
     def __init__(self, limits: Limits, interval: float, memory: Memory, now: float) -> None:
         self.autoscaler = Autoscaler(limits, memory)
@@ -46,7 +45,6 @@ class Scaling:
         self._meter = Meter(now)
         self._decided_at = now
         self._known: set[str] | None = None
-        self._young: deque[tuple[float, str]] = deque()
         self._lease_age = 0.0
 
     @property
@@ -68,24 +66,23 @@ class Scaling:
 
     def look(self, now: float, sight: Sight) -> Decision | None:
         """Measure; the decision, when one is due."""
-        known = self._meet(now, set(sight.leasing))
-        while self._young and self._young[0][0] <= now - self._lease_age:
-            self._young.popleft()
-        ripe = len(known) - sum(name in known for _, name in self._young)
-        levels = None if sight.hold else Levels(sight.held, sight.asked, len(known), ripe, sight.empty)
+        self._meet(now, set(sight.leasing))
+        levels = None if sight.hold else self._levels(sight)
         self._meter.look(now, levels, sight.ready, sight.tokens)
         if now - self._decided_at < self.interval and not sight.over:
             return None
         self._decided_at = now
         return self._decide(now, sight)
 
-    def _meet(self, now: float, leasing: set[str]) -> set[str]:
-        """Who is there; who came since the last look is young, and a start that was waited for."""
-        if self._known is not None and (new := leasing - self._known):
-            self._young.extend((now, name) for name in new)
-            self.autoscaler.joined(now, len(new))
+    def _levels(self, sight: Sight) -> Levels:
+        late = sight.stored >= self.autoscaler.limits.batch
+        return Levels(sight.held, sight.asked, self.working, sight.empty, late)
+
+    def _meet(self, now: float, leasing: set[str]) -> None:
+        """Who is there; who came since the last look is a start that was waited for."""
+        if self._known is not None:
+            self.autoscaler.joined(now, len(leasing - self._known))
         self._known = leasing
-        return leasing
 
     def _decide(self, now: float, sight: Sight) -> Decision:
         hold = sight.hold
@@ -94,5 +91,5 @@ class Scaling:
         self.measured = self._meter.window(now, max(self.interval, LEASES * self._lease_age))
         if self.measured is not None:
             self._lease_age = self.measured.lease_age
-        seen = Seen(self.measured, self.working, hold, sight.over, sight.left)
+        seen = Seen(self.measured, self.working, self._meter.beginning(now), hold, sight.over, sight.left)
         return self.autoscaler.decide(now, seen)

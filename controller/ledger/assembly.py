@@ -9,7 +9,7 @@ tightest prefix has to be in this step, so the step waits for exactly those grou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ def order(group: Group) -> tuple[int, int, int]:
 def choose(
     step: int,
     ready: Mapping[int, Mapping[str, Group]],
-    leased: Collection[Group],
+    leased: Mapping[int, Mapping[str, Group]],
     groups_per_step: int,
     *,
     more_to_come: bool,
@@ -55,20 +55,19 @@ def choose(
 
     Args:
         ready: groups by deadline; with `leased` they are schedulable at `step`.
-        leased: groups that are being made.
+        leased: groups that are being made, by deadline: a trainer that waits asks again at each sample.
         more_to_come: whether groups that are not outstanding yet can still be leased.
         drop_surplus: with oversampling: groups left over that are due now are surplus; no step waits for them.
     """
     n_ready = sum(map(len, ready.values()))
     if n_ready < groups_per_step and (more_to_come or leased):
-        due = sorted((group for group in leased if group.deadline <= step), key=order)
-        return Waiting(f"step {step} has {n_ready} of {groups_per_step} groups ready", due)
+        return Waiting(f"step {step} has {n_ready} of {groups_per_step} groups ready", _due(leased, step))
     if not n_ready:
         return Waiting(f"step {step}: no data left")
     if not drop_surplus:
         tight = tightest_prefix(_rest(ready, leased, groups_per_step), step + 1, groups_per_step)
         if tight is not None:
-            late = sorted((group for group in leased if group.deadline <= tight), key=order)
+            late = _due(leased, tight)
             names = ", ".join(group.id for group in late[:5])
             return Waiting(f"step {step} waits for {len(late)} groups due by step {tight}: {names}", late)
     chosen: list[Group] = []
@@ -81,15 +80,21 @@ def choose(
         chosen += candidates[:room]
         surplus += candidates[room:] if deadline <= step else []
     if drop_surplus:
-        return Assembled(step, chosen, [*surplus, *(group for group in leased if group.deadline <= step)])
+        return Assembled(step, chosen, [*surplus, *_due(leased, step)])
     return Assembled(step, chosen)
 
 
+def _due(leased: Mapping[int, Mapping[str, Group]], step: int) -> list[Group]:
+    """Groups that no later step may train, in order."""
+    due = (group for deadline, groups in leased.items() if deadline <= step for group in groups.values())
+    return sorted(due, key=order)
+
+
 def _rest(
-    ready: Mapping[int, Mapping[str, Group]], leased: Iterable[Group], groups_per_step: int
+    ready: Mapping[int, Mapping[str, Group]], leased: Mapping[int, Mapping[str, Group]], groups_per_step: int
 ) -> Counter[int]:
     """Deadlines that remain when the nearest ones of the ready groups are taken."""
-    remaining = Counter([group.deadline for group in leased])
+    remaining = Counter({deadline: len(groups) for deadline, groups in leased.items()})
     take = groups_per_step
     for deadline in sorted(ready):
         count = len(ready[deadline])

@@ -48,6 +48,7 @@ class GroupTable(Progress):
         """Leased groups by who holds them."""
         self.by_deadline: dict[int, dict[str, Group]] = {}
         """Ready groups."""
+        self.leased_by_deadline: dict[int, dict[str, Group]] = {}
         self.deadlines: Counter[int] = Counter()
         """Of all leased and ready groups."""
         self.suspects: set[str] = set()
@@ -316,6 +317,7 @@ class GroupTable(Progress):
             self.deadlines[group.deadline] += 1
             self.by_lease[group.lease_id or ""] = group
             self.by_replica.setdefault(group.replica_id or "", {})[name] = group
+            self.leased_by_deadline.setdefault(group.deadline, {})[name] = group
         elif state is State.READY:
             self.deadlines[group.deadline] += 1
             self.by_deadline.setdefault(group.deadline, {})[name] = group
@@ -331,6 +333,7 @@ class GroupTable(Progress):
             if self.by_lease.get(group.lease_id or "") is group:
                 del self.by_lease[group.lease_id or ""]
             _take(self.by_replica, group.replica_id or "", name)
+            _take(self.leased_by_deadline, group.deadline, name)
         elif state is State.READY:
             self._uncount(group.deadline)
             _take(self.by_deadline, group.deadline, name)
@@ -365,7 +368,13 @@ class GroupTable(Progress):
         self._removed.update(self.groups)
         self.groups, self._dirty, self._dirty_samples = {}, {}, {}
         self.by_state = {state: {} for state in State}
-        for index in (self.deadlines, self.by_lease, self.by_replica, self.by_deadline):
+        for index in (
+            self.deadlines,
+            self.by_lease,
+            self.by_replica,
+            self.by_deadline,
+            self.leased_by_deadline,
+        ):
             index.clear()
         self.suspects.clear()
         self._queue.clear()

@@ -388,7 +388,7 @@ class Ledger:
         return choose(
             step,
             table.by_deadline,
-            table.by_state[State.LEASED].values(),
+            table.leased_by_deadline,
             self.params.groups_per_step,
             more_to_come=not (table.exhausted or table.closed or step >= table.total_steps),
             drop_surplus=self.params.oversample > 1.0,

@@ -48,6 +48,7 @@ class AutoscaleService:
             empty=sum(name not in ledger.table.by_replica for name in refused),
             ready=ledger.became_ready,
             tokens=ledger.ready_tokens,
+            stored=ledger.table.ready,
             hold=self._hold(),
             over=f"the job is {job.phase}" if job.ended else "",
             left=job.progress.total_steps - job.progress.committed,

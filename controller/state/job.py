@@ -171,13 +171,9 @@ class Job:
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
 
     def _load_scaling(self, known: Mapping[str, Any] | None) -> Scaling:
-        config, limits = self.config, scale_limits(self.config)
-        first = config.rollout.parallelism.n_init_replicas
+        first = self.config.rollout.parallelism.n_init_replicas
         memory = Memory(first) if known is None else Memory.from_record(known)
-        memory.desired = min(max(memory.desired, limits.minimum), limits.maximum)
-        if memory.manual is not None and not limits.minimum <= memory.manual <= limits.maximum:
-            memory.manual = None
-        return Scaling(limits, config.autoscale.interval, memory, self.opened_at)
+        return Scaling(scale_limits(self.config), self.config.autoscale.interval, memory, self.opened_at)
 
     def _load_validation(self, saved: Saved) -> tuple[Validation, Prompts | None]:
         if not self.config.validation.enable or not self.config.is_grpo:

@@ -1,0 +1,1 @@
+"""The autoscaler: by hand-made numbers, by properties, and with a simulated fleet."""
