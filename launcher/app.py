@@ -13,6 +13,7 @@ from launcher.commands import configuration, convert, export, init, operate, plo
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.nodes import join
+from launcher.pods import autoscale, pod
 from launcher.processes.signals import ended_at_once
 
 HELP = """
@@ -109,6 +110,8 @@ app.command()(operate.checkpoint)
 app.command()(operate.profile)
 app.command()(operate.drain)
 app.command()(join.join)
+app.command()(pod.pod)
+app.command()(autoscale.autoscale)
 app.command()(export.export)
 app.command()(replay.replay)
 app.command()(samples.samples)

@@ -55,7 +55,7 @@ SECRETS = "secrets.yaml"
 def render(job: ClusterJob) -> dict[str, list[Manifest]]:
     """The manifests by file."""
     chosen = job.config.kubernetes.scaler if job.config.autoscale.enable and job.pods.rollouts else "none"
-    scaler = {"keda": scaling.keda, "command": scaling.command, "none": lambda _: []}[chosen]
+    scalers = {"keda": scaling.keda, "command": scaling.command}
     files = {
         "config.yaml": [services.config_map(job)],
         SECRETS: services.secrets(job),
@@ -66,7 +66,7 @@ def render(job: ClusterJob) -> dict[str, list[Manifest]]:
         "controller.yaml": services.controller(job),
         "policy.yaml": workers.policy(job),
         "rollout.yaml": workers.rollout(job, scaled=chosen != "none"),
-        "scaler.yaml": scaler(job),
+        "scaler.yaml": scalers[chosen](job) if chosen in scalers else [],
     }
     return {name: objects for name, objects in files.items() if objects}
 
@@ -184,7 +184,7 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
     return apply(target, [one["kind"] for objects in files.values() for one in objects])
 
 
-class _Plain(yaml.SafeDumper):
+class _Plain(yaml.SafeDumper):  # type: ignore[misc] - yaml has no types
     """Without anchors: what two pods have in common is written twice. Texts of several lines stay readable."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -199,7 +199,7 @@ _Plain.add_representer(str, _text_of)
 
 
 def _text(objects: Sequence[Manifest]) -> str:
-    return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=110)
+    return str(yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=110))
 
 
 _FILES = ("storage.yaml", "redis.yaml", "rollout.yaml", "scaler.yaml")

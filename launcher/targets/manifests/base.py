@@ -108,7 +108,6 @@ class Pod:
     grace: int = 60
     account: str = ""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
     rest: Mapping[str, Any] = field(default_factory=dict)
     inside: Mapping[str, Any] = field(default_factory=dict)
 
@@ -141,7 +140,7 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
         "volumes": [{"name": name, **source} for name, (_, source) in _volumes(job, pod).items()],
         **pod.rest,
     }
-    meta: Manifest = {"labels": labels(job, pod.component) | pod.labels}
+    meta: Manifest = {"labels": labels(job, pod.component)}
     if pod.annotations:
         meta["annotations"] = dict(pod.annotations)
     return {"metadata": meta, "spec": spec}

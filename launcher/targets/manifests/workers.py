@@ -14,6 +14,7 @@ from launcher.plan import nsight
 from launcher.restarts import EXIT_CONFIG, EXIT_NO_CHECKPOINT
 from launcher.targets.manifests.base import (
     CONFIG_FOLDER,
+    SECRET_FOLDER,
     ClusterJob,
     Manifest,
     Pod,
@@ -116,7 +117,7 @@ def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
         ]
     pod = Pod(
         "rollout",
-        ["pod", "rollout", "--config", f"{CONFIG_FOLDER}/config.json", "--stay"],
+        ["pod", "rollout", "--config", f"{CONFIG_FOLDER}/config.json", "--keep", SECRET_FOLDER, "--stay"],
         [*_common(job, "rollout"), from_field("COSMOS_POD", "metadata.name")],
         worker=True,
         gpus=job.pods.rollout_gpus,
