@@ -83,6 +83,7 @@ async def run(commands: Sequence[Command]) -> Ended:
             child.send(number)
 
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in PASSED_ON}
     for number in PASSED_ON:
         loop.add_signal_handler(number, pass_on, number)
     try:
@@ -95,17 +96,15 @@ async def run(commands: Sequence[Command]) -> Ended:
             child, code = await ended
             if code != EXIT_OK and not failed:
                 first, failed = code, f"{child.name}: {describe_exit(code)}\n" + "\n".join(child.lines)
-                pass_on(signal.SIGTERM) if not signals else None
-        return Ended(first, failed or "ended in order", _asked(signals, failed))
+                for other in children:
+                    other.send(signal.SIGTERM)
+        return Ended(first, failed or "ended in order", signals[0] if signals else 0)
     finally:
         for number in PASSED_ON:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
         for child in children:
             child.send(signal.SIGKILL)
-
-
-def _asked(signals: Sequence[int], failed: str) -> int:
-    return signals[0] if signals and not failed else 0
 
 
 async def _start(command: Command) -> _Child:

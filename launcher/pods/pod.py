@@ -229,8 +229,14 @@ def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int
     typer.echo(reason, err=True)
     if over and stay and not ended.signalled:
         typer.echo(f"the job is {phase}: nothing is left to do", err=True)
-        signal.sigwait({signal.SIGTERM, signal.SIGINT})
+        _wait_for_the_end()
     return code
+
+
+def _wait_for_the_end() -> None:
+    leave = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, leave)
+    signal.sigwait(leave)
 
 
 def _verdict(role: Role, ended: Ended, *, over: bool) -> tuple[int, str]:

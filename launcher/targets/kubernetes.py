@@ -184,7 +184,7 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
     return apply(target, [one["kind"] for objects in files.values() for one in objects])
 
 
-class _Plain(yaml.SafeDumper):  # type: ignore[misc] - yaml has no types
+class _Plain(yaml.SafeDumper):  # type: ignore[misc]
     """Without anchors: what two pods have in common is written twice. Texts of several lines stay readable."""
 
     def ignore_aliases(self, data: Any) -> bool:
