@@ -79,7 +79,7 @@ def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
         )
     mesh = config.policy.parallelism
     layout = mesh.model_copy(update={"n_init_replicas": 1})
-    alone = config.placement.model_copy(update={"nodes": found.each, "gpus_per_node": found.gpus})
+    alone = config.placement.model_copy(update={"nodes": found.each, "gpus_per_node": None})
     policy = config.policy.model_copy(update={"parallelism": layout})
     machine = Machine(config.kubernetes.pod_cpus, tuple(map(str, range(found.gpus))))
     alike = config.model_copy(update={"placement": alone, "policy": policy})

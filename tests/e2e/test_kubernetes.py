@@ -31,7 +31,7 @@ def test_pods_of_a_job_live_through_a_drain_and_the_death_of_the_controller(
         "kubernetes.volume_path": f'"{tmp_path}"',
         "placement.gpus_per_node": "0",
         "controller.port": str(free_port("127.0.0.1")),
-        "policy.parallelism.dp_shard_size": "2",
+        "policy.parallelism.dp_shard_size": "1",
     }
     written = [f"--set={key}={value}" for key, value in own.items()]
     answer = command("--config", config, *written, "--target", "kubernetes", "-o", tmp_path / "manifests")
