@@ -74,7 +74,7 @@ def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
     found = pods(config)
     if not 0 <= replica < found.replicas or not 0 <= pod < found.each:
         raise LaunchError(
-            f"there is no pod {pod} of policy replica {replica}: {found.replicas} replicas of {found.each} pods",
+            f"policy-{replica} has no pod {pod}: the job has {found.replicas} policy replicas of {found.each} pods",
             "render the manifests again, and apply them",
         )
     mesh = config.policy.parallelism

@@ -1,7 +1,7 @@
 """Processes of one pod: they live together, and what the first one that fails said is the reason of the pod's end.
 
 Restarts are the platform's. Signals are passed on, and nobody is killed for being slow: the platform does that, too.
-Output goes through this process line by line, so that its end can be told.
+Output goes through this process line by line, so that its end can be explained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from launcher.restarts import EXIT_OK, SIGNALLED, describe_exit
 
 REMEMBERED = 12
-"""Last lines of a process that its end is told with."""
+"""Last lines of a process that explain its end."""
 LONGEST_LINE = 2**20
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

@@ -279,8 +279,8 @@ def _rendezvous() -> str:
     start = os.environ.get("COSMOS_START", "")
     if not start:  # this pod has all ranks
         return _ALONE
-    told = f"{start}/{os.environ.get('COSMOS_ATTEMPT', '')}"
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    whole = f"{start}/{os.environ.get('COSMOS_ATTEMPT', '')}"
+    return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
 _ALONE = secrets.token_hex(8)

@@ -27,7 +27,7 @@ WORKERS = ["policy", "rollout"]
 
 
 def config_map(job: ClusterJob) -> Manifest:
-    """The resolved configuration; there is no secret in it."""
+    """The resolved configuration; no secret is in it."""
     return manifest("v1", "ConfigMap", job, "", "config", data={"config.json": job.config_json})
 
 

@@ -43,7 +43,7 @@ def test_ranks_are_dealt_over_the_pods_of_a_replica() -> None:
     assert [spec.env["LOCAL_RANK"] for spec in second] == [str(rank) for rank in range(6)]
     assert {spec.env["WORLD_SIZE"] for spec in second} == {"12"}
     assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in second} == {"0,1,2,3,4,5"}
-    with pytest.raises(LaunchError, match="no pod 2 of policy replica 0"):
+    with pytest.raises(LaunchError, match="policy-0 has no pod 2"):
         pods.of_policy(whole, 0, 2)
 
 
@@ -85,7 +85,7 @@ def test_a_policy_that_leaves_early_has_not_succeeded() -> None:
 # ---- with a controller ---------------------------------------------------------------------------------------
 
 
-def told(path: Path, learning_rate: float = 1e-6, cpus: int = 8) -> Config:
+def written(path: Path, learning_rate: float = 1e-6, cpus: int = 8) -> Config:
     """A configuration as the ConfigMap holds it: its run is `run` next to `path`."""
     train = {"output_dir": str(path.parent), "timestamp": "run", "optm_lr": learning_rate}
     whole = make_config(train=train, kubernetes={"pod_cpus": cpus})
@@ -96,17 +96,17 @@ def told(path: Path, learning_rate: float = 1e-6, cpus: int = 8) -> Config:
 def test_a_run_goes_on_with_the_configuration_that_it_began_with(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.make()
-    first = told(tmp_path / "config.json")
+    first = written(tmp_path / "config.json")
     pod._keep_config(run, first)
-    pod._keep_config(run, told(tmp_path / "config.json", cpus=3))
+    pod._keep_config(run, written(tmp_path / "config.json", cpus=3))
     assert (run.written_config() or {})["kubernetes"]["pod_cpus"] == 3
     with pytest.raises(LaunchError, match=r"differs in train\.optm_lr"):
-        pod._keep_config(run, told(tmp_path / "config.json", learning_rate=0.5))
+        pod._keep_config(run, written(tmp_path / "config.json", learning_rate=0.5))
 
 
 def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> None:
     path, log = tmp_path / "config.json", tmp_path / "termination-log"
-    run, agreement = make_run_dir(tmp_path / "run", told(path)), tmp_path / "run" / pod.AGREEMENT
+    run, agreement = make_run_dir(tmp_path / "run", written(path)), tmp_path / "run" / pod.AGREEMENT
     log.touch()
     with running_valkey() as redis, served_controller(run, redis.url) as served:
         env = {
@@ -116,12 +116,12 @@ def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> Non
             "COSMOS_TERMINATION_LOG": str(log),
         }
         cosmos("pod", "rollout", "--config", path, **env).complains(2, f"{agreement} is not there")
-        agreement.write_text(json.dumps(pod._facts(told(path))))
-        told(path, learning_rate=0.5)
+        agreement.write_text(json.dumps(pod._facts(written(path))))
+        written(path, learning_rate=0.5)
         cosmos("pod", "rollout", "--config", path, **env).complains(
             2, "its configuration differs in train.optm_lr"
         )
-        agreement.write_text(json.dumps(pod._facts(told(path)) | {"code": "another"}))
+        agreement.write_text(json.dumps(pod._facts(written(path)) | {"code": "another"}))
         cosmos("pod", "rollout", "--config", path, **env).complains(
             2, "its code of cosmos-launch is another one"
         )
@@ -131,8 +131,8 @@ def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_rollout_pod_stays_when_the_job_is_over(tmp_path: Path) -> None:
     """A Deployment would start it again and again."""
     path, log = tmp_path / "config.json", tmp_path / "log"
-    run = make_run_dir(tmp_path / "run", told(path))
-    (run / pod.AGREEMENT).write_text(json.dumps(pod._facts(told(path))))
+    run = make_run_dir(tmp_path / "run", written(path))
+    (run / pod.AGREEMENT).write_text(json.dumps(pod._facts(written(path))))
     with running_valkey() as redis, served_controller(run, redis.url) as served:
         with served.client() as client:
             client.send(api.operate("stop"))

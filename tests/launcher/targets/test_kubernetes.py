@@ -207,3 +207,62 @@ def test_what_pods_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], 
     )
     answer.complains(2, *words)
     assert not (tmp_path / "out").exists()
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> {folder}/calls
+case "$*" in
+*{missing}*) echo 'Error from server (NotFound): customresourcedefinitions "x" not found' >&2; exit 1 ;;
+esac
+"""
+
+
+def applied(folder: Path, values: dict[str, Any], missing: str) -> tuple[Any, list[str]]:
+    """--apply with a kubectl of a cluster that does not know `missing`: what was said, and what kubectl was asked."""
+    tool = folder / "bin" / "kubectl"
+    tool.parent.mkdir()
+    tool.write_text(KUBECTL.format(folder=folder, missing=missing))
+    tool.chmod(0o755)
+    written = [f"--set={key}={_toml(value)}" for key, value in values.items()]
+    job = ["--config", write_job(folder), *written, "--target", "kubernetes", "--apply", "-o", folder / "out"]
+    answer = cosmos(*job, PATH=f"{tool.parent}:/usr/bin:/bin")
+    calls = folder / "calls"
+    return answer, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_apply_asks_first_for_what_the_cluster_must_know(tmp_path: Path) -> None:
+    answer, calls = applied(tmp_path, ELASTIC, "nothing")
+    answer.says(0)
+    assert calls == [
+        "get crd jobsets.jobset.x-k8s.io --output=name",
+        "get crd scaledobjects.keda.sh --output=name",
+        f"apply -k {tmp_path / 'out'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("jobsets", 'kubernetes.policy_kind = "statefulset"'),
+        ("scaledobjects", 'kubernetes.scaler = "command"'),
+    ],
+)
+def test_nothing_is_applied_to_a_cluster_that_lacks_a_kind(tmp_path: Path, missing: str, remedy: str) -> None:
+    answer, calls = applied(tmp_path, ELASTIC, missing)
+    answer.complains(2, "the cluster does not know", remedy)
+    assert not [call for call in calls if call.startswith("apply")]
+
+
+def test_apply_without_kubectl_names_it(tmp_path: Path) -> None:
+    written = [f"--set={key}={_toml(value)}" for key, value in SMALL.items()]
+    job = [
+        "--config",
+        write_job(tmp_path),
+        *written,
+        "--target",
+        "kubernetes",
+        "--apply",
+        "-o",
+        tmp_path / "out",
+    ]
+    cosmos(*job, PATH=str(tmp_path)).complains(2, "--apply needs kubectl", str(tmp_path / "out"))
