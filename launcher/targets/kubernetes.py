@@ -91,6 +91,11 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
             "kubernetes.image is unset: it names what the pods run",
             'write kubernetes.image = "registry.example.com/cosmos-launch:0.1.0", your own',
         )
+    if config.redis.url.startswith("unix:"):
+        raise LaunchError(
+            f"redis.url = {config.redis.url!r} is a socket of this machine, which pods do not reach",
+            'write redis.url = "redis://host:6379/0", or leave it out: the job has a server of its own then',
+        )
     if config.kubernetes.policy_kind == "statefulset" and (each := pods(config).each) > 1:
         raise LaunchError(
             f"a policy replica takes {each} pods, and a StatefulSet does not start them again together",

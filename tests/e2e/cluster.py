@@ -84,7 +84,7 @@ class Cluster:
         raise KeyError(component)
 
     def start(self, component: str, number: int = 0, **fields: str) -> Container:
-        """A container of a pod. fields: what the pod says of itself, by the end of the field's path."""
+        """A container of a pod, of an Indexed Job the one with this number. fields: further ones of the pod."""
         container, name = self._container(component), f"{self.name}-{component}-{number}"
         known = {"metadata.name": name, "status.podIP": "127.0.0.1", **fields}
         env = {entry["name"]: self._value(entry, known) for entry in container["env"]}

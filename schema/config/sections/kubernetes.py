@@ -65,7 +65,7 @@ class KubernetesConfig(Section):
     )
     environment_secret: ObjectName = key(
         "",
-        "Secret of which policy and rollout pods get all entries as variables: HF_TOKEN, AWS_ACCESS_KEY_ID, …",
+        "Secret whose entries policy and rollout pods get as variables, HF_TOKEN or AWS_ACCESS_KEY_ID for example.",
         acts="file: Environment of the pods.",
         example="hub-and-bucket",
     )

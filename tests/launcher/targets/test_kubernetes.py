@@ -197,6 +197,7 @@ def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
             ["2 pods", 'kubernetes.policy_kind = "jobset"'],
         ),
         ({"placement.policy": [0]}, ["placement.policy names devices"]),
+        ({"redis.url": "unix:///run/redis"}, ["redis.url = 'unix:///run/redis'"]),
         ({"placement.share": "memory"}, ['placement.share = "memory"']),
     ],
 )
