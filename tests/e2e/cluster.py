@@ -94,6 +94,8 @@ class Cluster:
         termination.touch()
         paths = {CONFIG_FOLDER: str(self.folder), SECRET_FOLDER: str(folder)}
         argv = [COMMAND if word == "cosmos-launch" else _mapped(word, paths) for word in container["command"]]
+        if component == "policy":
+            env["JOB_COMPLETION_INDEX"] = str(number)
         env |= {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
