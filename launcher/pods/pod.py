@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from launcher.plan.rundir import RunDir
     from launcher.pods.children import Ended
     from schema.config import Config
+    from schema.wire.messages import JobStatus
 
 ANY = "0.0.0.0"  # noqa: S104 - pods are reached from other nodes; who may is the NetworkPolicy's business
 TERMINATION_LOG = "/dev/termination-log"
@@ -200,7 +201,6 @@ def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int
     from controller.client import Client, ControllerError
     from controller.client import calls as api
     from launcher.pods import children
-    from schema.wire.messages import TERMINAL_PHASES, Phase
 
     url, token = _variable("COSMOS_CONTROLLER_URL"), _variable("COSMOS_TOKEN")
     tls_ca = config.controller.tls_ca or None
@@ -216,20 +216,20 @@ def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int
         children.Command(spec.name, spec.argv, _environment(spec, config, url, token, keep)) for spec in specs
     ]
     ended = asyncio.run(children.run(commands))
-    phase: Phase | None = None
+    status: JobStatus | None = None
     if ended.code == EXIT_OK:
         try:
             with Client(url, token, patience=ASKING, tls_ca=tls_ca) as client:
-                phase = client.send(api.job()).phase
+                status = client.send(api.job())
         except ControllerError as error:
             typer.echo(f"whether the job is over is not known: {error}", err=True)
-    over = phase in TERMINAL_PHASES or phase is Phase.FINISHING
-    code, reason = _verdict(role, ended, over=over)
+    code, reason = _verdict(role, ended, status)
     _tell(reason)
     typer.echo(reason, err=True)
-    if over and stay and not ended.signalled:
-        typer.echo(f"the job is {phase}: nothing is left to do", err=True)
+    if stay and not ended.signalled and _is_over(status):
+        typer.echo("nothing is left to do: waiting for SIGTERM", err=True)
         _wait_for_the_end()
+        return EXIT_OK
     return code
 
 
@@ -239,10 +239,20 @@ def _wait_for_the_end() -> None:
     signal.sigwait(leave)
 
 
-def _verdict(role: Role, ended: Ended, *, over: bool) -> tuple[int, str]:
-    """Exit code and reason of a pod."""
-    if ended.code != EXIT_OK or over or role is Role.ROLLOUT:
+def _is_over(status: JobStatus | None) -> bool:
+    from schema.wire.messages import TERMINAL_PHASES, Phase
+
+    return status is not None and (status.phase in TERMINAL_PHASES or status.phase is Phase.FINISHING)
+
+
+def _verdict(role: Role, ended: Ended, status: JobStatus | None) -> tuple[int, str]:
+    """Exit code and reason of a pod. status: of the job, where its processes have left in order and it is known."""
+    if ended.code != EXIT_OK or role is Role.ROLLOUT:
         return ended.code, ended.reason
+    if status is not None and _is_over(status):
+        if status.phase == "failed":  # another start of the policy would find it so
+            return EXIT_CONFIG, f"the job has failed: {status.last_error}"
+        return EXIT_OK, f"the job is {status.phase}"
     if ended.signalled:
         return SIGNALLED + ended.signalled, f"left on {signal.Signals(ended.signalled).name}"
     return EXIT_FAILED, "left before the job was over"

@@ -54,5 +54,5 @@ def test_pods_of_a_job_live_through_a_drain_and_the_death_of_the_controller(
         check_ledger({"ledger": ledger.model_dump()}, bound=2, trained=STEPS * GROUPS)
         assert second.process.poll() is None
         assert second.end() == 0
-        assert policy.message == "ended in order"
+        assert policy.message == "the job is finished"
     assert (tmp_path / "run" / "final" / "config.json").exists()

@@ -116,7 +116,7 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
     """The pod template."""
     kubernetes = job.config.kubernetes
     # HOME is a folder of the pod, since the rest of its root cannot be written; some libraries ask who they are.
-    env = [value("HOME", "/tmp"), value("USER", "cosmos"), *pod.env]  # noqa: S108 - of this pod alone
+    env = [value("HOME", "/tmp"), value("USER", "cosmos"), *_caches(job, pod), *pod.env]  # noqa: S108 - of this pod alone
     container: Manifest = {
         "name": pod.component,
         "image": kubernetes.image,
@@ -144,6 +144,15 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
     if pod.annotations:
         meta["annotations"] = dict(pod.annotations)
     return {"metadata": meta, "spec": spec}
+
+
+def _caches(job: ClusterJob, pod: Pod) -> list[Manifest]:
+    """What is fetched from the hub is on the claim: once for all pods, and for their successors."""
+    return (
+        []
+        if pod.component == "scaler"
+        else [value("HF_HOME", f"{job.config.kubernetes.volume_path}/huggingface")]
+    )
 
 
 def unprivileged(user: int) -> Manifest:

@@ -20,8 +20,9 @@ from launcher.pods import children, pod
 from launcher.pods.children import Command, Ended
 from launcher.restarts import Role
 from schema.config import Config
+from schema.wire.messages import Phase
 from tests.launcher.cli import ROOT, cosmos
-from tests.launcher.samples import config
+from tests.launcher.samples import config, job_status
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import served_controller
 from tests.support.valkey import running_valkey
@@ -72,14 +73,18 @@ def test_signals_are_passed_on() -> None:
     assert ended == Ended(0, "ended in order", signal.SIGTERM)
 
 
-def test_a_policy_that_leaves_early_has_not_succeeded() -> None:
+def test_a_policy_has_succeeded_when_the_job_is_over() -> None:
     in_order, asked = Ended(0, "ended in order"), Ended(0, "ended in order", signal.SIGTERM)
-    assert pod._verdict(Role.POLICY, in_order, over=True)[0] == 0
-    assert pod._verdict(Role.POLICY, asked, over=True)[0] == 0
-    assert pod._verdict(Role.POLICY, asked, over=False) == (143, "left on SIGTERM")
-    assert pod._verdict(Role.POLICY, in_order, over=False) == (1, "left before the job was over")
-    assert pod._verdict(Role.ROLLOUT, asked, over=False)[0] == 0
-    assert pod._verdict(Role.POLICY, Ended(4, "no checkpoint"), over=False) == (4, "no checkpoint")
+    finished, training = job_status(phase=Phase.FINISHED), job_status(phase=Phase.TRAINING)
+    failed = job_status(phase=Phase.FAILED, last_error="no replica came")
+    assert pod._verdict(Role.POLICY, in_order, finished)[0] == 0
+    assert pod._verdict(Role.POLICY, asked, finished)[0] == 0
+    assert pod._verdict(Role.POLICY, asked, training) == (143, "left on SIGTERM")
+    assert pod._verdict(Role.POLICY, in_order, training) == (1, "left before the job was over")
+    assert pod._verdict(Role.POLICY, in_order, None)[0] == 1
+    assert pod._verdict(Role.POLICY, in_order, failed) == (2, "the job has failed: no replica came")
+    assert pod._verdict(Role.ROLLOUT, asked, training)[0] == 0
+    assert pod._verdict(Role.POLICY, Ended(4, "no checkpoint"), None) == (4, "no checkpoint")
 
 
 # ---- with a controller ---------------------------------------------------------------------------------------
