@@ -49,8 +49,7 @@ def test_pods_of_a_job_live_through_a_drain_and_the_death_of_the_controller(
         assert policy.wait() == 0, cluster.said()
         status = cluster.until("the end", api.job(), lambda job: job.phase is Phase.FINISHED)
         assert status.step == STEPS
-        with cluster.client() as client:
-            ledger = client.send(api.ledger())
+        ledger = cluster.until("the last leases", api.ledger(), lambda found: found.states["leased"] == 0)
         check_ledger({"ledger": ledger.model_dump()}, bound=2, trained=STEPS * GROUPS)
         assert second.process.poll() is None
         assert second.end() == 0
