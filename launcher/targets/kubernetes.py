@@ -35,6 +35,7 @@ from launcher.targets.manifests.base import ClusterJob, Manifest
 from schema.config import Config
 from schema.config.loading.load import load
 from schema.util.atomic_file import write_text
+from schema.util.text import visible
 from schema.wire.secret import fault
 
 PORT = 8000
@@ -166,7 +167,8 @@ class Wanted:
 
 def write(wanted: Wanted, env: Mapping[str, str]) -> int:
     """Write the manifests; the exit code. Raises ConfigError, LaunchError."""
-    config = load(wanted.configs, wanted.overrides, env).config
+    loaded = load(wanted.configs, wanted.overrides, env, elsewhere=True)
+    config = loaded.config
     target = wanted.directory or Path("kubernetes") / _name(config)
     job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
     files = render(job)
@@ -178,6 +180,8 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
         typer.echo(str(target / name))
     for gone in set(_FILES) - files.keys():  # of an earlier rendering
         (target / gone).unlink(missing_ok=True)
+    for warning in loaded.warnings:
+        typer.echo(f"warning: {visible(warning.render())}", err=True)
     if set(config.logging.logger) - {"console"}:
         typer.echo(
             "warning: logging.logger: trackers follow jobs that are run from here; pods report /metrics",

@@ -210,6 +210,23 @@ def test_what_pods_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], 
     assert not (tmp_path / "out").exists()
 
 
+def test_files_of_the_volume_need_not_be_here(tmp_path: Path) -> None:
+    far = {
+        "policy.model_name_or_path": "./models/mine",
+        "train.train_policy.dataset.name": "/cosmos/data/train.jsonl",
+        "train.train_policy.reward_function": "rewards.py:score",
+    }
+    written = [f"--set={key}={_toml(value)}" for key, value in (SMALL | far).items()]
+    job = ["--config", write_job(tmp_path), *written]
+    answer = cosmos(*job, "--target", "kubernetes", "-o", tmp_path / "out").says(0)
+    assert answer.stderr.count("warning: ") == 3
+    found = json.loads(yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]["config.json"])
+    assert found["policy"]["model_name_or_path"] == "/cosmos/models/mine"
+    assert found["train"]["train_policy"]["dataset"]["name"] == "/cosmos/data/train.jsonl"
+    assert found["train"]["train_policy"]["reward_function"] == "/cosmos/rewards.py:score"
+    cosmos(*job, "--dry-run").complains(2, "./models/mine does not exist", "rewards.py cannot be read")
+
+
 KUBECTL = """#!/bin/sh
 echo "$@" >> {folder}/calls
 case "$*" in
