@@ -56,6 +56,32 @@ def test_ranks_that_do_not_fill_pods_are_refused() -> None:
         pods.pods(config())
 
 
+def test_a_pod_finds_its_part_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = config(placement={"gpus_per_node": 2, "nodes": 3}, policy={"parallelism": {"dp_shard_size": 4}})
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    assert [spec.name for spec in pod._specs(Role.POLICY, whole)] == ["policy-0-rank2", "policy-0-rank3"]
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "x")
+    with pytest.raises(LaunchError, match="JOB_COMPLETION_INDEX = 'x'"):
+        pod._specs(Role.POLICY, whole)
+    monkeypatch.delenv("JOB_COMPLETION_INDEX")
+    monkeypatch.setenv("COSMOS_POD", "run-policy-1")
+    with pytest.raises(LaunchError, match="policy-1 has no pod 0"):
+        pod._specs(Role.POLICY, whole)
+    (rollout,) = pod._specs(Role.ROLLOUT, whole)
+    assert (rollout.env["COSMOS_REPLICA_NAME"], rollout.env["OMP_NUM_THREADS"]) == ("run-policy-1", "8")
+
+
+def test_ranks_of_one_start_meet_and_those_of_another_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSMOS_START", "5e1f")
+    monkeypatch.setenv("COSMOS_ATTEMPT", "0")
+    first = pod._rendezvous()
+    assert pod._rendezvous() == first
+    monkeypatch.setenv("COSMOS_ATTEMPT", "1")
+    second = pod._rendezvous()
+    monkeypatch.setenv("COSMOS_START", "77aa")
+    assert len({first, second, pod._rendezvous()}) == 3
+
+
 # ---- its processes -------------------------------------------------------------------------------------------
 
 
