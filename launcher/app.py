@@ -13,6 +13,7 @@ from launcher.commands import configuration, convert, export, init, operate, plo
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.nodes import join
+from launcher.pods import autoscale, pod
 from launcher.processes.signals import ended_at_once
 
 HELP = """
@@ -49,6 +50,7 @@ Run
 Several machines (placement.nodes)
   cosmos-launch --config run.toml --head 10.0.0.1         the same command on each; the one with the address leads
   cosmos-launch --config run.toml --target slurm          sbatch scripts of the job; --apply submits them
+  cosmos-launch --config run.toml --target kubernetes     manifests of the job; --apply gives them to the cluster
   cosmos-launch join outputs/20260131120000               one more rollout replica, where the run directory is shared
 
 \b
@@ -110,6 +112,8 @@ app.command()(operate.profile)
 app.command()(operate.drain)
 app.command()(operate.scale)
 app.command()(join.join)
+app.command()(pod.pod)
+app.command()(autoscale.autoscale)
 app.command()(export.export)
 app.command()(replay.replay)
 app.command()(samples.samples)
@@ -154,8 +158,10 @@ NoRollouts = Annotated[
     bool, typer.Option("--no-rollouts", help="Start no rollout replica: they come by `cosmos-launch join`.")
 ]
 TargetName = Annotated[
-    Literal["local", "slurm"],
-    typer.Option("--target", help="Where to run it: from here, or as sbatch scripts that are written."),
+    Literal["local", "slurm", "kubernetes"],
+    typer.Option(
+        "--target", help="Where to run it: from here, or as sbatch scripts or manifests that are written."
+    ),
 ]
 OutputDirectory = Annotated[
     Path | None,
@@ -163,7 +169,7 @@ OutputDirectory = Annotated[
         "--output",
         "-o",
         metavar="DIR",
-        help="With --target slurm: where to. Unset: <train.output_dir>/slurm.",
+        help="With --target: where to. Unset: <train.output_dir>/slurm, or kubernetes/<name of the job>.",
     ),
 ]
 SbatchOptions = Annotated[
@@ -178,7 +184,7 @@ RolloutArray = Annotated[
         "--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."
     ),
 ]
-Apply = Annotated[bool, typer.Option("--apply", help="With --target slurm: submit what was written.")]
+Apply = Annotated[bool, typer.Option("--apply", help="With --target: submit or apply what was written.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
 ]
@@ -218,20 +224,25 @@ def run(
     _check_options(
         {
             "--node": (node is not None, bool(head), "--head"),
-            "--output": (output, target == "slurm", "--target slurm"),
+            "--output": (output, target != "local", "--target slurm or kubernetes"),
             "--sbatch": (sbatch, target == "slurm", "--target slurm"),
             "--rollout-array": (rollout_array, target == "slurm", "--target slurm"),
-            "--apply": (apply, target == "slurm", "--target slurm"),
+            "--apply": (apply, target != "local", "--target slurm or kubernetes"),
         }
     )
     configs, overrides = config or [], set_ or []
+    if target != "local" and (head or resume is not None or dry_run):
+        raise LaunchError(
+            f"--target {target} takes --config and --set", "what is written names the head, and resumes"
+        )
+    if target == "kubernetes":
+        from launcher.targets import kubernetes
+
+        manifests = kubernetes.Wanted(configs, overrides, output, apply)
+        raise typer.Exit(kubernetes.write(manifests, os.environ))
     if target == "slurm":
         from launcher.targets import slurm
 
-        if head or resume is not None or dry_run:
-            raise LaunchError(
-                "--target slurm takes --config and --set", "the scripts name the head, and resume"
-            )
         written = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
         raise typer.Exit(slurm.write(written, os.environ))
     with ended_at_once():

@@ -14,58 +14,59 @@ TLS_FILES = tuple(
 )
 
 
-def absolute(path: str) -> str:
-    """`~` and the current directory resolved; symbolic links stay as written."""
-    return os.path.abspath(os.path.expanduser(path))
+def absolute(path: str, base: str = "") -> str:
+    """`~` and the current directory, or `base`, resolved; symbolic links stay as written."""
+    return os.path.abspath(os.path.join(base, os.path.expanduser(path)))
 
 
-def resolved(config: Config) -> dict[str, Any]:
+def resolved(config: Config, base: str = "") -> dict[str, Any]:
     """The resolved configuration as JSON-compatible values, with absolute paths and without credentials.
 
     Names on the hub, buckets, built-in generators and built-in rewards are not paths and stay as they are.
+    base: the directory that relative paths are below; empty: the current one.
     """
     data = config.to_dict()
     train, policy = data["train"], data["train"]["train_policy"]
     for section in (data["policy"], data["reference"], data["critic"], *data["teacher"]):
         for key in {"model_name_or_path", "tokenizer_name_or_path", "model"} & section.keys():
-            section[key] = _source(section[key])
+            section[key] = _source(section[key], base)
     for key in {"variant", "advantage_estimator"} & policy.keys():
-        policy[key] = _reward(policy[key])
+        policy[key] = _reward(policy[key], base)
     for dataset in (policy["dataset"], data["validation"]["dataset"], data["evaluation"]["dataset"]):
         if not dataset["name"].startswith("synthetic:"):
-            dataset["name"] = _source(dataset["name"])
-        dataset["files"] = [absolute(file) for file in dataset["files"]]
-    train["output_dir"] = absolute(train["output_dir"])
+            dataset["name"] = _source(dataset["name"], base)
+        dataset["files"] = [absolute(file, base) for file in dataset["files"]]
+    train["output_dir"] = absolute(train["output_dir"], base)
     if isinstance(train["resume"], str):
-        train["resume"] = absolute(train["resume"])
+        train["resume"] = absolute(train["resume"], base)
     if data["weight_sync"]["store"] and not is_url(data["weight_sync"]["store"]):
-        data["weight_sync"]["store"] = absolute(data["weight_sync"]["store"])
+        data["weight_sync"]["store"] = absolute(data["weight_sync"]["store"], base)
     conversations = data["rollout"]["multi_turn_config"]
     named = [(data[section], name) for section, name in (*TLS_FILES, ("controller", "payload_store"))]
     for table, name in (*named, (conversations, "custom_chat_template_path")):
         if table[name]:
-            table[name] = absolute(table[name])
+            table[name] = absolute(table[name], base)
     for section in (policy, data["validation"], data["evaluation"]):
         for key in ("reward_function", "filter_reward_metric"):
             if key in section:
-                section[key] = _rewards(section[key])
+                section[key] = _rewards(section[key], base)
     return cast("dict[str, Any]", cut(data))
 
 
-def _source(name: str | None) -> str | None:
+def _source(name: str | None, base: str) -> str | None:
     path = local_path(name) if name else None
-    return name if path is None else absolute(str(path))
+    return name if path is None else absolute(str(path), base)
 
 
-def _reward(name: str) -> str:
+def _reward(name: str, base: str) -> str:
     file, colon, function = name.rpartition(":")
-    return name if name in BUILTIN_REWARDS or not colon else f"{absolute(file)}:{function}"
+    return name if name in BUILTIN_REWARDS or not colon else f"{absolute(file, base)}:{function}"
 
 
-def _rewards(spec: Any) -> Any:
+def _rewards(spec: Any, base: str) -> Any:
     """One of the three ways to write rewards, with absolute files."""
     if isinstance(spec, str):
-        return _reward(spec)
+        return _reward(spec, base)
     if isinstance(spec, list):
-        return [_reward(name) for name in spec]
-    return {_reward(name): weight for name, weight in spec.items()}
+        return [_reward(name, base) for name in spec]
+    return {_reward(name, base): weight for name, weight in spec.items()}

@@ -100,6 +100,11 @@ class Problem:
         return f"{head}\n    {self.hint}" if self.hint else head
 
 
+@dataclass(frozen=True)
+class Absent(Problem):
+    """A file or directory that is not on this machine; where the job runs it may be."""
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; `problems` holds what is wrong with it, in file order.
 

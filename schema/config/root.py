@@ -5,7 +5,7 @@ Config ─┬─ train ── train_policy (grpo | sft) ── dataset, overlong
         ├─ policy ─ parallelism, lora          ├─ reference, [[teacher]], critic, reward_model
         ├─ rollout ─ parallelism, sampling_config, multi_turn_config
         ├─ validation, evaluation, reward      ├─ controller, redis, weight_sync
-        ├─ placement, autoscale, launcher      └─ logging, profiler, custom
+        ├─ placement, autoscale, kubernetes    └─ launcher, logging, profiler, custom
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from schema.config.sections.autoscale import AutoscaleConfig
 from schema.config.sections.controller import ControllerConfig
 from schema.config.sections.critic import CriticConfig
 from schema.config.sections.evaluation import EvaluationConfig
+from schema.config.sections.kubernetes import KubernetesConfig
 from schema.config.sections.launcher import LauncherConfig
 from schema.config.sections.logging import LoggingConfig
 from schema.config.sections.placement import PlacementConfig
@@ -66,6 +67,7 @@ class Config(Section):
     weight_sync: WeightSyncConfig = key(WeightSyncConfig, "How weights travel.")
     placement: PlacementConfig = key(PlacementConfig, "Which devices each role gets.")
     autoscale: AutoscaleConfig = key(AutoscaleConfig, "How many rollout replicas there are.")
+    kubernetes: KubernetesConfig = key(KubernetesConfig, "The manifests of `--target kubernetes`.")
     launcher: LauncherConfig = key(LauncherConfig, "How processes are run.")
     logging: LoggingConfig = cosmos_key(LoggingConfig, "Where metrics go.")
     profiler: ProfilerConfig = cosmos_key(ProfilerConfig, "Traces of the workers, and kept batches.")

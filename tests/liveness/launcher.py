@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from launcher.errors import LaunchError
 from launcher.job.job import Job
 from launcher.job.screen import Screen
 from launcher.job.trackers import command as tracked_by
@@ -17,6 +18,7 @@ from launcher.plan.placement import place as placed
 from launcher.plan.plan import Plan
 from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
+from launcher.targets.kubernetes import cluster_job, render
 from schema.config import Config
 from schema.config.rules.mesh import engines_have_such_a_mesh, stages_take_any_shape
 from tests.liveness.probe import UNSET, Made, Place, Whole, changed, grpo, sft, vllm, watch
@@ -176,3 +178,48 @@ watch(
     shown,
     {"redis.tls_cert": ("client.pem", "other.pem"), "redis.tls_key": ("client.key", "other.key")},
 )
+
+
+def manifests(config: Config, place: Place) -> list[Any] | str:
+    """All objects of the job on Kubernetes, but for what is drawn by lot."""
+    try:
+        files = render(cluster_job(config, {"tokens": {}}))
+    except LaunchError as error:
+        return str(error)
+    return [objects for name, objects in files.items() if name not in ("secrets.yaml", "config.yaml")]
+
+
+in_pods = changed(
+    grpo,
+    {
+        "train.output_dir": "outputs",
+        "kubernetes.image": "registry.example.com/cosmos-launch:1.0",
+        "placement.gpus_per_node": 0,
+    },
+)
+watch(
+    manifests,
+    in_pods,
+    {
+        "kubernetes.image": (
+            "registry.example.com/cosmos-launch:1.0",
+            "registry.example.com/cosmos-launch:1.1",
+        ),
+        "kubernetes.redis_image": ("valkey/valkey:9.0", "redis:8.2"),
+        "kubernetes.namespace": ("default", "training"),
+        "kubernetes.claim": ("", "shared-disk"),
+        "kubernetes.storage_class": ("", "shared-files"),
+        "kubernetes.storage_size": ("100Gi", "1Ti"),
+        "kubernetes.volume_path": ("/cosmos", "/shared"),
+        "kubernetes.environment_secret": ("", "hub"),
+        "kubernetes.standby": (False, True),
+        "kubernetes.policy_kind": ("jobset", "statefulset"),
+        "kubernetes.pod_cpus": (8, 16),
+        "kubernetes.pod_memory": ("64Gi", "128Gi"),
+        "kubernetes.node_selector": ({}, {"gpu": "h100"}),
+        "kubernetes.rollout_selector": ({}, {"spot": "true"}),
+        "kubernetes.rollout_tolerations": ([], ["spot=true:NoSchedule"]),
+        "kubernetes.topology_key": ("", "topology.kubernetes.io/zone"),
+    },
+)
+watch(manifests, changed(in_pods, {"autoscale.enable": True}), {"kubernetes.scaler": ("keda", "command")})

@@ -26,7 +26,7 @@ from schema.config.loading.environment import without_effect
 from schema.config.loading.explain import Finding, findings_of
 from schema.config.loading.layers import Layers, read_layers, without_port
 from schema.config.loading.tomlread import depth_problem, dotted_path, too_deep
-from schema.config.problem import MOST_SHOWN, ConfigError, KeyPath, Problem, format_key
+from schema.config.problem import MOST_SHOWN, Absent, ConfigError, KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.rules import check_rules
 from schema.config.sections.unsupported import TABLE, refusals
@@ -54,21 +54,33 @@ class Loaded:
         return general + self.layers.placed([_finding(p) for p in found if p.key])
 
 
-def load(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    paths: Paths,
+    overrides: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    *,
+    elsewhere: bool = False,
+) -> Loaded:
     """Read all layers (`schema.config.loading.layers`), validate and check; keeps the origin of each value.
 
     paths: one file, or several, later ones over earlier ones. overrides: `dotted.key=VALUE`, VALUE as TOML
     writes it; what is not TOML is taken as a string. env: variables `COSMOS_<SECTION>__<KEY>`; None: the
-    environment is left out of it.
+    environment is left out of it. elsewhere: the job runs on other machines, so files may be missing here; they are
+    warnings then.
     Raises ConfigError with all problems.
     """
     files = [paths] if isinstance(paths, str | Path) else paths
     layers = read_layers([Path(file) for file in files], overrides, env)
     config, problems = _check(layers.data)
+    missing: list[Finding] = []
+    if elsewhere:
+        missing = [found for found in problems if isinstance(found[1](), Absent)]
+        problems = [found for found in problems if not isinstance(found[1](), Absent)]
     if config is None or problems or layers.problems:
         shown = layers.problems + layers.placed(problems)
         raise ConfigError(shown, len(layers.problems) + len(problems) - len(shown))
-    return Loaded(config, layers, layers.warnings + without_effect(env or {}))
+    warnings = layers.placed(missing) + layers.warnings + without_effect(env or {})
+    return Loaded(config, layers, warnings)
 
 
 def load_config(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Config:

@@ -11,7 +11,7 @@ from typing import Any
 from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
 from schema.config.loading.explain import closest
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path, read_regular
-from schema.config.problem import Problem
+from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.batch import longest_sequence
 from schema.config.rules.idle import written
@@ -104,8 +104,8 @@ def dataset_problems(
         if found is not None:
             yield from _column_problems(config, key, dataset, dataset.name, found)
     except UnreadableDataError as error:
-        hint = error.hint or _PATH_HINT
-        yield Problem(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",))
+        kind, hint = Problem if exists(path) else Absent, error.hint or _PATH_HINT
+        yield kind(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",))
     if is_file(path) and default_splits == _TRAIN_SPLITS and dataset.splits not in ([], ["train"]):
         message = f"{path} is one file and has no splits"
         yield Problem(f"{key}.split", message, dataset.split, "leave it out")
@@ -125,7 +125,8 @@ def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> Iterator
         try:
             columns = columns_of(path, (), ())
         except UnreadableDataError as error:
-            yield Problem(f"{key}.files", str(error), file, error.hint or _PATH_HINT)
+            kind = Problem if exists(path) else Absent
+            yield kind(f"{key}.files", str(error), file, error.hint or _PATH_HINT)
             continue
         if columns is not None:
             yield from _column_problems(config, key, dataset, file, columns)

@@ -64,6 +64,10 @@ OF_ANOTHER_JOB = (
         "profiler.record_batches", _is_grpo, "supervised training reads its batches from the data each time"
     ),
     *(
+        Idle(f"kubernetes.{name}", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout pods")
+        for name in ("rollout_selector", "rollout_tolerations", "topology_key")
+    ),
+    *(
         Idle(f"controller.{name}", _is_grpo, "supervised training has no groups of samples")
         for name in ("lease_timeout", "oversample", "on_stale", "straggler_timeout", "max_attempts")
     ),
@@ -71,6 +75,27 @@ OF_ANOTHER_JOB = (
 """Refused: the key belongs to a job of the other type."""
 
 SWITCHED_OFF = (
+    Idle(
+        "kubernetes.scaler",
+        lambda config: config.autoscale.enable,
+        "the number of rollout replicas does not change",
+        "write autoscale.enable = true to use it",
+    ),
+    *(
+        Idle(
+            f"kubernetes.{name}",
+            lambda config: not config.kubernetes.claim,
+            "kubernetes.claim names a claim that is there",
+            "leave one of the two out",
+        )
+        for name in ("storage_class", "storage_size")
+    ),
+    Idle(
+        "kubernetes.redis_image",
+        lambda config: not config.redis.url,
+        "redis.url names a server that is there",
+        "leave one of the two out",
+    ),
     Idle(
         "validation", _validates, "validation is off", "write validation.enable = true to use it", ("enable",)
     ),

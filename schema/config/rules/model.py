@@ -14,7 +14,7 @@ from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
 from schema.config.modules import is_importable
 from schema.config.overrides import refusals
 from schema.config.paths import exists, home_hint, local_path
-from schema.config.problem import Problem
+from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.mesh import trainer_meshes
 from schema.config.sections.policy import ParallelismConfig
@@ -473,7 +473,7 @@ def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -
         return []
     if not exists(path):
         relative = "paths are relative to the current directory; a name on the hub has the form owner/name"
-        return [Problem(key, f"{name} does not exist", name, home_hint(name) or relative)]
+        return [Absent(key, f"{name} does not exist", name, home_hint(name) or relative)]
     if not path.is_dir():
         hint = f"name the directory of the {kind}"
         return [Problem(key, f"{name} is a file, not a {kind}'s directory", name, hint)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from schema.config.base import RewardSpec
 from schema.config.loading.explain import closest
 from schema.config.paths import NotAFileError, home_hint, read_regular
-from schema.config.problem import Problem
+from schema.config.problem import Absent, Problem
 from schema.config.reward_signature import of_source
 from schema.config.root import Config
 from schema.config.rules.data import dataset_problems
@@ -93,7 +93,8 @@ def own_function(key: str, name: str, what: str) -> Definition | Problem | None:
         tree = ast.parse(read_regular(Path(file), MAX_CODE_BYTES), filename=file)
     except OSError as error:
         hint = home_hint(file) or "paths are relative to the current directory"
-        return Problem(key, f"{what} {file} cannot be read: {error.strerror}", name, hint)
+        kind = Absent if isinstance(error, FileNotFoundError) else Problem
+        return kind(key, f"{what} {file} cannot be read: {error.strerror}", name, hint)
     except NotAFileError as error:
         return Problem(key, f"{what} {file} cannot be read: {error}", name, "write it to a file first")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -44,6 +44,19 @@ def autoscaling_has_room(config: Config) -> Iterator[Problem]:
         yield Problem(most, message, high, hint, related=(_ROLLOUTS,))
 
 
+def images_are_pinned(config: Config) -> Iterator[Problem]:
+    """An image without a tag, or `latest`, is another one with each pull: pods of one job would differ."""
+    for name in ("image", "redis_image"):
+        image, key = getattr(config.kubernetes, name), f"kubernetes.{name}"
+        tag = image.rpartition("/")[2].partition(":")[2]
+        if image and "@" not in image and tag in ("", "latest"):
+            message = f"{image} may be another image with each pull, and pods of one job would differ"
+            plain = image.removesuffix(":latest").removesuffix(":")
+            yield Problem(
+                key, message, image, f'write {key} = "{plain}:1.0", or the tag or digest that it has'
+            )
+
+
 def validation_leaves_replicas(config: Config) -> Iterator[Problem]:
     """No more rollout replicas can validate than there can be."""
     validation, key = config.validation, "validation.max_replicas"
@@ -123,5 +136,11 @@ def _table(shares: dict[str, float]) -> str:
     return "{" + ", ".join(f"{name} = {share:g}" for name, share in shares.items()) + "}"
 
 
-ROLE_RULES = (autoscaling_has_room, validation_leaves_replicas, reward_model_is_named, domains_are_shared)
+ROLE_RULES = (
+    autoscaling_has_room,
+    images_are_pinned,
+    validation_leaves_replicas,
+    reward_model_is_named,
+    domains_are_shared,
+)
 ROLE_WARNINGS = (validation_samples_differ,)

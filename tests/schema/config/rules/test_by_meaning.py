@@ -475,6 +475,10 @@ FAULTS = {
         ({"autoscale.min_replicas": 2, "autoscale.enable": True}, "2", f"{R}.n_init_replicas = 1"),
         ({"autoscale.enable": True, "placement.share": "time"}, "take turns", '"time"'),
     ],
+    role.images_are_pinned: [
+        ({"kubernetes.image": "registry:5000/mine:latest"}, "registry:5000/mine:latest"),
+        ({"kubernetes.redis_image": "valkey/valkey"}, "valkey/valkey"),
+    ],
     role.validation_leaves_replicas: [
         ({"validation.max_replicas": 3, "validation.enable": True}, "3", f"{R}.n_init_replicas = 1"),
         (

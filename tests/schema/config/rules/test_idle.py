@@ -30,6 +30,9 @@ VALUES: dict[str, Any] = {
     "teacher": [{"name": "one", "model": "Qwen/Qwen3-0.6B"}],
     "weight_sync.keep": 2,
     "train.sync_weight_interval": 2,
+    "kubernetes.rollout_selector": {"spot": "true"},
+    "kubernetes.rollout_tolerations": ["spot:NoSchedule"],
+    "kubernetes.topology_key": "topology.kubernetes.io/zone",
     "controller.lease_timeout": 60.0,
     "controller.oversample": 2.0,
     "controller.on_stale": "drop",
@@ -43,6 +46,10 @@ PROFILED = {"profiler.enable_profiler": True, f"{PROFILE}.do_profile": True}
 CRITIC = {"critic.enable": True, f"{POLICY}.advantage_estimator": "gae"}
 SAVED, ONCE = {"train.ckpt.enable_checkpoint": True}, {"launcher.max_restarts": 0}
 SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "kubernetes.scaler": ("command", {}, {"autoscale.enable": True}),
+    "kubernetes.storage_class": ("files", {"kubernetes.claim": "disk"}, {}),
+    "kubernetes.storage_size": ("1Ti", {"kubernetes.claim": "disk"}, {}),
+    "kubernetes.redis_image": ("redis:8.2", {"redis.url": "redis://named:6379"}, {}),
     "validation.freq": (5, {}, VALIDATED),
     "validation.dataset.name": ("synthetic:addition", {}, VALIDATED),
     f"{POLICY}.overlong_reward.buffer_length": (8, {}, PENALTY),

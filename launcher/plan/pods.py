@@ -1,0 +1,110 @@
+"""The processes of a job over pods: as many pods for each policy replica as it takes, one for each rollout replica.
+
+Manifests are rendered by this, and a pod finds its part by it: both read the same configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.errors import LaunchError
+from launcher.plan.machine import Machine
+from launcher.plan.placement import PlacementError, ProcessSpec, joined, needs, place
+from schema.config import Config, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """replicas: of the policy. each: pods of one. ranks: of one, over its pods. gpus: of a pod of the policy.
+
+    rollouts: replicas at the start, of rollout_gpus each.
+    """
+
+    replicas: int
+    each: int
+    ranks: int
+    gpus: int
+    rollouts: int
+    rollout_gpus: int
+
+
+def pods(config: Config) -> Pods:
+    """How many there are, and what they ask for. Raises LaunchError for what pods cannot do."""
+    per_node = config.placement.gpus_per_node
+    if per_node is None:
+        raise LaunchError(
+            "placement.gpus_per_node is unset, and nobody can look at the nodes of a cluster",
+            "write placement.gpus_per_node = 8, or as many as a node has; 0 for a job without GPUs",
+        )
+    if config.placement.share != "none":
+        raise LaunchError(
+            f'placement.share = "{config.placement.share}": pods do not share GPUs', "leave it out"
+        )
+    for name in ("policy", "rollout", "reference", "critic"):
+        if getattr(config.placement, name):
+            raise LaunchError(
+                f"placement.{name} names devices, and a cluster deals them itself",
+                f"leave placement.{name} out: sizes of [policy.parallelism] and [rollout.parallelism] say how many",
+            )
+    wanted = needs(config, per_node * config.placement.nodes)
+    each = -(-wanted.policy_ranks // per_node) if per_node else 1
+    if wanted.policy_ranks % each:
+        raise LaunchError(
+            f"{wanted.policy_ranks} ranks of the policy cannot be dealt evenly to {each} pods of at most {per_node} "
+            "GPUs (placement.gpus_per_node)",
+            "write sizes in [policy.parallelism] that fill nodes evenly",
+        )
+    if wanted.rollout_gpus > per_node > 0:
+        raise LaunchError(
+            f"a rollout replica takes {wanted.rollout_gpus} GPUs and a node has placement.gpus_per_node = {per_node}",
+            "write smaller sizes in [rollout.parallelism]: an engine runs on one node",
+        )
+    return Pods(
+        replicas=wanted.policy_replicas,
+        each=each,
+        ranks=wanted.policy_ranks,
+        gpus=wanted.policy_ranks // each if per_node else 0,
+        rollouts=wanted.rollout_replicas,
+        rollout_gpus=wanted.rollout_gpus if per_node else 0,
+    )
+
+
+def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
+    """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
+    found = pods(config)
+    if not 0 <= replica < found.replicas or not 0 <= pod < found.each:
+        raise LaunchError(
+            f"policy-{replica} has no pod {pod}: the job has {found.replicas} policy replicas of {found.each} pods",
+            "render the manifests again, and apply them",
+        )
+    mesh = config.policy.parallelism
+    layout = mesh.model_copy(update={"n_init_replicas": 1})
+    alone = config.placement.model_copy(update={"nodes": found.each, "gpus_per_node": None})
+    policy = config.policy.model_copy(update={"parallelism": layout})
+    machine = Machine(config.kubernetes.pod_cpus, tuple(map(str, range(found.gpus))))
+    alike = config.model_copy(update={"placement": alone, "policy": policy})
+    try:
+        (one,) = place(alike, *[machine] * found.each, rollouts=False)
+    except PlacementError as error:
+        raise ConfigError([error.problem]) from None
+    name = f"policy-{replica}"
+    return [
+        ProcessSpec(
+            name=spec.name.replace("policy-0", name, 1),
+            role=spec.role,
+            argv=spec.argv,
+            env={**spec.env, "COSMOS_REPLICA_NAME": name},
+            rank=spec.rank,
+            node=spec.node,
+        )
+        for spec in one.processes
+        if spec.node == pod
+    ]
+
+
+def of_rollout(config: Config, name: str) -> list[ProcessSpec]:
+    """The process of a rollout pod."""
+    (spec,) = joined(config, name).processes
+    threads = str(config.launcher.cpu_threads or config.kubernetes.pod_cpus)
+    env = {**spec.env, "COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
+    return [ProcessSpec(spec.name, spec.role, spec.argv, env)]

@@ -1,0 +1,6 @@
+"""What pods of a job on Kubernetes run: their role, and who obeys the controller's number of replicas.
+
+pod           `cosmos-launch pod ROLE`: the part of one pod, from its environment to a termination message
+children      processes of a pod, their output and their end
+autoscale     `cosmos-launch autoscale`: one Deployment follows the controller
+"""

@@ -1,0 +1,342 @@
+"""`cosmos-launch pod ROLE`: what one pod of a job does, by its environment alone.
+
+    controller   write config.json ─▶ prepare the data ─▶ become the controller
+    policy       ┐ wait for the controller ─▶ compare code and configuration ─▶ run this pod's processes
+    rollout      ┘
+
+    COSMOS_CONTROLLER_URL, COSMOS_TOKEN      of a worker: where the controller is, and the token of the role
+    COSMOS_TOKEN_*, COSMOS_REDIS_*           of the controller, which reads them itself
+    COSMOS_POD                               name of a rollout pod; that of a StatefulSet ends with its number
+    COSMOS_POLICY, JOB_COMPLETION_INDEX      number of the policy replica, and of this pod among its pods
+    COSMOS_START, COSMOS_ATTEMPT             the same for all pods of one start of a replica, and new for the next
+    COSMOS_NODE_ADDRESS                      of this pod, for the other ranks
+    COSMOS_TERMINATION_LOG                   where the reason of the end goes: /dev/termination-log
+
+Exit codes are those of the processes. A policy that leaves in order before the job is over has not succeeded, though
+its processes say 0: it would count as complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from launcher.errors import LaunchError
+from launcher.processes.signals import ended_by_exit
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role
+
+if TYPE_CHECKING:
+    from launcher.plan.placement import ProcessSpec
+    from launcher.plan.rundir import RunDir
+    from launcher.pods.children import Ended
+    from schema.config import Config
+    from schema.wire.messages import JobStatus
+
+ANY = "0.0.0.0"  # noqa: S104 - pods are reached from other nodes; who may is the NetworkPolicy's business
+TERMINATION_LOG = "/dev/termination-log"
+MOST_MESSAGE = 4096
+"""Bytes that Kubernetes keeps of a termination message."""
+ASKING = 60.0
+"""Seconds in which the controller says whether the job is over."""
+MAY_CHANGE = ("kubernetes.", "autoscale.", "controller.", "launcher.", "logging.", "redis.", "profiler.")
+"""Sections that a run may go on with other values of."""
+AGREEMENT = "agreement.json"
+"""In the run directory: what the controller's pod has, which the others must have, too."""
+
+
+def pod(
+    role: Annotated[
+        Literal["controller", "policy", "rollout"], typer.Argument(help="What this pod is of the job.")
+    ],
+    config: Annotated[
+        Path, typer.Option("--config", "-c", metavar="FILE", help="The resolved configuration, as JSON.")
+    ],
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="When the job is over, wait for SIGTERM: whoever restarts pods always."),
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="DIR",
+            help="Folder that outlives containers of this pod, and no other pod sees.",
+        ),
+    ] = None,
+) -> None:
+    """Run one pod of a job on Kubernetes; manifests that `--target kubernetes` writes start it."""
+    with ended_by_exit():
+        try:
+            if role == "controller":
+                _controller(_read(config))
+            code = _worker(Role(role), _read(config), stay=stay, keep=keep)
+        except LaunchError as error:
+            _tell(error.render())
+            raise
+    raise typer.Exit(code)
+
+
+def _read(path: Path) -> Config:
+    from pydantic import ValidationError
+
+    from schema.config import Config
+    from schema.wire.invalid import describe
+
+    try:
+        return Config.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise LaunchError(
+            f"{path} cannot be read: {error.strerror}", "mount the ConfigMap of the job there"
+        ) from None
+    except ValidationError as error:
+        raise LaunchError(
+            f"{path}: {describe(error.errors(include_url=False))}",
+            "render the manifests with the version of cosmos-launch that is in the image",
+        ) from None
+
+
+def _run_dir(config: Config) -> RunDir:
+    from launcher.plan.rundir import RunDir
+
+    return RunDir(Path(config.train.output_dir) / config.train.timestamp)
+
+
+def _tell(reason: str) -> None:
+    """Leave the reason of the end where the platform reads it, if it does."""
+    path = Path(os.environ.get("COSMOS_TERMINATION_LOG", TERMINATION_LOG))
+    if path.exists():
+        path.write_bytes(reason.encode()[-MOST_MESSAGE:])
+
+
+# ---- the controller ------------------------------------------------------------------------------------------
+
+
+def _controller(config: Config) -> NoReturn:
+    """Become the controller of the job. Raises LaunchError."""
+    from launcher.plan import placement
+    from launcher.plan.credentials import given_to
+    from schema.util.atomic_file import write_text
+
+    run = _run_dir(config)
+    run.make()
+    _keep_config(run, config)
+    if not (run.path / "data" / "train.safetensors").exists():
+        _prepare(run, config)
+    write_text(run.path / AGREEMENT, json.dumps(_facts(config)))
+    (spec,) = placement.controller(str(run.path), ANY, config.controller.port).processes
+    own = {
+        name: text for name, text in os.environ.items() if name.startswith(("COSMOS_TOKEN_", "COSMOS_REDIS_"))
+    }
+    env = {**given_to(spec.role, config, os.environ), **spec.env, **own}
+    sys.stdout.flush()
+    os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - the same program, with arguments of ours
+
+
+def _keep_config(run: RunDir, config: Config) -> None:
+    """Write config.json. Raises LaunchError: the run was begun with another configuration, and cannot go on."""
+    earlier = run.written_config()
+    if earlier is not None:
+        before, now = _leaves(earlier), _leaves(config.to_dict())
+        unlike = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        wrong = [key for key in unlike if not key.startswith(MAY_CHANGE)]
+        if wrong:
+            raise LaunchError(
+                f"{run.config_json} began with another configuration, which differs in {', '.join(wrong[:5])}",
+                "go on with that one, or begin another run: write another train.timestamp and render again",
+            )
+        if not unlike:
+            return
+    run.write_config(config)
+
+
+def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, item in data.items():
+        found |= (
+            _leaves(item, f"{above}{name}.") if isinstance(item, dict) and item else {f"{above}{name}": item}
+        )
+    return found
+
+
+def _prepare(run: RunDir, config: Config) -> None:
+    """Prepare the data. Raises LaunchError."""
+    import asyncio
+
+    from launcher.plan import placement
+    from launcher.plan.credentials import given_to
+    from launcher.pods import children
+
+    (spec,) = placement.data_preparation(str(run.path)).processes
+    env = {**given_to(spec.role, config, os.environ), **spec.env}
+    ended = asyncio.run(children.run([children.Command("data", spec.argv, env)]))
+    if ended.signalled:
+        raise SystemExit(SIGNALLED + ended.signalled)
+    if ended.code != EXIT_OK:
+        raise LaunchError(f"the data cannot be prepared: {ended.reason}", exit_code=ended.code)
+
+
+def _facts(config: Config) -> dict[str, str]:
+    from launcher.nodes.agreement import facts
+
+    return {key: text for key, text in facts(config, os.environ).items() if not key.startswith(MAY_CHANGE)}
+
+
+# ---- the workers ---------------------------------------------------------------------------------------------
+
+
+def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int:
+    """Run this pod's processes to their end; the exit code. Raises LaunchError."""
+    import asyncio
+
+    from controller.client import Client, ControllerError
+    from controller.client import calls as api
+    from launcher.pods import children
+
+    url, token = _variable("COSMOS_CONTROLLER_URL"), _variable("COSMOS_TOKEN")
+    tls_ca = config.controller.tls_ca or None
+    patience = max(config.controller.start_timeout, config.controller.controller_lost_timeout)
+    specs = _specs(role, config)
+    try:
+        with Client(url, token, patience=patience, tls_ca=tls_ca) as client:
+            client.send(api.ready())
+    except ControllerError as error:
+        raise LaunchError(f"COSMOS_CONTROLLER_URL: {error}", exit_code=EXIT_FAILED) from None
+    _check_agreement(config)
+    commands = [
+        children.Command(spec.name, spec.argv, _environment(spec, config, url, token, keep)) for spec in specs
+    ]
+    ended = asyncio.run(children.run(commands))
+    status: JobStatus | None = None
+    if ended.code == EXIT_OK:
+        try:
+            with Client(url, token, patience=ASKING, tls_ca=tls_ca) as client:
+                status = client.send(api.job())
+        except ControllerError as error:
+            typer.echo(f"whether the job is over is not known: {error}", err=True)
+    code, reason = _verdict(role, ended, status)
+    _tell(reason)
+    typer.echo(reason, err=True)
+    if stay and not ended.signalled and _is_over(status):
+        typer.echo("nothing is left to do: waiting for SIGTERM", err=True)
+        _wait_for_the_end()
+        return EXIT_OK
+    return code
+
+
+def _wait_for_the_end() -> None:
+    leave = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, leave)
+    signal.sigwait(leave)
+
+
+def _is_over(status: JobStatus | None) -> bool:
+    from schema.wire.messages import TERMINAL_PHASES, Phase
+
+    return status is not None and (status.phase in TERMINAL_PHASES or status.phase is Phase.FINISHING)
+
+
+def _verdict(role: Role, ended: Ended, status: JobStatus | None) -> tuple[int, str]:
+    """Exit code and reason of a pod. status: of the job, where its processes have left in order and it is known."""
+    if ended.code != EXIT_OK or role is Role.ROLLOUT:
+        return ended.code, ended.reason
+    if status is not None and _is_over(status):
+        if status.phase == "failed":  # another start of the policy would find it so
+            return EXIT_CONFIG, f"the job has failed: {status.last_error}"
+        return EXIT_OK, f"the job is {status.phase}"
+    if ended.signalled:
+        return SIGNALLED + ended.signalled, f"left on {signal.Signals(ended.signalled).name}"
+    return EXIT_FAILED, "left before the job was over"
+
+
+def _specs(role: Role, config: Config) -> list[ProcessSpec]:
+    """The processes of this pod. Raises LaunchError."""
+    from launcher.plan import pods
+
+    if role is Role.ROLLOUT:
+        return pods.of_rollout(config, _variable("COSMOS_POD"))
+    ordinal = re.search(r"-(\d+)$", os.environ.get("COSMOS_POD", ""))
+    replica = _number("COSMOS_POLICY", ordinal[1] if ordinal else "0")
+    return pods.of_policy(config, replica, _number("JOB_COMPLETION_INDEX", "0"))
+
+
+def _environment(
+    spec: ProcessSpec, config: Config, url: str, token: str, keep: Path | None
+) -> dict[str, str]:
+    from launcher.plan.credentials import given_to
+    from launcher.plan.rundir import Tokens, environment
+
+    own = environment(spec.role, Tokens("", token, token), url, "", "", config.controller.tls_ca)
+    if spec.role is Role.ROLLOUT and keep is not None:
+        own["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
+    if spec.role is Role.POLICY:
+        own["COSMOS_RENDEZVOUS"] = _rendezvous()
+        own["COSMOS_NODE_ADDRESS"] = os.environ.get("COSMOS_NODE_ADDRESS") or "127.0.0.1"
+    return {**given_to(spec.role, config, os.environ), **spec.env, **own}
+
+
+def _rendezvous() -> str:
+    """Where the ranks of this start meet: the same in all pods of a replica, and another one at the next start."""
+    start = os.environ.get("COSMOS_START", "")
+    if not start:  # this pod has all ranks
+        return _ALONE
+    whole = f"{start}/{os.environ.get('COSMOS_ATTEMPT', '')}"
+    return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+
+
+_ALONE = secrets.token_hex(8)
+
+
+def _kept_secret(folder: Path) -> str:
+    """The secret of this pod's replica: with it a container that is started again has its name at once."""
+    path = folder / "replica"
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_urlsafe(32))
+        return path.read_text()
+
+
+def _check_agreement(config: Config) -> None:
+    """Raises LaunchError: this pod has other code, or another configuration, than the controller."""
+    from launcher.nodes.agreement import difference
+    from launcher.plan.rundir import read_json
+
+    path = _run_dir(config).path / AGREEMENT
+    theirs = read_json(path)
+    if theirs is None:
+        raise LaunchError(
+            f"{path} is not there, and the controller has written it: this pod sees another volume",
+            "mount one claim in all pods, which is ReadWriteMany",
+        )
+    what, _ = difference(theirs, _facts(config))
+    if what:
+        raise LaunchError(
+            f"this pod does not fit its controller ({path}): {what}",
+            "render the manifests again and apply all of them, with one image",
+            EXIT_CONFIG,
+        )
+
+
+def _variable(name: str) -> str:
+    found = os.environ.get(name, "")
+    if not found:
+        raise LaunchError(f"{name} is not set: manifests that `--target kubernetes` writes set it")
+    return found
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name) or default
+    if not text.isdigit():
+        raise LaunchError(f"{name} = {text!r} is not a number")
+    return int(text)

@@ -1,0 +1,264 @@
+"""A job as manifests for Kubernetes: plain YAML and a kustomization, rendered from the configuration.
+
+    config.yaml      the resolved configuration, as all pods read it    controller.yaml   Deployment, Service, budget
+    secrets.yaml     tokens and passwords, for the owner's eyes         redis.yaml        Valkey, unless one is named
+    storage.yaml     the claim of the run directory                     policy.yaml       JobSet or StatefulSet
+    accounts.yaml    pods ask nothing of the cluster                    rollout.yaml      Deployment
+    network.yaml     who may reach whom                                 scaler.yaml       KEDA's objects, or a pod
+
+The run directory is <train.output_dir>/<name of the job> on the claim, so what is applied again goes on. Tokens are
+made once for a folder of manifests, and kept when they are rendered again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import typer
+import yaml
+
+from launcher.errors import LaunchError
+from launcher.paths import absolute, resolved
+from launcher.plan.pods import pods
+from launcher.plan.rundir import Tokens
+from launcher.restarts import EXIT_OK
+from launcher.targets.manifests import scaling, services, workers
+from launcher.targets.manifests.base import ClusterJob, Manifest
+from schema.config import Config
+from schema.config.loading.load import load
+from schema.util.atomic_file import write_text
+from schema.util.text import visible
+from schema.wire.secret import fault
+
+PORT = 8000
+"""Of the controller, where controller.port leaves it open."""
+LONGEST_NAME = 40
+"""Of a job: names of its pods add a component and numbers, and end at 63."""
+MOST_CONFIG = 1_000_000
+"""Bytes of a ConfigMap: etcd takes no larger object."""
+CHECK_SECONDS = 60
+CRDS = {
+    "JobSet": ("jobsets.jobset.x-k8s.io", 'kubernetes.policy_kind = "statefulset"'),
+    "ScaledObject": ("scaledobjects.keda.sh", 'kubernetes.scaler = "command"'),
+}
+"""What a cluster has to be taught first: the name of the definition, and the key that needs none."""
+SECRETS = "secrets.yaml"
+
+
+def render(job: ClusterJob) -> dict[str, list[Manifest]]:
+    """The manifests by file."""
+    chosen = job.config.kubernetes.scaler if job.config.autoscale.enable and job.pods.rollouts else "none"
+    scalers = {"keda": scaling.keda, "command": scaling.command}
+    files = {
+        "config.yaml": [services.config_map(job)],
+        SECRETS: services.secrets(job),
+        "storage.yaml": services.storage(job),
+        "accounts.yaml": services.accounts(job),
+        "network.yaml": services.network(job, keda=chosen == "keda"),
+        "redis.yaml": services.redis(job),
+        "controller.yaml": services.controller(job),
+        "policy.yaml": workers.policy(job),
+        "rollout.yaml": workers.rollout(job, scaled=chosen != "none"),
+        "scaler.yaml": scalers[chosen](job) if chosen in scalers else [],
+    }
+    return {name: objects for name, objects in files.items() if objects}
+
+
+def kustomization(job: ClusterJob, files: Sequence[str]) -> Manifest:
+    """What `kubectl apply -k` reads."""
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": job.config.kubernetes.namespace,
+        "resources": list(files),
+    }
+
+
+def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") -> ClusterJob:
+    """What is rendered. earlier: data of the Secrets of this folder, by the ends of their names. password: of a named
+    Redis. Raises LaunchError."""
+    if config.is_evaluation:
+        raise LaunchError("an evaluation needs no cluster", "run it here: leave --target out")
+    if not config.kubernetes.image:
+        raise LaunchError(
+            "kubernetes.image is unset: it names what the pods run",
+            'write kubernetes.image = "registry.example.com/cosmos-launch:0.1.0", your own',
+        )
+    if config.redis.url.startswith("unix:"):
+        raise LaunchError(
+            f"redis.url = {config.redis.url!r} is a socket of this machine, which pods do not reach",
+            'write redis.url = "redis://host:6379/0", or leave it out: the job has a server of its own then',
+        )
+    if config.kubernetes.policy_kind == "statefulset" and (each := pods(config).each) > 1:
+        raise LaunchError(
+            f"a policy replica takes {each} pods, and a StatefulSet does not start them again together",
+            'write kubernetes.policy_kind = "jobset", or a policy.parallelism that fits one node',
+        )
+    name = _name(config)
+    data = _as_pods_read(config, name)
+    ours = Config.model_validate(data)
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    if len(text.encode()) > MOST_CONFIG:
+        raise LaunchError(
+            f"the configuration has {len(text)} characters, and a ConfigMap at most {MOST_CONFIG}"
+        )
+    url = config.redis.address(config.redis.url) if config.redis.url else ""
+    own = earlier.get("redis", {}).get("password") or secrets.token_urlsafe(32)
+    return ClusterJob(
+        name=name,
+        config=ours,
+        config_json=text + "\n",
+        pods=pods(config),
+        port=ours.controller.port,
+        tokens=_tokens(earlier.get("tokens", {})),
+        redis_password=password if url else own,
+        redis_url=url,
+    )
+
+
+def _name(config: Config) -> str:
+    """Of the job, and of its run directory."""
+    wanted = config.train.timestamp or config.logging.experiment_name or "cosmos"
+    name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    return name if name and name[0].isalpha() else f"run-{name}"[:LONGEST_NAME].strip("-")
+
+
+def _as_pods_read(config: Config, name: str) -> dict[str, Any]:
+    """The configuration with paths of the pods. Raises LaunchError where the run directory is not on the claim."""
+    mount = config.kubernetes.volume_path
+    data = resolved(config, mount)
+    output = PurePosixPath(data["train"]["output_dir"])
+    if not output.is_relative_to(mount):
+        raise LaunchError(
+            f"train.output_dir = {str(output)!r} is not below kubernetes.volume_path = {mount!r}, which is all that "
+            "outlives a pod",
+            'write train.output_dir = "outputs", which is below it',
+        )
+    data["train"]["timestamp"] = name
+    data["controller"]["port"] = config.controller.port or PORT
+    return data
+
+
+def _tokens(earlier: Mapping[str, Any]) -> Tokens:
+    found = [str(earlier.get(name, "")) for name in ("user", "rollout", "policy")]
+    return Tokens.fresh() if any(fault(token) for token in found) else Tokens(*found)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. directory: where to; None: kubernetes/<name of the job>. apply: give it to the cluster."""
+
+    configs: Sequence[Path]
+    overrides: Sequence[str]
+    directory: Path | None
+    apply: bool
+
+
+def write(wanted: Wanted, env: Mapping[str, str]) -> int:
+    """Write the manifests; the exit code. Raises ConfigError, LaunchError."""
+    loaded = load(wanted.configs, wanted.overrides, env, elsewhere=True)
+    config = loaded.config
+    target = wanted.directory or Path("kubernetes") / _name(config)
+    job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
+    files = render(job)
+    target.mkdir(parents=True, exist_ok=True)
+    texts = {name: _text(objects) for name, objects in files.items()}
+    texts["kustomization.yaml"] = _text([kustomization(job, list(files))])
+    for name, text in texts.items():
+        write_text(target / name, text, mode=0o600 if name == SECRETS else 0o666)
+        typer.echo(str(target / name))
+    for gone in set(_FILES) - files.keys():  # of an earlier rendering
+        (target / gone).unlink(missing_ok=True)
+    for warning in loaded.warnings:
+        typer.echo(f"warning: {visible(warning.render())}", err=True)
+    if set(config.logging.logger) - {"console"}:
+        typer.echo(
+            "warning: logging.logger: trackers follow jobs that are run from here; pods report /metrics",
+            err=True,
+        )
+    if not wanted.apply:
+        typer.echo(f"give it to the cluster with kubectl apply -k {target}")
+        return EXIT_OK
+    return apply(target, [one["kind"] for objects in files.values() for one in objects])
+
+
+class _Plain(yaml.SafeDumper):  # type: ignore[misc]
+    """Without anchors: what two pods have in common is written twice. Texts of several lines stay readable."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text_of(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Plain.add_representer(str, _text_of)
+
+
+def _text(objects: Sequence[Manifest]) -> str:
+    return str(yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=110))
+
+
+_FILES = ("storage.yaml", "redis.yaml", "rollout.yaml", "scaler.yaml")
+"""That not every job has."""
+
+
+def _earlier(target: Path) -> dict[str, Any]:
+    """What the Secrets of an earlier rendering hold, by the ends of their names. Raises LaunchError."""
+    path = target / SECRETS
+    try:
+        objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        return {str(one["metadata"]["name"]).rpartition("-")[2]: dict(one["stringData"]) for one in objects}
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(
+            f"{path} cannot be read ({type(error).__name__}), and it holds the tokens of the job",
+            f"remove it to make new ones, and render again: rm {path}",
+        ) from None
+
+
+def apply(directory: Path, kinds: Sequence[str]) -> int:
+    """Give the manifests to the cluster of the current context; kubectl's exit code. Raises LaunchError."""
+    if shutil.which("kubectl") is None:
+        raise LaunchError(
+            f"--apply needs kubectl, and none is on the PATH; the manifests are in {directory}",
+            f"install it, or apply them elsewhere: kubectl apply -k {absolute(str(directory))}",
+        )
+    for kind, (crd, instead) in CRDS.items():
+        if kind in kinds:
+            _check_known(kind, crd, instead)
+    return subprocess.run(["kubectl", "apply", "-k", str(directory)], check=False).returncode
+
+
+def _check_known(kind: str, crd: str, instead: str) -> None:
+    """Whether the cluster knows a kind. Raises LaunchError."""
+    asked = ["kubectl", "get", "crd", crd, "--output=name"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"the cluster does not answer within {CHECK_SECONDS} s: {' '.join(asked)}"
+        ) from None
+    if answer.returncode == 0:
+        return
+    if "NotFound" in answer.stderr:
+        owner = "JobSet" if kind == "JobSet" else "KEDA"
+        raise LaunchError(
+            f"the cluster does not know {owner} ({crd})", f"install it there, or write {instead}"
+        )
+    raise LaunchError(
+        f"kubectl cannot ask the cluster: {answer.stderr.strip()[-500:]}", "look at its context"
+    )

@@ -1,0 +1,157 @@
+"""Policy and rollout pods.
+
+Policy: all pods of a replica are one Indexed Job of a JobSet. When a rank fails its Job fails, and the JobSet makes
+all of them anew; so the uid of the Job is that of one start, in which the ranks meet. Exit codes 2 and 4, of faults
+that another start repeats, end it. A StatefulSet restarts containers, not pods, and so holds replicas of one pod.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from launcher.plan import nsight
+from launcher.restarts import EXIT_CONFIG, EXIT_NO_CHECKPOINT
+from launcher.targets.manifests.base import (
+    CONFIG_FOLDER,
+    SECRET_FOLDER,
+    ClusterJob,
+    Manifest,
+    Pod,
+    from_field,
+    from_label,
+    from_secret,
+    manifest,
+    selector,
+    template,
+    value,
+)
+
+LEAVING = 30
+"""Seconds that a pod has for its end, besides what its worker takes to leave."""
+FINAL = [EXIT_CONFIG, EXIT_NO_CHECKPOINT]
+
+
+def policy(job: ClusterJob) -> list[Manifest]:
+    """The trainers."""
+    return [_stateful(job) if job.config.kubernetes.policy_kind == "statefulset" else _job_set(job)]
+
+
+def _job_set(job: ClusterJob) -> Manifest:
+    env = [
+        from_label("COSMOS_POLICY", "jobset.sigs.k8s.io/job-index"),
+        from_label("COSMOS_START", "batch.kubernetes.io/controller-uid"),
+        from_label("COSMOS_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
+    ]
+    pod = template(job, _policy(job, env, {"restartPolicy": "Never"}))
+    work = {
+        "completionMode": "Indexed",
+        "completions": job.pods.each,
+        "parallelism": job.pods.each,
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": "policy", "operator": "In", "values": FINAL},
+                }
+            ]
+        },
+        "template": pod,
+    }
+    spec = {
+        "failurePolicy": {
+            "maxRestarts": job.config.launcher.max_restarts,
+            "rules": [
+                {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+            ],
+        },
+        "replicatedJobs": [{"name": "rank", "replicas": job.pods.replicas, "template": {"spec": work}}],
+    }
+    return manifest("jobset.x-k8s.io/v1alpha2", "JobSet", job, "policy", spec=spec)
+
+
+def _stateful(job: ClusterJob) -> Manifest:
+    pod = _policy(job, [from_field("COSMOS_POD", "metadata.name")], {}, "--stay")
+    spec = {
+        "serviceName": f"{job.name}-policy",
+        "replicas": job.pods.replicas,
+        "podManagementPolicy": "Parallel",
+        "selector": selector(job, "policy"),
+        "template": template(job, pod),
+    }
+    return manifest("apps/v1", "StatefulSet", job, "policy", spec=spec)
+
+
+def _policy(job: ClusterJob, env: list[Manifest], rest: Manifest, *flags: str) -> Pod:
+    changes = {"cosmos-launch/config": job.checksum} if flags else {}  # a JobSet's pods cannot change
+    return Pod(
+        "policy",
+        ["pod", "policy", "--config", f"{CONFIG_FOLDER}/config.json", *flags],
+        [*_common(job, "policy"), from_field("COSMOS_NODE_ADDRESS", "status.podIP"), *env],
+        worker=True,
+        gpus=job.pods.gpus,
+        grace=grace(job),
+        annotations=changes,
+        rest={**_nodes(job), **rest},
+    )
+
+
+def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
+    """The rollout replicas, one a pod. scaled: somebody else sets their number."""
+    if not job.pods.rollouts:
+        return []
+    kubernetes, rest = job.config.kubernetes, _nodes(job)
+    if chosen := kubernetes.node_selector | kubernetes.rollout_selector:
+        rest["nodeSelector"] = chosen
+    if kubernetes.rollout_tolerations:
+        rest["tolerations"] = [_toleration(taint) for taint in kubernetes.rollout_tolerations]
+    if kubernetes.topology_key:
+        rest["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": kubernetes.topology_key,
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": selector(job, "rollout"),
+            }
+        ]
+    pod = Pod(
+        "rollout",
+        ["pod", "rollout", "--config", f"{CONFIG_FOLDER}/config.json", "--keep", SECRET_FOLDER, "--stay"],
+        [*_common(job, "rollout"), from_field("COSMOS_POD", "metadata.name")],
+        worker=True,
+        gpus=job.pods.rollout_gpus,
+        grace=grace(job),
+        annotations={"cosmos-launch/config": job.checksum},
+        rest=rest,
+    )
+    spec = {
+        **({} if scaled else {"replicas": job.pods.rollouts}),
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "selector": selector(job, "rollout"),
+        "template": template(job, pod),
+    }
+    return [manifest("apps/v1", "Deployment", job, "rollout", spec=spec)]
+
+
+def grace(job: ClusterJob) -> int:
+    """Seconds from SIGTERM to the kill: more than a worker takes to finish, push or give back what it has."""
+    return math.ceil(nsight.grace(job.config)) + LEAVING
+
+
+def _common(job: ClusterJob, role: str) -> list[Manifest]:
+    return [value("COSMOS_CONTROLLER_URL", job.url), from_secret("COSMOS_TOKEN", job, "tokens", role)]
+
+
+def _nodes(job: ClusterJob) -> Manifest:
+    chosen = job.config.kubernetes.node_selector
+    return {"nodeSelector": dict(chosen)} if chosen else {}
+
+
+def _toleration(taint: str) -> Manifest:
+    """`key=value:effect` or `key:effect`, as `kubectl taint` writes them."""
+    found = re.fullmatch(r"([^=:]+)(?:=([^:]*))?:(\w+)", taint)
+    assert found is not None  # the pattern of the key
+    name, text, effect = found.groups()
+    matched = {"operator": "Exists"} if text is None else {"operator": "Equal", "value": text}
+    return {"key": name, **matched, "effect": effect}

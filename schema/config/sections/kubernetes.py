@@ -1,0 +1,121 @@
+"""`[kubernetes]`: what `--target kubernetes` writes into its manifests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schema.config.base import MOST_PROCESSES, Section
+from schema.config.key import key
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_QUALIFIED = r"([A-Za-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_VALUE = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
+Name = Annotated[str, Field(pattern=rf"^{_LABEL}$")]
+"""Of a namespace or an object: a DNS label."""
+ObjectName = Annotated[str, Field(pattern=rf"^({_LABEL}(\.{_LABEL})*)?$", max_length=253)]
+Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@-]*$", max_length=512)]
+Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|M|G|T)$")]
+"""Bytes as Kubernetes writes them."""
+LabelKey = Annotated[str, Field(pattern=rf"^{_QUALIFIED}$")]
+Selector = dict[LabelKey, Annotated[str, Field(pattern=rf"^{_VALUE}$")]]
+Taint = Annotated[str, Field(pattern=rf"^{_QUALIFIED}(={_VALUE})?:(NoSchedule|PreferNoSchedule|NoExecute)$")]
+"""As `kubectl taint` writes it."""
+
+
+class KubernetesConfig(Section):
+    """`[kubernetes]`: the job as manifests. Means nothing to a job that is run from here."""
+
+    namespace: Name = key(
+        "default",
+        "Namespace of the job, which has to be there.",
+        acts="file: Namespace in the manifests, and in addresses.",
+        example="training",
+    )
+    image: Image = key(
+        "",
+        "Image that all pods of the job run, with a tag or a digest; cosmos-launch is on its PATH. The manifests "
+        "need it.",
+        acts="file: Image of the pods.",
+        example="registry.example.com/cosmos-launch:0.1.0",
+    )
+    redis_image: Annotated[Image, Field(min_length=1)] = key(
+        "valkey/valkey:9.0",
+        "Image of the Valkey or Redis server, where redis.url names none.",
+        acts="file: Image of the server's pod.",
+    )
+    claim: ObjectName = key(
+        "",
+        "PersistentVolumeClaim that all pods can write (ReadWriteMany), for the run directory. Empty: one is made.",
+        acts="file: Claim of the pods' volume.",
+        example="shared-disk",
+    )
+    storage_class: ObjectName = key(
+        "",
+        "StorageClass of the claim that is made; it has ReadWriteMany. Empty: the cluster's default.",
+        acts="file: StorageClass of the claim.",
+        example="shared-files",
+    )
+    storage_size: Quantity = key("100Gi", "Size of the claim that is made.", acts="file: Size of the claim.")
+    volume_path: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")] = key(
+        "/cosmos",
+        "Where the pods see the claim. Relative paths of the configuration are below it.",
+        acts="file: Mount of the claim, and paths of the configuration that pods read.",
+    )
+    environment_secret: ObjectName = key(
+        "",
+        "Secret whose entries policy and rollout pods get as variables, HF_TOKEN or AWS_ACCESS_KEY_ID for example.",
+        acts="file: Environment of the pods.",
+        example="hub-and-bucket",
+    )
+    standby: bool = key(
+        False,
+        "Whether a second controller stands by, which takes the job over when the first one ends.",
+        acts="file: Pods of the controller.",
+    )
+    policy_kind: Literal["jobset", "statefulset"] = key(
+        "jobset",
+        "What the policy is: a JobSet, which the cluster must know, or a StatefulSet for a replica of one pod.",
+        acts="file: Kind of the policy's manifest.",
+    )
+    scaler: Literal["keda", "command", "none"] = key(
+        "keda",
+        "Who obeys the controller's number of rollout replicas (autoscale.enable): KEDA, which the cluster has; "
+        "a pod of the job that runs `cosmos-launch autoscale`; or nobody.",
+        acts="file: Manifests of the scaler.",
+    )
+    pod_cpus: int = key(
+        8,
+        "Processor cores of each policy or rollout pod.",
+        ge=1,
+        le=MOST_PROCESSES,
+        acts="file: Requests and threads of the pods.",
+    )
+    pod_memory: Quantity = key(
+        "64Gi", "Memory of each policy or rollout pod.", acts="file: Memory limit of the pods."
+    )
+    node_selector: Selector = key(
+        {},
+        "Labels of the nodes on which policy and rollout pods run.",
+        acts="file: Node selector of the pods.",
+        example={"gpu": "h100"},
+    )
+    rollout_selector: Selector = key(
+        {},
+        "Further labels of the nodes of rollout pods: spot instances.",
+        acts="file: Node selector of the rollout pods.",
+        example={"cloud.google.com/gke-spot": "true"},
+    )
+    rollout_tolerations: list[Taint] = key(
+        [],
+        "Taints that rollout pods tolerate, as `kubectl taint` writes them.",
+        acts="file: Tolerations of the rollout pods.",
+        example=["cloud.google.com/gke-spot=true:NoSchedule"],
+    )
+    topology_key: Annotated[str, Field(pattern=rf"^({_QUALIFIED})?$")] = key(
+        "",
+        "Label of nodes over whose values rollout pods are spread, as evenly as there is room. Empty: they are not.",
+        acts="file: Topology spread of the rollout pods.",
+        example="topology.kubernetes.io/zone",
+    )

@@ -1,0 +1,97 @@
+"""The scale of one Deployment over HTTPS, as the API server of a cluster serves it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+
+from tests.support.certificates import make_certificates
+
+PATH = "/apis/apps/v1/namespaces/training/deployments/run-rollout/scale"
+TOKEN = "token-of-the-service-account"
+
+
+class ScaleApi:
+    """The number of replicas, and what was asked of it. Answers are what Kubernetes' schema says they are."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.calls: list[tuple[str, int]] = []
+        self.token = TOKEN
+
+    def scale(self) -> dict[str, Any]:
+        found = {
+            "apiVersion": "autoscaling/v1",
+            "kind": "Scale",
+            "metadata": {
+                "name": "run-rollout",
+                "namespace": "training",
+                "resourceVersion": str(len(self.calls)),
+            },
+            "spec": {"replicas": self.replicas} if self.replicas else {},
+            "status": {"replicas": self.replicas, "selector": "app=run"},
+        }
+        kubernetes_validate.validate(found, "1.34", strict=True)
+        return found
+
+    def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, Any]]:
+        if headers["authorization"] != f"Bearer {self.token}":
+            return _failure(401, "Unauthorized")
+        if path != PATH:
+            return _failure(403, f"deployments.apps is forbidden: cannot {method} {path}")
+        if method == "PATCH":
+            assert headers["content-type"] == "application/merge-patch+json"
+            patch = json.loads(body)
+            assert list(patch) == ["spec"]
+            kubernetes_validate.validate({**self.scale(), **patch}, "1.34", strict=True)
+            self.replicas = patch["spec"]["replicas"]
+        self.calls.append((method, self.replicas))
+        return 200, self.scale()
+
+
+def _failure(code: int, message: str) -> tuple[int, dict[str, Any]]:
+    """A Status, which is not a kind that a manifest may have: nothing checks it."""
+    return code, {"apiVersion": "v1", "kind": "Status", "status": "Failure", "message": message, "code": code}
+
+
+@contextmanager
+def scale_api(folder: Path, replicas: int) -> Iterator[tuple[ScaleApi, dict[str, str]]]:
+    """A server for the block, the files of a service account in `folder`, and the variables of a pod."""
+    api, certificates = ScaleApi(replicas), make_certificates(folder / "certificates")
+
+    class Handler(BaseHTTPRequestHandler):
+        def _do(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            code, answer = api.answer(self.command, self.path, self.headers, body)
+            data = json.dumps(answer).encode()
+            self.send_response(code)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_PATCH = _do
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket = certificates.server_context().wrap_socket(server.socket, server_side=True)
+    (folder / "token").write_text(TOKEN + "\n")
+    (folder / "ca.crt").write_bytes(certificates.ca.read_bytes())
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        address = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.server_port)}
+        yield api, address
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,110 @@
+"""`cosmos-launch autoscale`: one Deployment follows the controller, and keeps its number where it may not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controller.client import calls as api
+from launcher.pods.autoscale import wanted
+from schema.wire.messages.autoscale import AutoscaleStatus
+from tests.launcher.cli import ROOT, cosmos
+from tests.launcher.pods.scale_api import scale_api
+from tests.support.controller import TOKENS, make_config, make_run_dir
+from tests.support.served import served_controller
+from tests.support.valkey import running_valkey
+from tests.support.waiting import PATIENCE, until
+
+
+@contextmanager
+def scaler(folder: Path, url: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """The command as the rendered pod runs it; it must end by SIGTERM."""
+    argv = ["autoscale", "--deployment", "run-rollout", "--namespace", "training", "--controller", url]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launcher.cli", *argv, "--interval", "0.05", "--account", str(folder)],
+            env={**os.environ, **env, "COSMOS_TOKEN": TOKENS["rollout"], "PYTHONUNBUFFERED": "1"},
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+
+
+def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: Path) -> None:
+    config = make_config(autoscale={"enable": True, "max_replicas": 4})
+    run, log = make_run_dir(tmp_path / "run", config), tmp_path / "log"
+    with (
+        running_valkey() as redis,
+        served_controller(run, redis.url) as served,
+        scale_api(tmp_path, 3) as (scale, env),
+    ):
+        with scaler(tmp_path, served.url, env) as process:
+            until(lambda: scale.replicas == 1, "the number of the start")
+            with served.client() as client:
+                client.send(api.scale(4))
+            until(lambda: scale.replicas == 4, "the number by hand")
+            scale.replicas = 2
+            until(lambda: scale.replicas == 4, "somebody else's number to be taken back")
+            scale.token = "a new token"
+            until(lambda: "HTTP 401: Unauthorized" in log.read_text(), "a refusal of the cluster")
+            (tmp_path / "token").write_text("a new token")
+            served.stop()
+            until(lambda: "the number stays: " in log.read_text().splitlines()[-1], "an absent controller")
+            assert process.poll() is None
+        said = log.read_text()
+    assert scale.replicas == 4
+    assert [number for method, number in scale.calls if method == "PATCH"] == [1, 4, 4]
+    assert "3 → 1 replicas: " in said
+    assert "1 → 4 replicas: " in said
+
+
+def status(desired: int, **values: object) -> AutoscaleStatus:
+    fields = {
+        "enabled": True,
+        "replicas": 1,
+        "working": 1,
+        "minimum": 1,
+        "maximum": 4,
+        "reason": "so",
+        "since": 0.0,
+    }
+    return AutoscaleStatus.model_validate(fields | {"desired": desired} | values)
+
+
+@pytest.mark.parametrize(
+    ("asked", "number"),
+    [
+        (status(1), 1),
+        (status(4), 4),
+        (status(0), None),
+        (status(5), None),
+        (status(0, final=True), 0),
+        (status(2, final=True), 2),
+        (status(0, minimum=0), 0),
+    ],
+)
+def test_only_numbers_within_the_limits_are_obeyed(asked: AutoscaleStatus, number: int | None) -> None:
+    found, reason = wanted(asked)
+    assert found == number
+    assert reason
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    argv = ["autoscale", "--deployment", "a", "--namespace", "b", "--controller", "http://127.0.0.1:1"]
+    cosmos(*argv, COSMOS_TOKEN="").complains(2, "COSMOS_TOKEN is not set")
+    token = {"COSMOS_TOKEN": TOKENS["rollout"]}
+    cosmos(*argv, **token, KUBERNETES_SERVICE_HOST="").complains(2, "KUBERNETES_SERVICE_HOST")
+    address = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    cosmos(*argv, "--account", tmp_path, **token, **address).complains(2, f"{tmp_path} has no token")

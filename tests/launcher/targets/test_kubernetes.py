@@ -1,0 +1,286 @@
+"""The manifests: that Kubernetes knows every field, what the house asks of them, and that they follow the config."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from launcher.plan import nsight
+from schema.config import Config
+from tests.launcher.cli import cosmos
+from tests.launcher.samples import write_job
+
+VERSION = "1.34"
+CORE = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1", "batch/v1")
+SMALL = {
+    "train.output_dir": "outputs",
+    "kubernetes.image": "registry.example.com/cosmos-launch:0.1.0",
+    "placement.gpus_per_node": 8,
+}
+ELASTIC = SMALL | {"autoscale.enable": True, "autoscale.max_replicas": 6, "autoscale.min_replicas": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "small": SMALL,
+    "cpu": SMALL | {"placement.gpus_per_node": 0, "kubernetes.policy_kind": "statefulset"},
+    "keda": ELASTIC | {"policy.parallelism.dp_shard_size": 16, "placement.nodes": 3},
+    "command": ELASTIC
+    | {
+        "kubernetes.scaler": "command",
+        "kubernetes.standby": True,
+        "kubernetes.claim": "shared-disk",
+        "kubernetes.namespace": "training",
+        "kubernetes.rollout_tolerations": ["spot=true:NoSchedule", "gpu:NoExecute"],
+        "kubernetes.rollout_selector": {"spot": "true"},
+        "kubernetes.topology_key": "topology.kubernetes.io/zone",
+        "kubernetes.environment_secret": "hub",
+        "launcher.shutdown_timeout": 100.5,
+        "redis.url": "redis://me:hidden-word@redis.example.com:6379/0",
+    },
+}
+
+
+class Rendered:
+    """The objects of one configuration."""
+
+    def __init__(self, folder: Path, values: dict[str, Any], name: str = "out") -> None:
+        self.folder = folder / name
+        written = [f"--set={key}={_toml(value)}" for key, value in values.items()]
+        cosmos("--config", write_job(folder), *written, "--target", "kubernetes", "-o", self.folder).says(0)
+        self.files = {
+            path.name: list(yaml.safe_load_all(path.read_text()))
+            for path in self.folder.glob("*.yaml")
+            if path.name != "kustomization.yaml"
+        }
+        self.objects = [one for objects in self.files.values() for one in objects]
+
+    def one(self, kind: str, name: str = "") -> Any:
+        (found,) = (o for o in self.objects if o["kind"] == kind and o["metadata"]["name"].endswith(name))
+        return found
+
+    def config(self) -> Config:
+        return Config.model_validate_json(self.one("ConfigMap")["data"]["config.json"])
+
+    def templates(self) -> dict[str, Any]:
+        """Component -> its pod template."""
+        found = {}
+        for one in self.objects:
+            if one["kind"] in ("Deployment", "StatefulSet"):
+                found[one["metadata"]["labels"]["app.kubernetes.io/component"]] = one["spec"]["template"]
+            elif one["kind"] == "JobSet":
+                (job,) = one["spec"]["replicatedJobs"]
+                found["policy"] = job["template"]["spec"]["template"]
+        return found
+
+    def container(self, component: str) -> Any:
+        (container,) = self.templates()[component]["spec"]["containers"]
+        return container
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{key}" = {_toml(item)}' for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.fixture(params=CASES)
+def rendered(request: pytest.FixtureRequest, tmp_path: Path) -> Rendered:
+    return Rendered(tmp_path, CASES[request.param])
+
+
+def test_kubernetes_knows_every_field(rendered: Rendered) -> None:
+    for one in rendered.objects:
+        if one["apiVersion"] in CORE:
+            kubernetes_validate.validate(one, VERSION, strict=True)
+        elif one["kind"] == "JobSet":
+            (job,) = one["spec"]["replicatedJobs"]
+            as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job["template"]}
+            kubernetes_validate.validate(as_job, VERSION, strict=True)
+        else:
+            assert one["kind"] in ("ScaledObject", "TriggerAuthentication")
+    listed = yaml.safe_load((rendered.folder / "kustomization.yaml").read_text())
+    assert sorted(listed["resources"]) == sorted(rendered.files)
+
+
+def test_pods_have_no_privilege_and_a_limit(rendered: Rendered) -> None:
+    for component, template in rendered.templates().items():
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["automountServiceAccountToken"] is (component == "scaler")
+        for container in spec["containers"]:
+            confined = container["securityContext"]
+            assert not confined["allowPrivilegeEscalation"]
+            assert confined["readOnlyRootFilesystem"]
+            assert "privileged" not in confined
+            assert confined["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+            tag = container["image"].rpartition("/")[2].partition(":")[2]
+            assert tag not in ("", "latest")
+            if component in ("controller", "redis"):
+                assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+
+
+def test_no_secret_leaves_the_secrets(rendered: Rendered) -> None:
+    held = [text for one in rendered.files["secrets.yaml"] for text in one["stringData"].values()]
+    words = {text for text in held if len(text) > 20 and "\n" not in text} | {"hidden-word"}
+    assert len(words) >= 4
+    for name in rendered.files.keys() - {"secrets.yaml"}:
+        text = (rendered.folder / name).read_text()
+        assert not [word for word in words if word in text], name
+    assert stat.S_IMODE(os.stat(rendered.folder / "secrets.yaml").st_mode) == 0o600
+
+
+def test_replicas_have_the_time_to_drain(rendered: Rendered) -> None:
+    needed = nsight.grace(rendered.config())
+    for component in ("policy", "rollout"):
+        assert rendered.templates()[component]["spec"]["terminationGracePeriodSeconds"] > needed
+
+
+def test_every_selector_finds_its_pods(rendered: Rendered) -> None:
+    templates = rendered.templates()
+    for one in rendered.objects:
+        component = one["metadata"]["labels"].get("app.kubernetes.io/component")
+        if one["kind"] in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            wanted = one["spec"]["selector"]["matchLabels"]
+        elif one["kind"] == "Service":
+            wanted = one["spec"]["selector"]
+        else:
+            continue
+        assert wanted.items() <= templates[component]["metadata"]["labels"].items()
+
+
+def test_gpus_and_pods_follow_the_mesh(tmp_path: Path) -> None:
+    rendered = Rendered(tmp_path, CASES["keda"])
+    (job,) = rendered.one("JobSet")["spec"]["replicatedJobs"]
+    assert (job["replicas"], job["template"]["spec"]["completions"]) == (1, 2)
+    assert rendered.container("policy")["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert rendered.container("rollout")["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert "replicas" not in rendered.one("Deployment", "rollout")["spec"]
+    scaled = rendered.one("ScaledObject")["spec"]
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (0, 6)
+    assert scaled["fallback"]["behavior"] == "currentReplicas"
+    (trigger,) = scaled["triggers"]
+    assert trigger["metadata"] == {
+        "url": "http://cosmos-controller.default.svc:8000/v1/autoscale",
+        "valueLocation": "desired",
+        "targetValue": "1",
+        "authMode": "bearer",
+    }
+
+
+def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
+    first = Rendered(tmp_path, ELASTIC)
+    again = Rendered(tmp_path, SMALL)
+    assert again.files["secrets.yaml"] == first.files["secrets.yaml"]
+    assert "scaler.yaml" not in again.files
+    assert Rendered(tmp_path, SMALL, "other").files["secrets.yaml"] != first.files["secrets.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kubernetes.image": ""}, ["kubernetes.image is unset"]),
+        ({"kubernetes.image": "image:latest"}, ["kubernetes.image", "another image with each pull"]),
+        ({"train.output_dir": "/elsewhere"}, ["train.output_dir", "kubernetes.volume_path = '/cosmos'"]),
+        (
+            {
+                "kubernetes.policy_kind": "statefulset",
+                "policy.parallelism.dp_shard_size": 16,
+                "placement.nodes": 3,
+            },
+            ["2 pods", 'kubernetes.policy_kind = "jobset"'],
+        ),
+        ({"placement.policy": [0]}, ["placement.policy names devices"]),
+        ({"redis.url": "unix:///run/redis"}, ["redis.url = 'unix:///run/redis'"]),
+        ({"placement.share": "memory"}, ['placement.share = "memory"']),
+    ],
+)
+def test_what_pods_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], words: list[str]) -> None:
+    written = [f"--set={key}={_toml(value)}" for key, value in (SMALL | values).items()]
+    answer = cosmos(
+        "--config", write_job(tmp_path), *written, "--target", "kubernetes", "-o", tmp_path / "out"
+    )
+    answer.complains(2, *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_the_volume_need_not_be_here(tmp_path: Path) -> None:
+    far = {
+        "policy.model_name_or_path": "./models/mine",
+        "train.train_policy.dataset.name": "/cosmos/data/train.jsonl",
+        "train.train_policy.reward_function": "rewards.py:score",
+    }
+    written = [f"--set={key}={_toml(value)}" for key, value in (SMALL | far).items()]
+    job = ["--config", write_job(tmp_path), *written]
+    answer = cosmos(*job, "--target", "kubernetes", "-o", tmp_path / "out").says(0)
+    assert answer.stderr.count("warning: ") == 3
+    found = json.loads(yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]["config.json"])
+    assert found["policy"]["model_name_or_path"] == "/cosmos/models/mine"
+    assert found["train"]["train_policy"]["dataset"]["name"] == "/cosmos/data/train.jsonl"
+    assert found["train"]["train_policy"]["reward_function"] == "/cosmos/rewards.py:score"
+    cosmos(*job, "--dry-run").complains(2, "./models/mine does not exist", "rewards.py cannot be read")
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> {folder}/calls
+case "$*" in
+*{missing}*) echo 'Error from server (NotFound): customresourcedefinitions "x" not found' >&2; exit 1 ;;
+esac
+"""
+
+
+def applied(folder: Path, values: dict[str, Any], missing: str) -> tuple[Any, list[str]]:
+    """--apply with a kubectl of a cluster that does not know `missing`: what was said, and what kubectl was asked."""
+    tool = folder / "bin" / "kubectl"
+    tool.parent.mkdir()
+    tool.write_text(KUBECTL.format(folder=folder, missing=missing))
+    tool.chmod(0o755)
+    written = [f"--set={key}={_toml(value)}" for key, value in values.items()]
+    job = ["--config", write_job(folder), *written, "--target", "kubernetes", "--apply", "-o", folder / "out"]
+    answer = cosmos(*job, PATH=f"{tool.parent}:/usr/bin:/bin")
+    calls = folder / "calls"
+    return answer, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_apply_asks_first_for_what_the_cluster_must_know(tmp_path: Path) -> None:
+    answer, calls = applied(tmp_path, ELASTIC, "nothing")
+    answer.says(0)
+    assert calls == [
+        "get crd jobsets.jobset.x-k8s.io --output=name",
+        "get crd scaledobjects.keda.sh --output=name",
+        f"apply -k {tmp_path / 'out'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("jobsets", 'kubernetes.policy_kind = "statefulset"'),
+        ("scaledobjects", 'kubernetes.scaler = "command"'),
+    ],
+)
+def test_nothing_is_applied_to_a_cluster_that_lacks_a_kind(tmp_path: Path, missing: str, remedy: str) -> None:
+    answer, calls = applied(tmp_path, ELASTIC, missing)
+    answer.complains(2, "the cluster does not know", remedy)
+    assert not [call for call in calls if call.startswith("apply")]
+
+
+def test_apply_without_kubectl_names_it(tmp_path: Path) -> None:
+    written = [f"--set={key}={_toml(value)}" for key, value in SMALL.items()]
+    job = [
+        "--config",
+        write_job(tmp_path),
+        *written,
+        "--target",
+        "kubernetes",
+        "--apply",
+        "-o",
+        tmp_path / "out",
+    ]
+    cosmos(*job, PATH=str(tmp_path)).complains(2, "--apply needs kubectl", str(tmp_path / "out"))
