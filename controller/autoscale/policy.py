@@ -50,7 +50,7 @@ FULL = 0.05
 """Share that the bound may refuse of what replicas could hold, and they are as busy as they can be."""
 MOST_LOST = 1.5
 """Times the need that may be requested because replicas are missing all the time."""
-LATELY = 3.0
+LATELY = 12.0
 """Times `scale_down_delay` for which a replica's highest rate counts: tokens may have become cheaper since."""
 FORGET = 3600.0
 USUAL_START = 60.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from schema.util.text import one_line
 from schema.wire.messages import Event
 from schema.wire.messages import dashboard as d
 from schema.wire.messages.autoscale import Measures
@@ -146,7 +147,7 @@ class ScaleHistory:
             wanted = [(began, wanted[0][1] if wanted else settings.first), *wanted]
         return d.Scaling(
             enabled=not settings.note,
-            note=settings.note,
+            note=one_line(settings.note),
             minimum=settings.minimum,
             maximum=settings.maximum,
             desired=wanted,

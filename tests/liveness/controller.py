@@ -101,7 +101,7 @@ def number_of_replicas(config: Config, place: Place) -> list[tuple[float, int]]:
     scaling = Scaling(limits, config.autoscale.interval, Memory(limits.minimum), 0.0)
     made, stock, left, changes, number = 0.0, 0.0, 0, [(0.0, limits.minimum)], limits.minimum
     scaling.trainer(0.0, "waits")
-    for second in range(1, 1200):
+    for second in range(1, 2400):
         now, speed = float(second), 0.25 if second < 600 else 1.0
         grown = min(number * speed, 3 * batch - stock)
         made, stock, left = made + grown, stock + grown, left - 1

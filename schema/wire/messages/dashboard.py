@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from schema.wire.messages.autoscale import Measures
-from schema.wire.messages.base import Message
+from schema.util.text import PLAIN
+from schema.wire.messages.autoscale import Measures, Reason
+from schema.wire.messages.base import Message, Text
 from schema.wire.messages.job import LedgerStatus
 from schema.wire.messages.replicas import ReplicaInfo
 
@@ -94,16 +95,19 @@ class Timeline(Message):
     now: float | None = Field(default=None, description="Time of the answer, of a job that is served.")
 
 
+Note = Annotated[str, Field(max_length=8192, pattern=PLAIN)]
+
+
 class ScaleDecision(Message):
     """Another number of rollout replicas, or another reason for the same one."""
 
     at: float
     before: int
     desired: int
-    kind: str = Field(
+    kind: Text = Field(
         description="Of the reason, the same while it stays the same; `manual`: a number by hand."
     )
-    reason: str
+    reason: Reason
 
 
 class Scaling(Message):
@@ -114,7 +118,7 @@ class Scaling(Message):
     """
 
     enabled: bool
-    note: str = Field(description="Why the number does not follow the need; empty: it does.")
+    note: Note = Field(description="Why the number does not follow the need; empty: it does.")
     minimum: int
     maximum: int
     desired: list[tuple[float, int]]

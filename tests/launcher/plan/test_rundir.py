@@ -182,12 +182,12 @@ sys.stdin.read()
 
 def test_the_config_is_written_with_its_place_and_can_be_run_again(tmp_path: Path):
     path = write_job(tmp_path)
-    loaded = load_config(path, ["redis.url=redis://me:secret@host:1234/0"])
+    loaded = load_config(path, ["redis.url=redis://me:hunter2@host:1234/0"])
     run = RunDir(tmp_path / "out" / "mine")
     make(run, loaded)
     written = json.loads(run.config_json.read_text())
     assert (written["train"]["output_dir"], written["train"]["timestamp"]) == (str(tmp_path / "out"), "mine")
-    assert "secret" not in run.config_json.read_text() + (run.path / "config.toml").read_text()
+    assert "hunter2" not in run.config_json.read_text() + (run.path / "config.toml").read_text()
     Config.model_validate(written)
     again = load_config(run.path / "config.toml")
     assert again.train.timestamp == ""
