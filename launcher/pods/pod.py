@@ -25,7 +25,9 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -34,6 +36,7 @@ import typer
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_by_exit
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role
+from schema.util.file_lock import open_lock, release, try_lock
 
 if TYPE_CHECKING:
     from launcher.plan.placement import ProcessSpec
@@ -46,6 +49,7 @@ ANY = "0.0.0.0"  # noqa: S104 - pods are reached from other nodes; who may is th
 TERMINATION_LOG = "/dev/termination-log"
 MOST_MESSAGE = 4096
 """Bytes that Kubernetes keeps of a termination message."""
+LOOK = 0.5
 ASKING = 60.0
 """Seconds in which the controller says whether the job is over."""
 MAY_CHANGE = ("kubernetes.", "autoscale.", "controller.", "launcher.", "logging.", "redis.", "profiler.")
@@ -129,9 +133,10 @@ def _controller(config: Config) -> NoReturn:
 
     run = _run_dir(config)
     run.make()
-    _keep_config(run, config)
-    if not (run.path / "data" / "train.safetensors").exists():
-        _prepare(run, config)
+    with _alone(run, config.controller.start_timeout):  # a stand-by begins at the same time
+        _keep_config(run, config)
+        if not (run.path / "data" / "train.safetensors").exists():
+            _prepare(run, config)
     write_text(run.path / AGREEMENT, json.dumps(_facts(config)))
     (spec,) = placement.controller(str(run.path), ANY, config.controller.port).processes
     own = {
@@ -140,6 +145,38 @@ def _controller(config: Config) -> NoReturn:
     env = {**given_to(spec.role, config, os.environ), **spec.env, **own}
     sys.stdout.flush()
     os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - the same program, with arguments of ours
+
+
+@contextmanager
+def _alone(run: RunDir, seconds: float) -> Iterator[None]:
+    """Be the one controller that writes in the run directory. Raises LaunchError: another one is, all the time."""
+    path = run.locks / "preparation.lock"
+    try:
+        handle = _locked(path, seconds)
+    except OSError as error:
+        hint = "name a claim whose file system has locks"
+        raise LaunchError(f"{path} cannot be locked: {error.strerror}", hint, EXIT_FAILED) from None
+    if handle is None:
+        raise LaunchError(
+            f"another controller has prepared the data in {run.path} for {seconds:g} s",
+            "its log says what it does; this one waits again when it is started again",
+            EXIT_FAILED,
+        )
+    try:
+        yield
+    finally:
+        release(handle)
+
+
+def _locked(path: Path, seconds: float) -> int | None:
+    """The open file once it is locked; None after so many seconds. Raises OSError."""
+    handle, give_up = open_lock(path), time.monotonic() + seconds
+    while not try_lock(handle, exclusive=True):
+        if time.monotonic() >= give_up:
+            release(handle)
+            return None
+        time.sleep(LOOK)
+    return handle
 
 
 def _keep_config(run: RunDir, config: Config) -> None:

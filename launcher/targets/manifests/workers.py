@@ -21,6 +21,7 @@ from launcher.targets.manifests.base import (
     from_field,
     from_label,
     from_secret,
+    labels,
     manifest,
     selector,
     template,
@@ -34,7 +35,10 @@ FINAL = [EXIT_CONFIG, EXIT_NO_CHECKPOINT]
 
 def policy(job: ClusterJob) -> list[Manifest]:
     """The trainers."""
-    return [_stateful(job) if job.config.kubernetes.policy_kind == "statefulset" else _job_set(job)]
+    if job.config.kubernetes.policy_kind == "jobset":
+        return [_job_set(job)]
+    headless = {"clusterIP": "None", "selector": labels(job, "policy")}
+    return [manifest("v1", "Service", job, "policy", spec=headless), _stateful(job)]
 
 
 def _job_set(job: ClusterJob) -> Manifest:

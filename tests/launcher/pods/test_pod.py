@@ -135,6 +135,16 @@ def test_a_run_goes_on_with_the_configuration_that_it_began_with(tmp_path: Path)
         pod._keep_config(run, written(tmp_path / "config.json", learning_rate=0.5))
 
 
+def test_one_controller_at_a_time_prepares_a_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    late = pytest.raises(LaunchError, match="another controller has prepared")
+    with pod._alone(run, 1.0), late, pod._alone(run, 0.0):
+        pass
+    with pod._alone(run, 0.0):
+        pass
+
+
 def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> None:
     path, log = tmp_path / "config.json", tmp_path / "termination-log"
     run, agreement = make_run_dir(tmp_path / "run", written(path)), tmp_path / "run" / pod.AGREEMENT
