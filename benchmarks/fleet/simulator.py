@@ -353,7 +353,7 @@ class Simulator:
         held = len(self.ledger.table.by_lease)
         ledger = self.ledger
         empty = sum(replica.asks > 0 and not replica.groups for replica in self.waiting)
-        counts = ledger.became_ready, ledger.ready_tokens, ledger.table.ready
+        counts = ledger.became_ready, ledger.ready_tokens, ledger.table.ready, not ledger.table.committed
         sight = Sight(self.leasing, held, self.asked, empty, *counts)
         decision = self.scaling.look(self.now, sight)
         if decision is None:

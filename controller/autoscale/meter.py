@@ -81,9 +81,9 @@ class Measured:
     waited while neither the bound held replicas back nor a batch was ready of which some groups were late: more
     replicas would have helped. refused: share that it waited while the bound held replicas back, and no batch was
     ready. throttled: share of the groups that replicas could hold, which the bound refused. idle: share of their time
-    in which it left them with none. demand: groups that the trainer takes while it
-    works. rate: groups that a replica makes. capacity: groups that it holds if it may. lease_age: seconds of a lease.
-    tokens_per_group: of ready ones. replicas: mean number. step_time: seconds from commit to commit.
+    in which it left them with none. demand: groups that the trainer takes while it works. rate: groups that a replica
+    makes. capacity: groups that it holds if it may. lease_age: seconds of a lease. tokens_per_group: of ready ones.
+    replicas: mean number. step_time: seconds from commit to commit.
     """
 
     began: float
@@ -134,10 +134,10 @@ class Beginning:
 
 
 class Meter:
-    """See the module's docstring. ready, tokens: what the ledger has counted before this meter began."""
+    """See the module's docstring. The ledger counts from the same moment on."""
 
-    def __init__(self, now: float, ready: int = 0, tokens: int = 0) -> None:
-        self._now = Totals(now, ready=ready, tokens=tokens)
+    def __init__(self, now: float) -> None:
+        self._now = Totals(now)
         self._levels: Levels | None = None
         self._trainer: Trainer = "away"
         self._marks: deque[Totals] = deque(maxlen=MARKS)
@@ -177,11 +177,6 @@ class Meter:
         """Forget the windows: what was measured is of another course of the job."""
         self._marks.clear()
         self._last = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the trainer waits for samples now."""
-        return self._trainer == "waits"
 
     @property
     def is_away(self) -> bool:

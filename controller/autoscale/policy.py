@@ -161,7 +161,14 @@ class Autoscaler:
         self._watched_since: float | None = None
         self._refused_since: float | None = None
         """Since when the trainer waits while the bound refuses groups."""
-        self.last = Decision(memory.desired, "unknown", "nothing is measured yet")
+        self.last = self._by_request() or Decision(memory.desired, "unknown", "nothing is measured yet")
+
+    def _by_request(self) -> Decision | None:
+        """A person's number, while it counts."""
+        number = self.memory.manual
+        if number is None:
+            return None
+        return Decision(number, "manual", f"{number} by request, until it is taken back")
 
     def _within(self, replicas: int) -> int:
         """The nearest number that the limits allow; they may be others than when it was stored."""
@@ -191,10 +198,11 @@ class Autoscaler:
             )
         self.memory.manual = replicas
         self._watch_anew()
-        if replicas is None:
+        requested = self._by_request()
+        if requested is None:
             self.last = Decision(self.memory.desired, "unknown", "the number follows the need again")
         else:
-            self.last = self._set(now, replicas, "manual", f"{replicas} by request, until it is taken back")
+            self.last = self._set(now, requested.desired, requested.kind, requested.reason)
         return self.last
 
     def decide(self, now: float, seen: Seen) -> Decision:
@@ -206,10 +214,8 @@ class Autoscaler:
         memory, measured = self.memory, seen.measured
         if seen.over:
             return Decision(0, "over", seen.over)
-        if memory.manual is not None:
-            return self._set(
-                now, memory.manual, "manual", f"{memory.manual} by request, until it is taken back"
-            )
+        if (requested := self._by_request()) is not None:
+            return requested
         if seen.hold:
             self._watch_anew()
             return self._keep("hold", seen.hold)
@@ -294,7 +300,7 @@ class Autoscaler:
         return decision
 
     def _raise(self, now: float, seen: Seen, measured: Measured, goal: int, waits: str) -> Decision:
-        """To the goal, or half of the way where it is far, unless the job ends before."""
+        """To the goal, or to twice the number where that is less, unless the job ends before it helps."""
         desired, takes = self.memory.desired, self.start_time + measured.lease_age
         goal = min(goal, 2 * desired)
         if goal <= desired:
@@ -374,7 +380,7 @@ class Autoscaler:
 
     def _watch_anew(self) -> None:
         self._needs.clear()
-        self._watched_since = None
+        self._watched_since = self._refused_since = None
 
     # ---- both ---------------------------------------------------------------------------------------------
 

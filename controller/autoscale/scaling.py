@@ -19,7 +19,8 @@ class Sight:
 
     leasing: ids of rollout replicas that have leased and are there. held: groups leased. asked: groups that replicas
     ask for and the bound refuses. empty: replicas that ask in vain and hold none. ready, tokens: groups that ever
-    became ready, and their generated tokens. stored: groups that are ready now. hold, over, left: see `Seen`.
+    became ready, and their generated tokens. stored: groups that are ready now. begins: whether no step was ever
+    trained. hold, over, left: see `Seen`.
     """
 
     leasing: Iterable[str]
@@ -29,6 +30,7 @@ class Sight:
     ready: int
     tokens: int
     stored: int = 0
+    begins: bool = False
     hold: str = ""
     over: str = ""
     left: int | None = None
@@ -87,9 +89,10 @@ class Scaling:
     def _decide(self, now: float, sight: Sight) -> Decision:
         hold = sight.hold
         if not hold and self._meter.is_away:
-            hold = "no trainer is there that asks for samples"
+            hold = "no trainer asks for samples"
         self.measured = self._meter.window(now, max(self.interval, LEASES * self._lease_age))
         if self.measured is not None:
             self._lease_age = self.measured.lease_age
-        seen = Seen(self.measured, self.working, self._meter.beginning(now), hold, sight.over, sight.left)
+        beginning = self._meter.beginning(now) if sight.begins else None
+        seen = Seen(self.measured, self.working, beginning, hold, sight.over, sight.left)
         return self.autoscaler.decide(now, seen)

@@ -49,6 +49,7 @@ class AutoscaleService:
             ready=ledger.became_ready,
             tokens=ledger.ready_tokens,
             stored=ledger.table.ready,
+            begins=not job.progress.committed,
             hold=self._hold(),
             over=f"the job is {job.phase}" if job.ended else "",
             left=job.progress.total_steps - job.progress.committed,
@@ -77,43 +78,47 @@ class AutoscaleService:
             if changed
             else f"{before} rollout replicas stay"
         )
-        measures = self._measures()
+        measures, reason = self._measures(), _bounded(decision.reason)
         job.events.add(
             EventKind.SCALE,
-            f"{text}: {decision.reason}",
+            f"{text}: {reason}",
             desired=decision.desired,
             before=before,
             replicas=len(job.registry.present("rollout")),
             working=job.scaling.working,
             why=decision.kind,
-            reason=decision.reason,
+            reason=reason,
             measures=None if measures is None else measures.model_dump(),
         )
         if changed:
-            log.info("%s: %s", text, decision.reason)
-            job.facts.scaled_at = job.wall()
+            log.info("%s: %s", text, reason)
 
     # ---- calls --------------------------------------------------------------------------------------------
 
     def status(self) -> AutoscaleStatus:
         """The number now, and why."""
-        job, config = self._job, self._job.config
-        scale, last = config.autoscale, job.scaling.autoscaler.last
-        first = config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
-        reason = last.reason if scale.enable else "autoscale.enable = false: as many as at the start"
-        reason = reason if config.is_grpo else NO_REPLICAS
+        job, autoscaler, enabled = self._job, self._job.scaling.autoscaler, self._job.config.autoscale.enable
+        limits, memory = autoscaler.limits, autoscaler.memory
+        if job.ended:
+            desired, reason = 0, f"the job is {job.phase}"
+        elif not job.config.is_grpo:
+            desired, reason = 0, NO_REPLICAS
+        elif not enabled:
+            desired, reason = memory.desired, "autoscale.enable = false: as many as at the start"
+        else:
+            desired, reason = autoscaler.last.desired, autoscaler.last.reason
         return AutoscaleStatus(
-            enabled=scale.enable,
-            desired=0 if job.ended else last.desired if scale.enable else first,
+            enabled=enabled,
+            desired=desired,
             replicas=len(job.registry.present("rollout")),
             working=job.scaling.working,
-            minimum=scale.min_replicas if scale.enable else first,
-            maximum=scale.max_replicas if scale.enable else first,
-            manual=scale.enable and job.scaling.autoscaler.memory.manual is not None,
+            minimum=limits.minimum,
+            maximum=limits.maximum,
+            manual=enabled and memory.manual is not None,
             final=job.ended,
-            reason=one_line(f"the job is {job.phase}" if job.ended else reason)[:MOST_REASON],
-            since=job.facts.scaled_at or job.facts.started_at,
-            start_s=job.scaling.autoscaler.start_time if scale.enable else None,
+            reason=_bounded(reason),
+            since=memory.changed_at or job.facts.started_at,
+            start_s=autoscaler.start_time if enabled else None,
             measures=self._measures(),
         )
 
@@ -155,3 +160,8 @@ class AutoscaleService:
         self._tell(decision)
         await job.save_durably()
         return self.status()
+
+
+def _bounded(reason: str) -> str:
+    """As messages carry it: it may hold what others wrote."""
+    return one_line(reason)[:MOST_REASON]

@@ -39,8 +39,6 @@ class JobFacts:
     """See `controller.state.turns.Turns`."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
-    scaled_at: float = 0.0
-    """When the number of rollout replicas was changed last (Unix time); 0: never."""
 
     def to_record(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -107,7 +105,7 @@ def validation_params(config: Config, n_rows: int) -> ValidationParams:
 
 def scale_limits(config: Config) -> Limits:
     """What the autoscaler depends on; one that is off keeps the number of the start."""
-    scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas
+    scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
     bound = config.staleness_bound if config.is_grpo else 0
     groups = int(config.groups_per_step * config.controller.oversample) if config.is_grpo else 1
     return Limits(

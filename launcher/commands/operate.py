@@ -311,8 +311,8 @@ def scale(
     """Set how many rollout replicas a job with autoscale.enable = true has, or give the number back (auto).
 
     A number by hand counts at once, within autoscale.min_replicas and autoscale.max_replicas, and stays until `auto`,
-    also after a --resume. More are started, or asked for by whoever starts replicas; those that are too many finish
-    what they can and leave, as by `drain`: nothing is lost. `cosmos-launch status` shows how many there are, and why.
+    also after a --resume. The launcher, or the scaler of the cluster, starts further ones; surplus ones finish what
+    they can and leave, as by `drain`: nothing is lost. `cosmos-launch status` shows how many there are, and why.
     Exit code 1: the job is not running, does not scale, or the number is out of range.
 
     \b

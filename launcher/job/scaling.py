@@ -74,8 +74,8 @@ class LocalScaling:
         """Whether the job is ending: nothing is started any more."""
 
     async def follow(self) -> None:
-        """For as long as the job runs."""
-        while not self.over:
+        """For as long as the job runs, where it starts rollout replicas itself."""
+        while self._replicas and not self.over:
             try:
                 await self.look()
             except ControllerError as error:

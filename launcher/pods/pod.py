@@ -67,7 +67,9 @@ def pod(
     ],
     stay: Annotated[
         bool,
-        typer.Option("--stay", help="When the job is over, wait for SIGTERM: whoever restarts pods always."),
+        typer.Option(
+            "--stay", help="When the job is over, wait for SIGTERM: for pods that are always restarted."
+        ),
     ] = False,
     keep: Annotated[
         Path | None,

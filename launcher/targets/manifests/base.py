@@ -123,7 +123,7 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
         "command": ["cosmos-launch", *pod.command],
         "env": env,
         "resources": _resources(job, pod),
-        "securityContext": _confined(),
+        "securityContext": confined(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": name, **mount} for name, (mount, _) in _volumes(job, pod).items()],
         **pod.inside,
@@ -167,7 +167,8 @@ def unprivileged(user: int) -> Manifest:
     }
 
 
-def _confined() -> Manifest:
+def confined() -> Manifest:
+    """Of a container: it cannot become more than it is, nor change its image."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,

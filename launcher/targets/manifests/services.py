@@ -9,6 +9,7 @@ from launcher.targets.manifests.base import (
     ClusterJob,
     Manifest,
     Pod,
+    confined,
     from_secret,
     labels,
     manifest,
@@ -121,11 +122,7 @@ def redis(job: ClusterJob) -> list[Manifest]:
             "requests": {"cpu": "500m", "memory": REDIS_MEMORY},
             "limits": {"memory": REDIS_MEMORY},
         },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": confined(),
         "volumeMounts": [
             {"name": "data", "mountPath": "/data"},
             {"name": "config", "mountPath": "/etc/valkey", "readOnly": True},

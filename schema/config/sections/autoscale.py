@@ -11,8 +11,8 @@ class AutoscaleConfig(Section):
 
     enable: bool = key(
         False,
-        "Whether the number of rollout replicas follows the need. The launcher obeys, or whoever reads it from "
-        "GET /v1/autoscale.",
+        "Whether the number of rollout replicas follows the need. The launcher applies it; scalers of clusters read "
+        "it from GET /v1/autoscale.",
         acts="request or reply: Whether the controller changes the number of rollout replicas that it asks for.",
     )
     min_replicas: int = key(

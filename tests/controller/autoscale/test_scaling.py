@@ -85,7 +85,7 @@ def test_whatever_happens_a_decision_is_within_its_limits_and_has_a_reason(event
         scaling.trainer(now, {"wait": "waits", "away": "away"}.get(kind, "works"))  # type: ignore[arg-type]
         for _ in range(seconds):
             now, ready = now + 1.0, ready + working
-            more = {kind: "told so"} if kind in ("hold", "over") else {}
+            more = {kind: "because"} if kind in ("hold", "over") else {}
             decision = scaling.look(now, sight(working, ready - offset, stored=number, **more))
             if decision is None:
                 continue

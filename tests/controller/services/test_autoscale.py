@@ -37,7 +37,7 @@ def number(stage: Stage, served: ServedController) -> AutoscaleStatus:
     return stage.client(served).send(api.autoscale())
 
 
-def told(served: ServedController) -> list[Event]:
+def scale_events(served: ServedController) -> list[Event]:
     return [event for event in served.job.events.after(0) if event.kind is EventKind.SCALE]
 
 
@@ -52,7 +52,7 @@ def test_a_trainer_that_waits_gets_more_replicas_and_the_number_outlives_the_con
     assert found.measures is not None
     assert found.measures.demand == pytest.approx(0.5, rel=0.1)  # two groups in four seconds
     assert found.measures.wait == pytest.approx(0.77, abs=0.05)
-    raised = [event for event in told(served) if event.data["desired"] != event.data["before"]]
+    raised = [event for event in scale_events(served) if event.data["desired"] != event.data["before"]]
     assert [(event.data["before"], event.data["desired"]) for event in raised] == [(1, 2), (2, 4)]
     assert raised[0].text.startswith("1 → 2 rollout replicas: the trainer waits")
     with asking(served.url) as http:
@@ -106,7 +106,7 @@ def test_a_number_by_hand_counts_until_it_is_taken_back(stage: Stage) -> None:
         assert "autoscale.max_replicas = 4" in refusal.detail
     found = user.send(api.scale(None))
     assert (found.desired, found.manual) == (3, False)
-    assert [event.data["why"] for event in told(served)][-1] == "unknown"
+    assert [event.data["why"] for event in scale_events(served)][-1] == "unknown"
 
 
 def test_no_replica_is_needed_of_a_job_that_is_over_and_nobody_may_ask_for_one(stage: Stage) -> None:
