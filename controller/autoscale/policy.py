@@ -224,7 +224,7 @@ class Autoscaler:
         self._remember(now, measured)
         would_do = math.ceil(self._with_losses(measured, measured.need) * memory.headroom - 1e-6)
         self._note(now, would_do)
-        if memory.tried and self._has_shown(measured) and (in_vain := self._judge(now, measured)) is not None:
+        if self._can_judge(measured) and (in_vain := self._judge(now, measured)) is not None:
             return in_vain
         if measured.lack > self.limits.target_wait:
             return self._more(now, seen, measured)
@@ -323,6 +323,13 @@ class Autoscaler:
 
     def _bound(self) -> str:
         return f"the bound of {self.limits.bound} steps lets {self.limits.groups} groups be under way"
+
+    def _can_judge(self, measured: Measured) -> bool:
+        """Whether a trial has shown what more replicas do: most of them were there all the time."""
+        memory = self.memory
+        if not memory.tried or not self._has_shown(measured):
+            return False
+        return measured.replicas >= (memory.tried[0] + memory.desired) / 2
 
     def _judge(self, now: float, measured: Measured) -> Decision | None:
         """The end of a trial: back to the number before, if more replicas made hardly more; else keep them."""

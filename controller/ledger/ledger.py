@@ -98,6 +98,17 @@ class Ledger:
                     granted.append(group)
         return LeaseDecision(granted, None if granted else refusal)
 
+    @property
+    def room(self) -> int:
+        """Groups that the bound lets be leased now at the newest weights, at most."""
+        table, params = self.table, self.params
+        steps = table.committed + params.staleness_bound + 1 - table.first_step
+        return max(0, steps * params.slots - table.deadlines.total())
+
+    def level(self, among: int) -> int:
+        """Groups of each of so many replicas, if all that are leased or may be were dealt to them evenly."""
+        return -(-(self.table.leased + self.room) // among)
+
     def _no_need(self) -> Refusal | None:
         table = self.table
         if table.closed is not None or table.finished:

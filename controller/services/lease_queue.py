@@ -6,7 +6,9 @@
 
 One task serves all: a change wakes it, not a thousand requests. Requests that ask for the same (*kind*: weight
 version and publication) are refused for the same reason, so after the first refusal the others of its kind need not
-be asked, unless the answer depends on the replica too (`alike` says so). Who waits longest is served first.
+be asked, unless the answer depends on the replica too (`alike` says so, or the refusal is `UNEVEN`).
+Who waits longest is served first; who holds more than others that ask is asked again a moment later, and need not
+stand back then.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from schema.wire.messages import LeaseReply, LeaseRequest, LeaseStatus
 log = logging.getLogger(__name__)
 
 HELD_OPEN = frozenset({LeaseStatus.THROTTLED, LeaseStatus.PAUSED})
+UNEVEN = LeaseReply(status=LeaseStatus.THROTTLED, reason="other replicas that ask hold fewer groups")
+"""The refusal of a replica that holds its share."""
+PATIENCE_S = 1.0
+"""How long it stands back: others may be loading weights, or have died."""
 IDLE_SECONDS = 60.0
 """The serving task looks at least this often; a change wakes it at once."""
 
@@ -35,6 +41,7 @@ class _Waiter:
     request: LeaseRequest
     refusal: LeaseReply
     answer: asyncio.Future[LeaseReply]
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def kind(self) -> Kind:
@@ -47,7 +54,8 @@ class LeaseQueue:
 
     Args:
         changed: moves whenever an answer might be another one.
-        decide: the answer to a request now; None: it waits no longer. Raises `ApiError`, `StoreUnavailable`.
+        decide: the answer to a request now, and whether it need not stand back; None: it waits no longer. Raises
+            `ApiError`, `StoreUnavailable`.
         alike: whether all requests of a kind are refused together now.
         stage: hands over what `decide` has changed, before anything else may change.
         closing: whether everybody has to leave.
@@ -56,7 +64,7 @@ class LeaseQueue:
     def __init__(
         self,
         changed: Signal,
-        decide: Callable[[LeaseRequest], LeaseReply | None],
+        decide: Callable[[LeaseRequest, bool], LeaseReply | None],
         alike: Callable[[], bool],
         stage: Callable[[], None],
         closing: Callable[[], bool],
@@ -116,6 +124,8 @@ class LeaseQueue:
 
     def _leave(self, waiter: _Waiter) -> None:
         name, kind = waiter.request.request_id, waiter.kind
+        if waiter.timer is not None:
+            waiter.timer.cancel()
         if self._waiting.get(name) is waiter:
             del self._waiting[name]
             del self._kinds[kind][name]
@@ -137,16 +147,24 @@ class LeaseQueue:
         alike = self._alike()
         for waiters in list(self._kinds.values()):
             for waiter in list(waiters.values()):
-                if not self._ask(waiter) and alike and not self._closing():
+                if self._ask(waiter) or waiter.refusal is UNEVEN:
+                    continue
+                if alike and not self._closing():
                     break
         self._stage()
 
-    def _ask(self, waiter: _Waiter) -> bool:
+    def _ask_again(self, waiter: _Waiter) -> None:
+        """It has stood back long enough."""
+        waiter.timer = None
+        if waiter.refusal is UNEVEN and self._ask(waiter, patient=True):
+            self._stage()
+
+    def _ask(self, waiter: _Waiter, patient: bool = False) -> bool:
         """Whether there was an answer other than to wait on."""
         if waiter.answer.done():
             return True
         try:
-            reply = self._decide(waiter.request)
+            reply = self._decide(waiter.request, patient)
         except (ApiError, StoreUnavailable) as error:
             waiter.answer.set_exception(error)
             return True
@@ -155,6 +173,9 @@ class LeaseQueue:
             return True
         waiter.refusal = reply
         if reply.status in HELD_OPEN and not self._closing():
+            if reply is UNEVEN and waiter.timer is None:
+                loop = asyncio.get_running_loop()
+                waiter.timer = loop.call_later(PATIENCE_S, self._ask_again, waiter)
             return False
         self._settle(waiter, reply)
         return True

@@ -9,12 +9,15 @@ A lease request is answered by the first of these that applies:
     groups to train on, or the ledger's refusal: throttled, or update where newer weights would help
 
 `throttled` and `paused` are held open for `wait_s`, all others are answered at once.
+
+Where the bound leaves less than replicas ask for, it is dealt evenly: one that holds its share of what all that ask
+could hold stands back for a moment. Else the first to ask would have all that a step sets free, and others nothing.
 """
 
 from __future__ import annotations
 
 from controller.ledger.group import Group
-from controller.services.lease_queue import HELD_OPEN, LeaseQueue
+from controller.services.lease_queue import HELD_OPEN, UNEVEN, LeaseQueue
 from controller.state.job import Job
 from controller.state.validation import ValidationGroup
 from schema.wire.messages import LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus
@@ -23,6 +26,8 @@ from schema.wire.weights import Publication
 
 REMEMBERED = 8192
 """Granted request ids that are remembered: several minutes of a thousand replicas."""
+HUNGRY_S = 30.0
+"""A replica that was given less than it asked for asks again at least so often, unless it has gone."""
 
 
 class LeaseService:
@@ -33,6 +38,8 @@ class LeaseService:
         self._sampling_seed = job.config.sampling_seed
         self._answered: dict[str, None] = {}
         """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
+        self._hungry: dict[str, float] = {}
+        """Replicas that were given less than they asked for, and when, the oldest first."""
         self._waiting = LeaseQueue(
             job.lease_signal, self._decide_later, self._alike, job.stage, lambda: job.closing
         )
@@ -76,12 +83,13 @@ class LeaseService:
             return False
         return not any(replica.state == "draining" for replica in job.registry)
 
-    def _decide_later(self, request: LeaseRequest) -> LeaseReply | None:
-        """The answer to a request that waits; None if its replica was lost meanwhile: the connection may be dead."""
+    def _decide_later(self, request: LeaseRequest, patient: bool) -> LeaseReply | None:
+        """The answer to a request that waits; None if its replica was lost meanwhile: the connection may be dead.
+        patient: it has stood back for others."""
         replica = self._job.registry.check(request.replica_id, request.incarnation, "rollout")
-        return None if replica.state == "lost" else self._decide(request)
+        return None if replica.state == "lost" else self._decide(request, patient)
 
-    def _decide(self, request: LeaseRequest) -> LeaseReply:
+    def _decide(self, request: LeaseRequest, patient: bool = False) -> LeaseReply:
         job = self._job
         job.store.require()
         replica = job.registry.check(request.replica_id, request.incarnation, "rollout")
@@ -111,7 +119,7 @@ class LeaseService:
             return _throttled("this request was granted before, and what it got is done")
         if job.rewards.outage is not None and not self._repeats(request):
             return self._probe(request, newest)
-        return self._validate(request, newest) or self._train(request, newest)
+        return self._validate(request, newest) or self._share(request, newest, patient)
 
     def _probe(self, request: LeaseRequest, newest: Publication) -> LeaseReply:
         """During an outage of rewards: one group at a time, for all replicas together."""
@@ -156,6 +164,23 @@ class LeaseService:
     def _repeats_training(self, request: LeaseRequest) -> bool:
         held = self._job.require_ledger().table.held_by(request.replica_id)
         return any(group.request_id == request.request_id for group in held)
+
+    def _share(self, request: LeaseRequest, newest: Publication, patient: bool) -> LeaseReply:
+        """Groups to train on, no more than leaves as many for each replica that asks."""
+        ledger, name, now = self._job.require_ledger(), request.replica_id, self._job.clock()
+        self._hungry.pop(name, None)
+        while self._hungry and now - next(iter(self._hungry.values())) > HUNGRY_S:
+            del self._hungry[next(iter(self._hungry))]
+        size = request.max_groups
+        if self._hungry and ledger.room and not self._repeats_training(request):
+            size = min(size, ledger.level(len(self._hungry) + 1) - len(ledger.table.by_replica.get(name, ())))
+        reply = UNEVEN
+        if patient or size > 0:
+            fair = request.model_copy(update={"max_groups": max(1, size)})
+            reply = self._train(fair, newest)
+        if len(reply.groups) < request.max_groups:
+            self._hungry[name] = now
+        return reply
 
     def _train(self, request: LeaseRequest, newest: Publication) -> LeaseReply:
         job = self._job

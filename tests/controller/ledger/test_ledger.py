@@ -101,6 +101,15 @@ def test_at_most_one_bound_of_groups_is_outstanding() -> None:
     assert "4 groups are outstanding" in decision.refusal.reason
 
 
+def test_the_level_counts_what_is_leased_and_what_the_bound_leaves() -> None:
+    ledger = make()
+    assert [ledger.level(among) for among in (1, 2, 3, 100)] == [4, 2, 2, 1]
+    lease(ledger, 3)
+    assert (ledger.room, ledger.level(2)) == (1, 2)
+    lease(ledger, 1)
+    assert (ledger.room, ledger.level(2)) == (0, 2)
+
+
 def test_a_repeated_lease_request_gets_the_same_leases() -> None:
     ledger = make()
     once = ledger.lease("r", "request-1", 0, 0, 2, now=0.0).groups

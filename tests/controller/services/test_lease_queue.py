@@ -8,7 +8,8 @@ import pytest
 
 from controller.errors import ApiError
 from controller.notify import Signal
-from controller.services.lease_queue import LeaseQueue
+from controller.services import lease_queue
+from controller.services.lease_queue import UNEVEN, LeaseQueue
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseRequest, LeaseStatus
 from tests.controller.conftest import in_event_loop
 
@@ -28,6 +29,7 @@ class Office:
         self.served: list[str] = []
         self.staged = 0
         self.lost: set[str] = set()
+        self.full: set[str] = set()
         self.only_version: int | None = None
         self.changed = Signal()
         self.queue = LeaseQueue(
@@ -37,8 +39,10 @@ class Office:
     def stage(self) -> None:
         self.staged += 1
 
-    def decide(self, request: LeaseRequest) -> LeaseReply:
+    def decide(self, request: LeaseRequest, patient: bool) -> LeaseReply:
         self.asked.append(request.replica_id)
+        if request.replica_id in self.full and not patient:
+            return UNEVEN
         if request.replica_id in self.lost:
             raise ApiError(ErrorCode.UNKNOWN_REPLICA, "gone")
         if not self.groups or self.only_version not in (None, request.version):
@@ -79,6 +83,24 @@ async def test_who_waits_longest_is_served_first() -> None:
     assert office.served == [f"r{i}" for i in range(5)]
     assert len(office.queue) == 0
     await settled(*tasks)
+
+
+@in_event_loop
+async def test_who_holds_its_share_stands_back_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_queue, "PATIENCE_S", 0.05)
+    office = Office()
+    office.full = {"r0", "r1"}
+    tasks = [office.ask(f"r{i}") for i in range(4)]
+    await office.change()
+    office.groups = 1
+    await office.change()
+    assert office.served == ["r2"], "its refusal is none of the next"
+    office.groups = 2
+    await office.change()
+    assert office.served == ["r2", "r3"]
+    await settled(tasks[0])
+    assert office.served == ["r2", "r3", "r0"]
+    tasks[1].cancel()
 
 
 @in_event_loop

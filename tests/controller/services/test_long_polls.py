@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from controller.client import calls as api
+from controller.services.lease_queue import UNEVEN
 from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage, refused
 from tests.support.controller import TOKENS
@@ -61,6 +62,23 @@ def test_a_throttled_lease_is_granted_when_a_step_is_committed(stage: Stage) -> 
     trainer.commit(0)
     trainer.publish(1)
     assert waiting.result(SOON).status is LeaseStatus.UPDATE
+
+
+def test_what_a_step_sets_free_is_dealt_evenly(stage: Stage) -> None:
+    served, trainer, greedy = stage.at_work(rows=40)
+    other = stage.joined(served, "rollout-1")
+    held = greedy.lease(8).groups
+    assert other.lease(8).status is LeaseStatus.THROTTLED
+    greedy.finish(held[:2])
+    assert trainer.batch(0) is not None
+    trainer.commit(0)
+    trainer.publish(1)
+    for replica in (greedy, other):
+        replica.update()
+    refused = greedy.lease(8)
+    assert (refused.status, refused.reason) == (UNEVEN.status, UNEVEN.reason)
+    assert len(greedy.lease(8, LONG).groups) == 1, "nothing lies idle while the other does not ask"
+    assert len(other.lease(8).groups) == 1
 
 
 def test_a_batch_is_there_when_its_last_sample_arrives(stage: Stage) -> None:
