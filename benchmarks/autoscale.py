@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this file must not hide packages
 
+from benchmarks.fleet.hpa import TOLERANCE
 from benchmarks.fleet.judge import Verdict, cheapest, judge
 from benchmarks.fleet.scenario import Ramp, Scenario, Square, edges
 from benchmarks.fleet.simulator import Result, Simulator
@@ -77,6 +78,7 @@ def faults() -> list[Scenario]:
         replace(base, name="trainer away for 10 minutes", away=((noon, 600.0),)),
         replace(base, name="starts with 5", initial=5),
         replace(base, name="platform delivers 70", delivers=70, settles=False),
+        *by_hpa(replace(base, length=Square(1 / 3, 2 * HOUR), seconds=4 * HOUR, changes=edges(2 * HOUR, 4 * HOUR))),
         replace(base, name="maximum 70", maximum=70, initial=50, settles=False),
         replace(base, name="long tail: steps wait for stragglers", tail=0.8, bound=2, settles=False),
         replace(base, name="on-policy (bound 0)", bound=0, settles=False),
@@ -87,6 +89,16 @@ def faults() -> list[Scenario]:
         replace(small, name="need 3, square", need=3, length=Square(1 / 3, 2 * HOUR), seconds=4 * HOUR,
                 changes=edges(2 * HOUR, 4 * HOUR)),
     ]  # fmt: skip
+
+
+def by_hpa(square: Scenario) -> list[Scenario]:
+    """A HorizontalPodAutoscaler obeys, as KEDA makes it, with a controller that is away now and then."""
+    away = replace(square, outages=((0.6 * HOUR, 90.0), (1.5 * HOUR, 120.0), (2.6 * HOUR, 60.0)))
+    return [
+        replace(away, name="square by KEDA, tolerance 10 %", tolerance=TOLERANCE),
+        replace(away, name="square by KEDA, tolerance 0", tolerance=0.0),
+        replace(away, name="square, the launcher obeys"),
+    ]
 
 
 def examine(scenario: Scenario) -> tuple[Verdict, Result, float]:

@@ -30,6 +30,7 @@ class Scenario:
     step_s: of the trainer, with the slowest rank. length, step: factors of both. tail, jitter: spread (sigma of a
     lognormal) of lengths and of steps. drift: slow spread of mean lengths, which changes each minute.
     lost_per_hour: pre-emptions of a replica. outages, away: (begin, seconds) without a controller, without a trainer.
+    tolerance: of a HorizontalPodAutoscaler that obeys the number; None: a launcher does, at once.
     changes: when the load changes at once; climbs: (begin, seconds) in which the need rises. delivers: replicas that
     the platform has at most.
     """
@@ -57,6 +58,7 @@ class Scenario:
     changes: tuple[float, ...] = ()
     climbs: tuple[tuple[float, float], ...] = ()
     delivers: int = 10**9
+    tolerance: float | None = None
     initial: int = 0
     """Replicas at the start; 0: as many as are needed then."""
     minimum: int = 1

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from benchmarks.fleet.hpa import SYNC_S, Hpa
 from benchmarks.fleet.scenario import RANK_SPREAD, RANKS, SLOWEST, TOKENS, Scenario
 from controller.autoscale.policy import Decision, Limits, Memory
 from controller.autoscale.scaling import Scaling, Sight
@@ -110,6 +111,8 @@ class Simulator:
         self.starting: dict[str, float] = {}
         self.draining = 0
         self.desired = fixed if fixed is not None else scenario.initial or round(scenario.needed(0.0)) or 1
+        self.obeyed = self.desired
+        """What the platform has been told."""
         self._back_at = 0.0
         """When the controller is there again."""
         self._trainer, self._trainer_since, self._run = "waits", 0.0, 0
@@ -139,7 +142,7 @@ class Simulator:
             self.at(begin, self._outage, seconds)
         for begin, seconds in scenario.away:
             self.at(begin, self._lose_trainer, seconds)
-        for what in (self._poll, self._sample, self._assemble):
+        for what in (self._poll, self._sample, self._assemble, self._sync):
             self.at(0.0, what)
         events, end = self._events, scenario.seconds
         while events and events[0][0] <= end:
@@ -206,16 +209,20 @@ class Simulator:
         return room if room >= max(1, int(AHEAD * slots)) or not replica.groups else 0
 
     def _ask(self, replica: Replica) -> None:
-        """Ask for what fits; a refused request stays open."""
+        """Ask for what fits; a refused request stays open, and who waits longer comes first to its share."""
         if replica.name not in self.fleet or replica.draining or replica.asks:
             return
         if self._is_down(self._ask, replica):
             return
-        room = self._room(replica)
-        if room and not self._lease(replica, room):
-            replica.asks = room
-            self.asked += room
-            self.waiting.append(replica)
+        while room := self._room(replica):
+            share = room
+            if self.waiting:
+                share = min(room, self.ledger.level(len(self.waiting) + 1) - len(replica.groups))
+            if share <= 0 or not self._lease(replica, share):
+                replica.asks = room
+                self.asked += room
+                self.waiting.append(replica)
+                return
 
     def _lease(self, replica: Replica, room: int) -> bool:
         request = f"q{next(self._numbers)}"
@@ -234,19 +241,24 @@ class Simulator:
         return True
 
     def _serve(self) -> None:
-        """Open requests, who waits longest first, until one is refused."""
+        """Open requests, who waits longest first, each for its share, until one is refused."""
         waiting = self.waiting
-        while waiting:
-            replica = waiting[0]
+        for _ in range(len(waiting)):
+            if not self.ledger.room:
+                return
+            replica = waiting.popleft()
             if not replica.asks or replica.name not in self.fleet or replica.draining:
-                waiting.popleft()
                 self._withdraw(replica)
                 continue
-            if not self._lease(replica, replica.asks):
+            share = self.ledger.level(len(waiting) + 1) - len(replica.groups)
+            if share > 0 and not self._lease(replica, min(replica.asks, share)):
+                waiting.appendleft(replica)
                 return
-            waiting.popleft()
-            self._withdraw(replica)
-            self._ask(replica)
+            if share > 0:
+                self._withdraw(replica)
+                self._ask(replica)
+            else:
+                waiting.append(replica)
 
     def _withdraw(self, replica: Replica) -> None:
         self.asked -= replica.asks
@@ -362,7 +374,8 @@ class Simulator:
             self.result.decisions.append((self.now, decision))
         if decision.desired != self.desired:
             self.desired = decision.desired
-            self._reconcile()
+            if self.scenario.tolerance is None:
+                self._obey(self.desired)
 
     # ---- platform -----------------------------------------------------------------------------------------
 
@@ -377,23 +390,38 @@ class Simulator:
             self.result.replica_s += (self.now - begin) * self.alive
         self._cost_at = self.now
 
+    def _sync(self) -> None:
+        """The look of a HorizontalPodAutoscaler; a controller that is away has no number."""
+        scenario = self.scenario
+        if scenario.tolerance is None or self.fixed is not None:
+            return
+        self.at(self.now + SYNC_S, self._sync)
+        hpa = Hpa(scenario.minimum, scenario.maximum, scenario.tolerance)
+        metric = self.desired if self.now >= self._back_at else None
+        self._obey(hpa.replicas(self.obeyed, metric))
+
+    def _obey(self, number: int) -> None:
+        if number != self.obeyed:
+            self.obeyed = number
+            self._reconcile()
+
     def _reconcile(self) -> None:
-        """As many replicas as are desired: start some, or cancel starts and drain the rest."""
+        """As many replicas as it was told: start some, or cancel starts and drain the rest."""
         self._pay()
         scenario = self.scenario
         size = self.alive - self.draining
-        while size < min(self.desired, scenario.delivers):
+        while size < min(self.obeyed, scenario.delivers):
             name = f"r{next(self._numbers)}"
             self.starting[name] = self.now
             seconds = scenario.start_s * self.random.lognormvariate(0.0, scenario.start_spread)
             self.at(self.now + seconds, self._started, name)
             size += 1
-        while size > self.desired and self.starting:
+        while size > self.obeyed and self.starting:
             self.starting.popitem()
             size -= 1
-        if size > self.desired:
+        if size > self.obeyed:
             serving = [replica for replica in self.fleet.values() if not replica.draining]
-            for replica in sorted(serving, key=lambda replica: len(replica.groups))[: size - self.desired]:
+            for replica in sorted(serving, key=lambda replica: len(replica.groups))[: size - self.obeyed]:
                 replica.draining = True
                 self.draining += 1
                 self._withdraw(replica)
