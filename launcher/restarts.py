@@ -16,6 +16,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from schema.wire.messages import ReplicaInfo
 
 HEALTHY_AFTER = 300.0
 """Seconds up after which a replica counts as healthy: more than any engine needs to load and fail."""
@@ -24,6 +28,9 @@ EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 EXIT_FENCED, EXIT_NO_CHECKPOINT, EXIT_NAME_TAKEN = 3, 4, 5
 SIGNALLED = 128
 """Exit codes above it are signals, as in a shell."""
+ROLLOUT_PATIENCE, POLICY_PATIENCE = 60.0, 300.0
+"""Seconds of silence beyond `controller.heartbeat_timeout`. Both beat while they load or compute, so a minute means
+trouble; a trainer gets more, since its restart costs the steps since the newest checkpoint."""
 _KILLS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
@@ -160,3 +167,18 @@ class Restarts:
                 "train.ckpt.enable_checkpoint = true keeps a run alive through this",
             )
         return None
+
+
+def is_hung(info: ReplicaInfo, up_for: float, heartbeat_timeout: float) -> bool:
+    """Whether a replica's process must be killed: a pure decision, so that no silent replica holds a job up for ever.
+
+    A replica that misses its heartbeats is `lost` for the controller, which gives its work to others; the process may
+    be stopped, or stuck in a call that never returns, and it would never be restarted. One that stays silent for much
+    longer is killed and restarted like one that crashed.
+
+    info: what the controller knows of the newest incarnation. up_for: seconds since its present process was started;
+    a silence that began before is not its own.
+    """
+    patience = ROLLOUT_PATIENCE if info.role == "rollout" else POLICY_PATIENCE
+    silent = info.last_seen_s
+    return info.state == "lost" and silent < up_for and silent > heartbeat_timeout + patience

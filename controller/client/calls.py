@@ -262,8 +262,9 @@ def publications() -> Call[list[m.PublicationInfo]]:
     return Call("GET", "/v1/publications", _model(list[m.PublicationInfo]))
 
 
-def replicas() -> Call[list[m.ReplicaInfo]]:
-    return Call("GET", "/v1/replicas", _model(list[m.ReplicaInfo]))
+def replicas(name: str = "") -> Call[list[m.ReplicaInfo]]:
+    """All that ever registered, or the one of this name."""
+    return Call("GET", "/v1/replicas", _model(list[m.ReplicaInfo]), params={"name": name} if name else None)
 
 
 def ledger() -> Call[m.LedgerStatus]:

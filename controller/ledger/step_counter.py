@@ -132,6 +132,9 @@ class StepCounter(Progress):
     def in_state(self, state: State) -> Iterable[Group]:
         return ()
 
+    def held_by(self, replica_id: str) -> list[Group]:
+        return []
+
     def batch(self, step: int) -> list[Group] | None:
         return None
 

@@ -19,12 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from controller.errors import ApiError
-from controller.ledger.group import State
 from controller.ledger.replay import adopt
 from controller.services.samples import SampleService
 from controller.state.job import TRAIN_DATA, Job
@@ -61,14 +59,20 @@ class ReplicaService:
         """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
         its crash may come later."""
 
-    def infos(self) -> list[m.ReplicaInfo]:
-        """All replicas that ever registered, by name."""
-        job, now = self._job, self._job.clock()
-        leases = Counter([group.replica_id for group in job.progress.in_state(State.LEASED)])
-        return [
-            replica.info(leases[replica.replica_id] + job.validation.leases_of(replica.replica_id), now)
-            for replica in sorted(job.registry, key=lambda replica: replica.name)
-        ]
+    def infos(self, name: str = "") -> list[m.ReplicaInfo]:
+        """All replicas that ever registered, by name; or the one of this name."""
+        registry = self._job.registry
+        if name:
+            found = [] if (one := registry.by_name(name)) is None else [one]
+        else:
+            found = sorted(registry, key=lambda replica: replica.name)
+        return [self._info(replica) for replica in found]
+
+    def _info(self, replica: Replica) -> m.ReplicaInfo:
+        job, now, name = self._job, self._job.clock(), replica.replica_id
+        held = job.progress.held_by(name)
+        work = sum(max(0.0, now - max(group.leased_at, job.opened_at)) for group in held)
+        return replica.info(len(held) + job.validation.leases_of(name), work, now)
 
     # ---- register -----------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Replica:
         """All that it holds, reads, or may be about to read."""
         return {self.publication_id, self.fetching, *self.handed} - {0}
 
-    def info(self, leases: int, now: float) -> ReplicaInfo:
+    def info(self, leases: int, work_s: float, now: float) -> ReplicaInfo:
         return ReplicaInfo(
             replica_id=self.replica_id,
             role=self.role,
@@ -132,6 +132,7 @@ class Replica:
             state=self.state,
             version=self.version,
             leases=leases,
+            work_s=work_s,
             last_seen_s=max(0.0, now - self.last_seen),
             host=self.host,
             pid=self.pid,

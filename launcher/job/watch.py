@@ -17,10 +17,10 @@ from launcher.plan import nsight
 from launcher.plan.plan import Outcome, Plan
 from launcher.processes.logs import tail
 from launcher.processes.supervisor import Supervisor
-from launcher.restarts import EXIT_FAILED, EXIT_OK
+from launcher.restarts import EXIT_FAILED, EXIT_OK, is_hung
 from schema.util.text import visible
 from schema.wire import sample_file
-from schema.wire.messages import TERMINAL_PHASES, Phase, ReplicaInfo
+from schema.wire.messages import TERMINAL_PHASES, Phase
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,6 @@ LOOK_AT_REPLICAS = 10.0
 """Seconds between looks for replicas that live and are not heard of."""
 HUNG_AFTER = 60.0
 """Seconds without any answer after which a controller whose process lives is killed and restarted."""
-ROLLOUT_PATIENCE, POLICY_PATIENCE = 60.0, 300.0
-"""Seconds of silence beyond `controller.heartbeat_timeout`. Both beat while they load or compute, so a minute means
-trouble; a trainer gets more, since its restart costs the steps since the newest checkpoint."""
 
 
 class Watch:
@@ -149,18 +146,3 @@ def blame(logs: Path, process: str, reason: str) -> Outcome:
     """A failure that the end of a process's log explains."""
     log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
     return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)
-
-
-def is_hung(info: ReplicaInfo, up_for: float, heartbeat_timeout: float) -> bool:
-    """Whether a replica's process must be killed: a pure decision, so that no silent replica holds a job up for ever.
-
-    A replica that misses its heartbeats is `lost` for the controller, which gives its work to others; the process may
-    be stopped, or stuck in a call that never returns, and it would never be restarted. One that stays silent for much
-    longer is killed and restarted like one that crashed.
-
-    info: what the controller knows of the newest incarnation. up_for: seconds since its present process was started;
-    a silence that began before is not its own.
-    """
-    patience = ROLLOUT_PATIENCE if info.role == "rollout" else POLICY_PATIENCE
-    silent = info.last_seen_s
-    return info.state == "lost" and silent < up_for and silent > heartbeat_timeout + patience

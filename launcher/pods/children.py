@@ -1,6 +1,7 @@
 """Processes of one pod: they live together, and what the first one that fails said is the reason of the pod's end.
 
 Restarts are the platform's. Signals are passed on, and nobody is killed for being slow: the platform does that, too.
+Who lives and is not heard of any more is killed, so that the platform starts it again.
 Output goes through this process line by line, so that its end can be explained.
 """
 
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.restarts import EXIT_OK, SIGNALLED, describe_exit
@@ -71,8 +72,9 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readexactly(error.consumed)
 
 
-async def run(commands: Sequence[Command]) -> Ended:
-    """Run them to their end. When one fails the others are asked to leave."""
+async def run(commands: Sequence[Command], hung: Coroutine[None, None, str] | None = None) -> Ended:
+    """Run them to their end. When one fails the others are asked to leave. hung: ends when they must be killed, and
+    says why."""
     children: list[_Child] = []
     signals: list[int] = []
 
@@ -82,7 +84,15 @@ async def run(commands: Sequence[Command]) -> Ended:
         for child in children:
             child.send(number)
 
+    async def kill_hung(why: Coroutine[None, None, str]) -> None:
+        reason = await why
+        for child in children:
+            child.lines.clear()
+            child.lines.append(reason)
+            child.send(signal.SIGKILL)
+
     loop = asyncio.get_running_loop()
+    watching = None if hung is None else loop.create_task(kill_hung(hung))
     before = {number: signal.getsignal(number) for number in PASSED_ON}
     for number in PASSED_ON:
         loop.add_signal_handler(number, pass_on, number)
@@ -100,6 +110,9 @@ async def run(commands: Sequence[Command]) -> Ended:
                     other.send(signal.SIGTERM)
         return Ended(first, failed or "ended in order", signals[0] if signals else 0)
     finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         for number in PASSED_ON:
             loop.remove_signal_handler(number)
             signal.signal(number, before[number])

@@ -35,7 +35,7 @@ import typer
 
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_by_exit
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role, is_hung
 from schema.util.file_lock import open_lock, release, try_lock
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ TERMINATION_LOG = "/dev/termination-log"
 MOST_MESSAGE = 4096
 """Bytes that Kubernetes keeps of a termination message."""
 LOOK = 0.5
+LOOK_AT_REPLICAS = 20.0
+"""Seconds between looks whether this pod's replica is heard of."""
 ASKING = 60.0
 """Seconds in which the controller says whether the job is over."""
 MAY_CHANGE = ("kubernetes.", "autoscale.", "controller.", "launcher.", "logging.", "redis.", "profiler.")
@@ -254,7 +256,8 @@ def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int
     commands = [
         children.Command(spec.name, spec.argv, _environment(spec, config, url, token, keep)) for spec in specs
     ]
-    ended = asyncio.run(children.run(commands))
+    names = {spec.env.get("COSMOS_REPLICA_NAME", spec.name) for spec in specs}
+    ended = asyncio.run(children.run(commands, _until_hung(names, config, url, token)))
     status: JobStatus | None = None
     if ended.code == EXIT_OK:
         try:
@@ -270,6 +273,29 @@ def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int
         _wait_for_the_end()
         return EXIT_OK
     return code
+
+
+async def _until_hung(names: set[str], config: Config, url: str, token: str) -> str:
+    """Return, in words, when replicas of this pod live and have not been heard of for too long."""
+    import asyncio
+
+    from controller.client import AsyncClient, ControllerError
+    from controller.client import calls as api
+    from launcher.plan import nsight
+
+    began = time.monotonic()
+    timeout = config.controller.heartbeat_timeout + nsight.report_seconds(config)
+    async with AsyncClient(url, token, tls_ca=config.controller.tls_ca or None) as client:
+        while True:
+            await asyncio.sleep(LOOK_AT_REPLICAS)
+            for name in sorted(names):
+                try:
+                    known = await client.send(api.replicas(name))
+                except ControllerError:  # who cannot reach it says so itself
+                    continue
+                for info in known:
+                    if is_hung(info, time.monotonic() - began, timeout):
+                        return f"{name} is alive, but has sent nothing for {info.last_seen_s:.0f} s"
 
 
 def _wait_for_the_end() -> None:
@@ -346,6 +372,15 @@ def _kept_secret(folder: Path) -> str:
         return path.read_text()
 
 
+def _both(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Without packages that one of them does not have: images may be made for a role."""
+    from launcher.nodes.agreement import ABSENT, PACKAGES
+
+    alone = {name for name in PACKAGES if ABSENT in (theirs.get(name, ABSENT), ours.get(name, ABSENT))}
+    one, other = ({key: text for key, text in facts.items() if key not in alone} for facts in (theirs, ours))
+    return one, other
+
+
 def _check_agreement(config: Config) -> None:
     """Raises LaunchError: this pod has other code, or another configuration, than the controller."""
     from launcher.nodes.agreement import difference
@@ -358,7 +393,7 @@ def _check_agreement(config: Config) -> None:
             f"{path} is not there, and the controller has written it: this pod sees another volume",
             "mount one claim in all pods, which is ReadWriteMany",
         )
-    what, _ = difference(theirs, _facts(config))
+    what, _ = difference(*_both(theirs, _facts(config)))
     if what:
         raise LaunchError(
             f"this pod does not fit its controller ({path}): {what}",

@@ -1,4 +1,6 @@
-"""A job as manifests for Kubernetes: plain YAML and a kustomization, rendered from the configuration.
+"""A job as manifests for Kubernetes: plain YAML and kustomizations, rendered from the configuration.
+
+kustomization.yaml is an overlay: written once, then its owner's. Below `base` is what each rendering writes:
 
     config.yaml      the resolved configuration, as all pods read it    controller.yaml   Deployment, Service, budget
     secrets.yaml     tokens and passwords, for the owner's eyes         redis.yaml        Valkey, unless one is named
@@ -50,32 +52,55 @@ CRDS = {
     "ScaledObject": ("scaledobjects.keda.sh", 'kubernetes.scaler = "command"'),
 }
 """What a cluster has to be taught first: the name of the definition, and the key that needs none."""
-SECRETS = "secrets.yaml"
+BASE, OVERLAY, SECRETS = "base", "kustomization.yaml", "secrets.yaml"
+KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
+OWN = """\
+# What `kubectl apply -k` reads. This file is yours: it is written once, and stays when the manifests in base/ are
+# rendered again. What cosmos-launch has no key for is changed here, for example:
+#
+# commonAnnotations:
+#   team: reasoning
+# patches:
+#   - target: {{kind: Deployment, name: {name}-rollout}}
+#     patch: |-
+#       - op: add
+#         path: /spec/template/spec/priorityClassName
+#         value: preemptible
+apiVersion: {version}
+kind: Kustomization
+resources:
+  - {base}
+"""
 
 
 def render(job: ClusterJob) -> dict[str, list[Manifest]]:
     """The manifests by file."""
-    chosen = job.config.kubernetes.scaler if job.config.autoscale.enable and job.pods.rollouts else "none"
-    scalers = {"keda": scaling.keda, "command": scaling.command}
+    kubernetes = job.config.kubernetes
+    chosen = kubernetes.scaler if job.config.autoscale.enable and job.pods.rollouts else "none"
+    scaler = {"keda": scaling.keda, "hpa": scaling.hpa}.get(chosen, lambda _: [])(job)
+    if chosen == "command" or (kubernetes.deletion_cost and job.pods.rollouts):
+        scaler += scaling.command(job, obeys=chosen == "command")
+    callers = ["keda"] if chosen == "keda" else []
+    callers += [kubernetes.metrics_namespace] if kubernetes.metrics_namespace else []
     files = {
         "config.yaml": [services.config_map(job)],
         SECRETS: services.secrets(job),
         "storage.yaml": services.storage(job),
         "accounts.yaml": services.accounts(job),
-        "network.yaml": services.network(job, keda=chosen == "keda"),
+        "network.yaml": services.network(job, callers),
         "redis.yaml": services.redis(job),
         "controller.yaml": services.controller(job),
         "policy.yaml": workers.policy(job),
         "rollout.yaml": workers.rollout(job, scaled=chosen != "none"),
-        "scaler.yaml": scalers[chosen](job) if chosen in scalers else [],
+        "scaler.yaml": scaler,
     }
     return {name: objects for name, objects in files.items() if objects}
 
 
 def kustomization(job: ClusterJob, files: Sequence[str]) -> Manifest:
-    """What `kubectl apply -k` reads."""
+    """The base."""
     return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "apiVersion": KUSTOMIZE,
         "kind": "Kustomization",
         "namespace": job.config.kubernetes.namespace,
         "resources": list(files),
@@ -87,11 +112,15 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
     Redis. Raises LaunchError."""
     if config.is_evaluation:
         raise LaunchError("an evaluation needs no cluster", "run it here: leave --target out")
-    if not config.kubernetes.image:
+    kubernetes = config.kubernetes
+    each_role = (kubernetes.controller_image, kubernetes.policy_image, kubernetes.rollout_image)
+    if not kubernetes.image and not all(each_role):
         raise LaunchError(
             "kubernetes.image is unset: it names what the pods run",
-            'write kubernetes.image = "registry.example.com/cosmos-launch:0.1.0", your own',
+            'write kubernetes.image = "registry.example.com/cosmos-launch:0.1.0", your own, or one for each role',
         )
+    if kubernetes.scaler == "hpa" and config.autoscale.enable:
+        _check_hpa(config)
     if config.redis.url.startswith("unix:"):
         raise LaunchError(
             f"redis.url = {config.redis.url!r} is a socket of this machine, which pods do not reach",
@@ -122,6 +151,21 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
         redis_password=password if url else own,
         redis_url=url,
     )
+
+
+def _check_hpa(config: Config) -> None:
+    """Raises LaunchError."""
+    if not config.autoscale.min_replicas:
+        raise LaunchError(
+            'autoscale.min_replicas = 0 with kubernetes.scaler = "hpa": a HorizontalPodAutoscaler has 1 at least',
+            'write autoscale.min_replicas = 1, or kubernetes.scaler = "keda"',
+        )
+    if not config.kubernetes.metrics_namespace:
+        raise LaunchError(
+            'kubernetes.scaler = "hpa" reads the number from Prometheus, which may not reach the controller: '
+            "kubernetes.metrics_namespace is unset",
+            'write kubernetes.metrics_namespace = "monitoring", the namespace of Prometheus',
+        )
 
 
 def _name(config: Config) -> str:
@@ -172,14 +216,7 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
     target = wanted.directory or Path("kubernetes") / _name(config)
     job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
     files = render(job)
-    target.mkdir(parents=True, exist_ok=True)
-    texts = {name: _text(objects) for name, objects in files.items()}
-    texts["kustomization.yaml"] = _text([kustomization(job, list(files))])
-    for name, text in texts.items():
-        write_text(target / name, text, mode=0o600 if name == SECRETS else 0o666)
-        typer.echo(str(target / name))
-    for gone in set(_FILES) - files.keys():  # of an earlier rendering
-        (target / gone).unlink(missing_ok=True)
+    _write_files(target, job, files)
     for warning in loaded.warnings:
         typer.echo(f"warning: {visible(warning.render())}", err=True)
     if set(config.logging.logger) - {"console"}:
@@ -191,6 +228,23 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
         typer.echo(f"give it to the cluster with kubectl apply -k {target}")
         return EXIT_OK
     return apply(target, [one["kind"] for objects in files.values() for one in objects])
+
+
+def _write_files(target: Path, job: ClusterJob, files: Mapping[str, Sequence[Manifest]]) -> None:
+    base, overlay = target / BASE, target / OVERLAY
+    base.mkdir(parents=True, exist_ok=True)
+    texts = {name: _text(objects) for name, objects in files.items()}
+    texts[OVERLAY] = _text([kustomization(job, list(files))])
+    for name, text in texts.items():
+        write_text(base / name, text, mode=0o600 if name == SECRETS else 0o666)
+        typer.echo(str(base / name))
+    for gone in set(_FILES) - files.keys():  # of an earlier rendering
+        (base / gone).unlink(missing_ok=True)
+    if overlay.exists():
+        typer.echo(f"{overlay} (as it was)")
+    else:
+        write_text(overlay, OWN.format(name=job.name, version=KUSTOMIZE, base=BASE), mode=0o666)
+        typer.echo(str(overlay))
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]
@@ -217,7 +271,7 @@ _FILES = ("storage.yaml", "redis.yaml", "rollout.yaml", "scaler.yaml")
 
 def _earlier(target: Path) -> dict[str, Any]:
     """What the Secrets of an earlier rendering hold, by the ends of their names. Raises LaunchError."""
-    path = target / SECRETS
+    path = target / BASE / SECRETS
     try:
         objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
         return {str(one["metadata"]["name"]).rpartition("-")[2]: dict(one["stringData"]) for one in objects}

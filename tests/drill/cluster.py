@@ -64,9 +64,13 @@ class Cluster:
         self.work, self.network, self.say = work, network, say
         self.nodes, self._lost = list(nodes), dict[str, float]()
         read = (
-            one for path in sorted(manifests.rglob("*.yaml")) for one in yaml.safe_load_all(path.read_text())
+            one
+            for path in sorted((manifests / "base").glob("*.yaml"))
+            for one in yaml.safe_load_all(path.read_text())
         )
-        self.objects: list[Object] = [one for one in read if one and "metadata" in one]
+        every: list[Object] = list(read)
+        self.objects = [one for one in every if "metadata" in one]
+        (self.namespace,) = (one["namespace"] for one in every if one["kind"] == "Kustomization")
         self.pods: list[Pod] = []
         self.gone: list[Pod] = []
         self.missed = 0
@@ -283,11 +287,9 @@ class Cluster:
         return found
 
     def _hosts(self) -> str:
-        (config,) = self.of("ConfigMap")
-        namespace = _namespace(self.objects) or config["metadata"].get("namespace", "default")
         lines = ["127.0.0.1 localhost"]
         for name, address in self.services.items():
-            lines.append(f"{address} {name} {name}.{namespace} {name}.{namespace}.svc")
+            lines.append(f"{address} {name} {name}.{self.namespace} {name}.{self.namespace}.svc")
         return "\n".join(lines) + "\n"
 
     def _ingress(self, component: str) -> str:
@@ -333,7 +335,9 @@ class Cluster:
             (workload,) = (one for one in self.workloads if one.name == spec["scaleTargetRef"]["name"])
             metric = self._metric(trigger)
             self.missed += metric is None
-            hpa = Hpa(spec["minReplicaCount"], spec["maxReplicaCount"])
+            behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+            tolerance = {float(behavior[way]["tolerance"]) for way in ("scaleUp", "scaleDown")}
+            hpa = Hpa(spec["minReplicaCount"], spec["maxReplicaCount"], *tolerance)
             target = float(trigger["metadata"]["targetValue"])
             wanted = hpa.replicas(workload.replicas, None if metric is None else metric / target)
             if wanted != workload.replicas:
@@ -418,10 +422,6 @@ def _components(spec: Object) -> list[str]:
     (among,) = chosen["matchExpressions"]
     assert (among["key"], among["operator"]) == (LABEL, "In")
     return list(among["values"])
-
-
-def _namespace(objects: list[Object]) -> str:
-    return next((one["namespace"] for one in objects if one["kind"] == "Kustomization"), "")
 
 
 def _is_ready(pod: Pod, port: int) -> bool:

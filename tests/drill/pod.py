@@ -131,6 +131,11 @@ class Pod:
             self.leaving = time.monotonic() + grace
             self.signal(signal.SIGTERM)
 
+    def worker(self) -> psutil.Process:
+        """The first child of process 1 of the container."""
+        (first,) = psutil.Process(self.process.pid).children()
+        return first.children()[0]
+
     def signal(self, number: int) -> None:
         """To process 1 of the container; what else is in it ends with that."""
         try:

@@ -160,6 +160,12 @@ class Drill:
         self.cluster.tick()
         self.cluster.nodes.append(pod.node)
 
+    def stop(self, pod: Pod) -> None:
+        """Let its worker stand still, until its pod has found that out."""
+        starts = pod.starts
+        pod.worker().send_signal(signal.SIGSTOP)
+        self.cluster.until("the restart of a worker that stands still", lambda: pod.starts > starts, LONG)
+
     def busiest(self) -> str:
         """The node with the most pods, of those the one with a pod of the policy."""
         pods = self.cluster.pods
@@ -211,6 +217,8 @@ class Drill:
             other = self.some()
             self.strike("killed", other, lambda: self.preempt(other, 0.0))
             self.strike("controller moved", self.cluster.of_component("controller"), self.move_controller)
+            (stopped, *_) = self.cluster.of_component("rollout")
+            self.strike("a worker stands still", [stopped], lambda: self.stop(stopped))
             node = self.busiest()
             lost = [pod for pod in self.cluster.pods if pod.node == node]
             self.strike("a node is gone", lost, lambda: self.cluster.lose(node))
@@ -287,6 +295,7 @@ def _render(folder: Path, model: Path, plan: Plan) -> Path:
         "kubernetes.pod_cpus": "1",
         "train.ckpt.enable_checkpoint": "true",
         "train.ckpt.save_freq": "20",
+        "controller.heartbeat_timeout": "10.0",
     }
     written = [f"--set={key}={value}" for key, value in own.items()]
     answer = command("--config", config, *written, "--target", "kubernetes", "-o", manifests)

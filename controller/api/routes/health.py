@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from controller.api.auth import USER, require
+from controller.api.auth import ANYBODY, require
 from controller.api.metrics import JobCollector
 from controller.api.openapi import answers
 from controller.api.routes.base import new_router
@@ -36,8 +36,8 @@ def router(controller: Controller) -> APIRouter:
 
     @api.get("/metrics", responses=answers("text/plain", "Prometheus' text format."))
     async def metrics(request: Request) -> Response:
-        """Prometheus metrics (with the user's token)."""
-        require(request, USER)
+        """Prometheus metrics (with any token of the job)."""
+        require(request, ANYBODY)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return api

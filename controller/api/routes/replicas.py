@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from controller.api.auth import ANYBODY, POLICY, REPLICAS, USER, require, require_own
@@ -44,9 +46,12 @@ def router(controller: Controller) -> APIRouter:
         return reply(await service.register(body, secret))
 
     @api.get("", **models(list[m.ReplicaInfo]))
-    async def list_replicas(request: Request) -> Response:
-        require(request, USER)
-        return reply_list(m.ReplicaInfo, service.infos())
+    async def list_replicas(
+        request: Request,
+        name: Annotated[str, Query(max_length=256, description="Only the one of this name.")] = "",
+    ) -> Response:
+        require(request, ANYBODY)
+        return reply_list(m.ReplicaInfo, service.infos(name))
 
     @api.post("/by-name/{name:path}/exited", status_code=204)
     async def exited(

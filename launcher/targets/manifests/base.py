@@ -119,7 +119,7 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
     env = [value("HOME", "/tmp"), value("USER", "cosmos"), *_caches(job, pod), *pod.env]  # noqa: S108 - of this pod alone
     container: Manifest = {
         "name": pod.component,
-        "image": kubernetes.image,
+        "image": image(job, pod.component),
         "command": ["cosmos-launch", *pod.command],
         "env": env,
         "resources": _resources(job, pod),
@@ -138,12 +138,26 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
         "securityContext": unprivileged(USER),
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in _volumes(job, pod).items()],
+        **pulls(job),
         **pod.rest,
     }
     meta: Manifest = {"labels": labels(job, pod.component)}
     if pod.annotations:
         meta["annotations"] = dict(pod.annotations)
     return {"metadata": meta, "spec": spec}
+
+
+def image(job: ClusterJob, component: str) -> str:
+    """Of a component's pods."""
+    kubernetes = job.config.kubernetes
+    own = {"policy": kubernetes.policy_image, "rollout": kubernetes.rollout_image}
+    return own.get(component, kubernetes.controller_image) or kubernetes.image
+
+
+def pulls(job: ClusterJob) -> Manifest:
+    """Fields of a pod that say how its image is pulled."""
+    found = [{"name": name} for name in job.config.kubernetes.pull_secrets]
+    return {"imagePullSecrets": found} if found else {}
 
 
 def _caches(job: ClusterJob, pod: Pod) -> list[Manifest]:

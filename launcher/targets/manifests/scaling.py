@@ -1,4 +1,7 @@
-"""Who obeys the controller's number of rollout replicas: KEDA, or a pod that runs `cosmos-launch autoscale`."""
+"""Who obeys the controller's number of rollout replicas: KEDA, a HorizontalPodAutoscaler, or a pod of the job.
+
+The pod runs `cosmos-launch autoscale`; beside the others it keeps deletion costs alone.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from launcher.targets.manifests.base import (
     Manifest,
     Pod,
     from_secret,
+    labels,
     manifest,
     selector,
     template,
@@ -20,6 +24,13 @@ FAILURES = 3
 MOST_POLLING = 30
 COOLDOWN = 30
 """Seconds from the end of the job to no replica."""
+EXACTLY: Manifest = {
+    "scaleUp": {"tolerance": "0"},
+    "scaleDown": {"tolerance": "0", "stabilizationWindowSeconds": 0},
+}
+"""What a HorizontalPodAutoscaler adds to the controller's number: nothing, since that has waited long enough."""
+METRIC = "cosmos_autoscale_desired"
+"""Of `controller.api.metrics`."""
 
 
 def keda(job: ClusterJob) -> list[Manifest]:
@@ -36,15 +47,13 @@ def keda(job: ClusterJob) -> list[Manifest]:
         },
         "authenticationRef": {"name": f"{job.name}-rollout"},
     }
-    # The controller has waited long enough before it asks for fewer.
-    at_once = {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}
     spec = {
         "scaleTargetRef": {"name": f"{job.name}-rollout"},
         "minReplicaCount": scale.min_replicas,
         "maxReplicaCount": scale.max_replicas,
         "pollingInterval": min(MOST_POLLING, max(1, math.ceil(scale.interval))),
         "cooldownPeriod": COOLDOWN,
-        "advanced": {"horizontalPodAutoscalerConfig": at_once},
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": EXACTLY}},
         "fallback": {
             "failureThreshold": FAILURES,
             "replicas": job.pods.rollouts,
@@ -60,25 +69,45 @@ def keda(job: ClusterJob) -> list[Manifest]:
     ]
 
 
-def command(job: ClusterJob) -> list[Manifest]:
-    """A pod that may read and change the number of this one Deployment, and nothing else."""
+def hpa(job: ClusterJob) -> list[Manifest]:
+    """A HorizontalPodAutoscaler of the controller's number, which an adapter has from Prometheus."""
+    scale = job.config.autoscale
+    metric = {"name": METRIC, "selector": {"matchLabels": {"service": f"{job.name}-controller"}}}
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"{job.name}-rollout"},
+        "minReplicas": scale.min_replicas,
+        "maxReplicas": scale.max_replicas,
+        "behavior": EXACTLY,
+        "metrics": [
+            {
+                "type": "External",
+                "external": {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}},
+            }
+        ],
+    }
+    return [manifest("autoscaling/v2", "HorizontalPodAutoscaler", job, "rollout", spec=spec)]
+
+
+def command(job: ClusterJob, obeys: bool) -> list[Manifest]:
+    """A pod that may read and change the number of this one Deployment, if it obeys, and nothing else; and the
+    deletion costs of pods, where they are wanted."""
     namespace = job.config.kubernetes.namespace
     name, subject = f"{job.name}-scaler", {"kind": "ServiceAccount", "name": f"{job.name}-scaler"}
-    rule = {
-        "apiGroups": ["apps"],
-        "resources": ["deployments/scale"],
-        "resourceNames": [f"{job.name}-rollout"],
-        "verbs": ["get", "patch"],
-    }
-    argv = [
-        "autoscale",
-        "--deployment",
-        f"{job.name}-rollout",
-        "--namespace",
-        namespace,
-        "--controller",
-        job.url,
-    ]
+    argv = ["autoscale", "--namespace", namespace, "--controller", job.url]
+    rules: list[Manifest] = []
+    if obeys:
+        argv += ["--deployment", f"{job.name}-rollout"]
+        rules.append(
+            {
+                "apiGroups": ["apps"],
+                "resources": ["deployments/scale"],
+                "resourceNames": [f"{job.name}-rollout"],
+                "verbs": ["get", "patch"],
+            }
+        )
+    if job.config.kubernetes.deletion_cost:
+        argv += ["--costs", ",".join(f"{key}={text}" for key, text in labels(job, "rollout").items())]
+        rules.append({"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]})
     env = [from_secret("COSMOS_TOKEN", job, "tokens", "rollout")]
     if job.config.controller.tls_ca:
         env.append(value("COSMOS_TLS_CA", job.config.controller.tls_ca))
@@ -92,7 +121,7 @@ def command(job: ClusterJob) -> list[Manifest]:
     rbac = "rbac.authorization.k8s.io"
     return [
         manifest("v1", "ServiceAccount", job, "scaler", automountServiceAccountToken=False),
-        manifest(f"{rbac}/v1", "Role", job, "scaler", rules=[rule]),
+        manifest(f"{rbac}/v1", "Role", job, "scaler", rules=rules),
         manifest(
             f"{rbac}/v1",
             "RoleBinding",

@@ -13,6 +13,7 @@ from launcher.targets.manifests.base import (
     from_secret,
     labels,
     manifest,
+    pulls,
     selector,
     template,
     unprivileged,
@@ -73,11 +74,12 @@ def accounts(job: ClusterJob) -> list[Manifest]:
     return [manifest("v1", "ServiceAccount", job, "", automountServiceAccountToken=False)]
 
 
-def network(job: ClusterJob, keda: bool) -> list[Manifest]:
-    """Who may reach whom: Valkey the controller, the controller its workers and scaler, workers each other."""
+def network(job: ClusterJob, namespaces: list[str]) -> list[Manifest]:
+    """Who may reach whom: the controller Valkey, workers and scaler the controller, workers each other. namespaces:
+    whose pods may reach the controller, too."""
     callers = [_pods(job, [*WORKERS, "scaler"])]
-    if keda:
-        callers.append({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}})
+    for name in namespaces:
+        callers.append({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}})
     rules = [
         ("controller", ["controller"], [{"from": callers, "ports": [{"port": job.port, "protocol": "TCP"}]}]),
         ("workers", WORKERS, [{"from": [_pods(job, WORKERS)]}]),
@@ -137,6 +139,7 @@ def redis(job: ClusterJob) -> list[Manifest]:
         "securityContext": unprivileged(VALKEY_USER),
         "containers": [container],
         "volumes": [{"name": "config", "secret": conf}],
+        **pulls(job),
     }
     disk = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": REDIS_DISK}}}
     spec = {

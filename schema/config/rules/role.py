@@ -46,7 +46,7 @@ def autoscaling_has_room(config: Config) -> Iterator[Problem]:
 
 def images_are_pinned(config: Config) -> Iterator[Problem]:
     """An image without a tag, or `latest`, is another one with each pull: pods of one job would differ."""
-    for name in ("image", "redis_image"):
+    for name in ("image", "redis_image", "controller_image", "policy_image", "rollout_image"):
         image, key = getattr(config.kubernetes, name), f"kubernetes.{name}"
         tag = image.rpartition("/")[2].partition(":")[2]
         if image and "@" not in image and tag in ("", "latest"):

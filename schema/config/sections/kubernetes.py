@@ -35,10 +35,34 @@ class KubernetesConfig(Section):
     )
     image: Image = key(
         "",
-        "Image that all pods of the job run, with a tag or a digest; cosmos-launch is on its PATH. The manifests "
-        "need it.",
+        "Image of the job's pods, with a tag or a digest; cosmos-launch is on its PATH. The manifests need it, or "
+        "one for each role.",
         acts="file: Image of the pods.",
         example="registry.example.com/cosmos-launch:0.1.0",
+    )
+    controller_image: Image = key(
+        "",
+        "Image of the controller and of the pod that scales, which need no torch. Empty: kubernetes.image.",
+        acts="file: Image of these pods.",
+        example="registry.example.com/cosmos-controller:0.1.0",
+    )
+    policy_image: Image = key(
+        "",
+        "Image of the policy's pods. Empty: kubernetes.image.",
+        acts="file: Image of these pods.",
+        example="registry.example.com/cosmos-policy:0.1.0",
+    )
+    rollout_image: Image = key(
+        "",
+        "Image of the rollout pods. Empty: kubernetes.image.",
+        acts="file: Image of these pods.",
+        example="registry.example.com/cosmos-rollout:0.1.0",
+    )
+    pull_secrets: list[Annotated[ObjectName, Field(min_length=1)]] = key(
+        [],
+        "Secrets with which nodes pull the images from a registry that asks for them.",
+        acts="file: Pull secrets of the pods.",
+        example=["registry"],
     )
     redis_image: Annotated[Image, Field(min_length=1)] = key(
         "valkey/valkey:9.0",
@@ -79,11 +103,25 @@ class KubernetesConfig(Section):
         "What the policy is: a JobSet, which the cluster must know, or a StatefulSet for a replica of one pod.",
         acts="file: Kind of the policy's manifest.",
     )
-    scaler: Literal["keda", "command", "none"] = key(
+    scaler: Literal["keda", "hpa", "command", "none"] = key(
         "keda",
         "Who obeys the controller's number of rollout replicas (autoscale.enable): KEDA, which the cluster has; "
-        "a pod of the job that runs `cosmos-launch autoscale`; or nobody.",
+        "a HorizontalPodAutoscaler, to which an adapter of metrics hands the controller's; a pod of the job that "
+        "runs `cosmos-launch autoscale`; or nobody.",
         acts="file: Manifests of the scaler.",
+    )
+    deletion_cost: bool = key(
+        False,
+        "Whether a pod of the job keeps the deletion cost of rollout pods at the work that they have in hand, so "
+        "that those with the least go first when the number falls. Its account may read and change all pods of "
+        "the namespace.",
+        acts="file: Rights and command of the pod that scales.",
+    )
+    metrics_namespace: Annotated[str, Field(pattern=rf"^({_LABEL})?$")] = key(
+        "",
+        "Namespace of the Prometheus that reads the controller's /metrics. Empty: none may.",
+        acts="file: Network policy of the controller.",
+        example="monitoring",
     )
     pod_cpus: int = key(
         8,

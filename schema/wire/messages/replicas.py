@@ -205,6 +205,9 @@ class ReplicaInfo(Message):
     state: Literal["live", "draining", "lost", "left"]
     version: int
     leases: int
+    work_s: float = Field(
+        default=0.0, description="Seconds since each of its groups was leased to it, all together."
+    )
     last_seen_s: float = Field(description="Seconds since its last sign of life.")
     host: str
     pid: int

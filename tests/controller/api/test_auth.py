@@ -21,7 +21,7 @@ USER, ROLLOUT, POLICY, ALL = {"user"}, {"rollout"}, {"policy"}, {"user", "rollou
 
 RULES: list[tuple[str, str, set[str]]] = [
     ("POST", "/v1/replicas", ROLLOUT | POLICY),
-    ("GET", "/v1/replicas", USER),
+    ("GET", "/v1/replicas", ALL),
     ("POST", "/v1/replicas/by-name/x/exited", USER),
     ("POST", "/v1/replicas/rollout-0.1/heartbeat", ROLLOUT),
     ("POST", "/v1/replicas/policy-0.1/declare", POLICY),
@@ -74,7 +74,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("GET", "/v1/config", USER),
     ("GET", "/v1/config/schema", USER),
     ("POST", "/v1/config/validate", USER),
-    ("GET", "/metrics", USER),
+    ("GET", "/metrics", ALL),
     ("POST", "/v1/job/fail", USER),
     ("GET", "/v1/openapi.json", USER),
     ("POST", "/v1/job/stop", USER),

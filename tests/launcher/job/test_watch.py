@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.job.watch import POLICY_PATIENCE, ROLLOUT_PATIENCE, is_hung
+from launcher.restarts import POLICY_PATIENCE, ROLLOUT_PATIENCE, is_hung
 from schema.wire.messages import ReplicaInfo
 
 TIMEOUT = 15.0

@@ -1,4 +1,4 @@
-"""The scale of one Deployment over HTTPS, as the API server of a cluster serves it."""
+"""The scale of one Deployment and its pods over HTTPS, as the API server of a cluster serves them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import kubernetes_validate
 
 from tests.support.certificates import make_certificates
 
 PATH = "/apis/apps/v1/namespaces/training/deployments/run-rollout/scale"
+PODS = "/api/v1/namespaces/training/pods"
+LABELS = {"app": "run", "part": "rollout"}
 TOKEN = "token-of-the-service-account"
 
 
@@ -25,6 +28,10 @@ class ScaleApi:
         self.replicas = replicas
         self.calls: list[tuple[str, int]] = []
         self.token = TOKEN
+        self.pods: dict[str, dict[str, str]] = {}
+        """Annotations by name."""
+        self.patched: list[str] = []
+        self.page = 2
 
     def scale(self) -> dict[str, Any]:
         found = {
@@ -44,6 +51,11 @@ class ScaleApi:
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, Any]]:
         if headers["authorization"] != f"Bearer {self.token}":
             return _failure(401, "Unauthorized")
+        path, _, query = path.partition("?")
+        if path == PODS:
+            return self._list(dict(parse_qsl(query)))
+        if path.startswith(f"{PODS}/") and method == "PATCH":
+            return self._annotate(path.rpartition("/")[2], json.loads(body))
         if path != PATH:
             return _failure(403, f"deployments.apps is forbidden: cannot {method} {path}")
         if method == "PATCH":
@@ -54,6 +66,31 @@ class ScaleApi:
             self.replicas = patch["spec"]["replicas"]
         self.calls.append((method, self.replicas))
         return 200, self.scale()
+
+    def _list(self, query: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        assert query["labelSelector"] == ",".join(f"{key}={value}" for key, value in LABELS.items())
+        begin = int(query.get("continue", 0))
+        names = sorted(self.pods)[begin : begin + self.page]
+        more = begin + self.page
+        meta = {"resourceVersion": "1"} | ({"continue": str(more)} if more < len(self.pods) else {})
+        items = [self._pod(name) for name in names]
+        return 200, {"apiVersion": "v1", "kind": "PodList", "metadata": meta, "items": items}
+
+    def _annotate(self, name: str, patch: Any) -> tuple[int, dict[str, Any]]:
+        assert list(patch) == ["metadata"]
+        assert list(patch["metadata"]) == ["annotations"]
+        self.pods[name] = self.pods[name] | patch["metadata"]["annotations"]
+        self.patched.append(name)
+        return 200, self._pod(name)
+
+    def _pod(self, name: str) -> dict[str, Any]:
+        meta = {"name": name, "namespace": "training", "labels": LABELS}
+        if self.pods[name]:
+            meta["annotations"] = self.pods[name]
+        container = {"name": "rollout", "image": "image:1"}
+        found = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": [container]}}
+        kubernetes_validate.validate(found, "1.34", strict=True)
+        return found
 
 
 def _failure(code: int, message: str) -> tuple[int, dict[str, Any]]:

@@ -13,9 +13,11 @@ import pytest
 
 from controller.client import calls as api
 from launcher.pods.autoscale import wanted
+from launcher.pods.costs import ANNOTATION, changes
 from schema.wire.messages.autoscale import AutoscaleStatus
+from tests.controller.drivers import begin
 from tests.launcher.cli import ROOT, cosmos
-from tests.launcher.pods.scale_api import scale_api
+from tests.launcher.pods.scale_api import LABELS, scale_api
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import served_controller
 from tests.support.valkey import running_valkey
@@ -25,7 +27,9 @@ from tests.support.waiting import PATIENCE, until
 @contextmanager
 def scaler(folder: Path, url: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """The command as the rendered pod runs it; it must end by SIGTERM."""
+    costs = ",".join(f"{key}={value}" for key, value in LABELS.items())
     argv = ["autoscale", "--deployment", "run-rollout", "--namespace", "training", "--controller", url]
+    argv += ["--costs", costs]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "launcher.cli", *argv, "--interval", "0.05", "--account", str(folder)],
@@ -52,8 +56,21 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
     ):
         with scaler(tmp_path, served.url, env) as process:
             until(lambda: scale.replicas == 1, "the number of the start")
-            with served.client() as client:
+            with (
+                served.client() as client,
+                served.client("policy") as policy,
+                served.client("rollout") as ours,
+            ):
                 client.send(api.scale(4))
+                scale.pods = {"rollout-0": {}, "rollout-1": {"mine": "kept"}, "rollout-9": {ANNOTATION: "70"}}
+                _, replica = begin(policy, ours)
+                replica.lease(2)
+                until(lambda: scale.pods["rollout-9"][ANNOTATION] == "0", "a pod that nobody knows")
+                until(
+                    lambda: int(scale.pods["rollout-0"].get(ANNOTATION, 0)) >= 2, "the cost of work in hand"
+                )
+                assert scale.pods["rollout-1"] == {"mine": "kept"}
+                assert len(scale.patched) <= 4, "a cost is written when it has doubled, not at each look"
             until(lambda: scale.replicas == 4, "the number by hand")
             scale.replicas = 2
             until(lambda: scale.replicas == 4, "somebody else's number to be taken back")
@@ -68,6 +85,14 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
     assert [number for method, number in scale.calls if method == "PATCH"] == [1, 4, 4]
     assert "3 → 1 replicas: " in said
     assert "1 → 4 replicas: " in said
+
+
+def test_costs_change_when_they_are_wrong_by_half() -> None:
+    present = {"idle": 0, "right": 10, "more": 10, "less": 10, "unknown": 4, "new": 0}
+    work = {"idle": 0.4, "right": 19.9, "more": 20.6, "less": 4.9, "new": 3.2}
+    assert changes(present, work) == {"more": 21, "less": 5, "unknown": 0, "new": 3}
+    many = changes(dict.fromkeys(map(str, range(300)), 0), {str(n): float(n) for n in range(300)})
+    assert sorted(many.values()) == list(range(200, 300)), "the most wrong ones first"
 
 
 def status(desired: int, **values: object) -> AutoscaleStatus:
@@ -102,7 +127,9 @@ def test_only_numbers_within_the_limits_are_obeyed(asked: AutoscaleStatus, numbe
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    argv = ["autoscale", "--deployment", "a", "--namespace", "b", "--controller", "http://127.0.0.1:1"]
+    argv = ["autoscale", "--namespace", "b", "--controller", "http://127.0.0.1:1"]
+    cosmos(*argv, COSMOS_TOKEN=TOKENS["rollout"]).complains(2, "neither --deployment nor --costs")
+    argv += ["--deployment", "a"]
     cosmos(*argv, COSMOS_TOKEN="").complains(2, "COSMOS_TOKEN is not set")
     token = {"COSMOS_TOKEN": TOKENS["rollout"]}
     cosmos(*argv, **token, KUBERNETES_SERVICE_HOST="").complains(2, "KUBERNETES_SERVICE_HOST")

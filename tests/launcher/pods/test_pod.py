@@ -18,7 +18,7 @@ from launcher.plan import pods
 from launcher.plan.rundir import RunDir
 from launcher.pods import children, pod
 from launcher.pods.children import Command, Ended
-from launcher.restarts import Role
+from launcher.restarts import SIGNALLED, Role
 from schema.config import Config
 from schema.wire.messages import Phase
 from tests.launcher.cli import ROOT, cosmos
@@ -89,6 +89,17 @@ def test_the_first_that_fails_ends_the_others_and_is_the_reason() -> None:
     sleeper = "import time; time.sleep(1000)"
     ended = asyncio.run(children.run(commands(sleeper, "import sys; print('out of luck'); sys.exit(3)")))
     assert ended == Ended(3, "p1: exit code 3\nout of luck", 0)
+
+
+def test_who_is_hung_is_killed_and_named() -> None:
+    async def hung() -> str:
+        await asyncio.sleep(0.3)
+        return "rollout-0 is alive, but has sent nothing for 90 s"
+
+    sleep = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    ended = asyncio.run(children.run(commands(sleep, sleep), hung()))
+    assert ended.code == SIGNALLED + signal.SIGKILL
+    assert "rollout-0 is alive, but has sent nothing for 90 s" in ended.reason
 
 
 def test_signals_are_passed_on() -> None:
@@ -167,6 +178,14 @@ def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> Non
             2, "its code of cosmos-launch is another one"
         )
         assert "its code of cosmos-launch is another one" in log.read_text()
+
+
+def test_packages_of_another_roles_image_are_not_compared() -> None:
+    theirs = {"code": "1", "torch": "absent", "pydantic": "2.12"}
+    assert pod._both(theirs, {"code": "1", "torch": "2.13", "pydantic": "2.13"}) == (
+        {"code": "1", "pydantic": "2.12"},
+        {"code": "1", "pydantic": "2.13"},
+    )
 
 
 def test_a_rollout_pod_stays_when_the_job_is_over(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,16 @@ from schema.config import Config
 from tests.launcher.cli import cosmos
 from tests.launcher.samples import write_job
 
-VERSION = "1.34"
-CORE = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1", "batch/v1")
+VERSION = "1.36"
+CORE = (
+    "v1",
+    "apps/v1",
+    "autoscaling/v2",
+    "batch/v1",
+    "networking.k8s.io/v1",
+    "policy/v1",
+    "rbac.authorization.k8s.io/v1",
+)
 SMALL = {
     "train.output_dir": "outputs",
     "kubernetes.image": "registry.example.com/cosmos-launch:0.1.0",
@@ -29,6 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "cpu": SMALL | {"placement.gpus_per_node": 0, "kubernetes.policy_kind": "statefulset"},
     "keda": ELASTIC | {"policy.parallelism.dp_shard_size": 16, "placement.nodes": 3},
+    "hpa": ELASTIC
+    | {
+        "autoscale.min_replicas": 1,
+        "kubernetes.scaler": "hpa",
+        "kubernetes.metrics_namespace": "monitoring",
+        "kubernetes.deletion_cost": True,
+        "kubernetes.image": "",
+        "kubernetes.controller_image": "registry.example.com/controller:1",
+        "kubernetes.policy_image": "registry.example.com/policy:2",
+        "kubernetes.rollout_image": "registry.example.com/rollout@sha256:0123",
+    },
     "command": ELASTIC
     | {
         "kubernetes.scaler": "command",
@@ -39,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
         "kubernetes.rollout_selector": {"spot": "true"},
         "kubernetes.topology_key": "topology.kubernetes.io/zone",
         "kubernetes.environment_secret": "hub",
+        "kubernetes.pull_secrets": ["registry"],
+        "kubernetes.deletion_cost": True,
         "launcher.shutdown_timeout": 100.5,
         "redis.url": "redis://me:hidden-word@redis.example.com:6379/0",
     },
@@ -52,9 +75,10 @@ class Rendered:
         self.folder = folder / name
         written = [f"--set={key}={_toml(value)}" for key, value in values.items()]
         cosmos("--config", write_job(folder), *written, "--target", "kubernetes", "-o", self.folder).says(0)
+        self.base = self.folder / "base"
         self.files = {
             path.name: list(yaml.safe_load_all(path.read_text()))
-            for path in self.folder.glob("*.yaml")
+            for path in self.base.glob("*.yaml")
             if path.name != "kustomization.yaml"
         }
         self.objects = [one for objects in self.files.values() for one in objects]
@@ -103,11 +127,12 @@ def test_kubernetes_knows_every_field(rendered: Rendered) -> None:
             kubernetes_validate.validate(as_job, VERSION, strict=True)
         else:
             assert one["kind"] in ("ScaledObject", "TriggerAuthentication")
-    listed = yaml.safe_load((rendered.folder / "kustomization.yaml").read_text())
+    listed = yaml.safe_load((rendered.base / "kustomization.yaml").read_text())
     assert sorted(listed["resources"]) == sorted(rendered.files)
 
 
 def test_pods_have_no_privilege_and_a_limit(rendered: Rendered) -> None:
+    pulled = [{"name": name} for name in rendered.config().kubernetes.pull_secrets]
     for component, template in rendered.templates().items():
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -120,8 +145,9 @@ def test_pods_have_no_privilege_and_a_limit(rendered: Rendered) -> None:
             assert "privileged" not in confined
             assert confined["capabilities"] == {"drop": ["ALL"]}
             assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
-            tag = container["image"].rpartition("/")[2].partition(":")[2]
-            assert tag not in ("", "latest")
+            image = container["image"].rpartition("/")[2]
+            assert "@" in image or image.partition(":")[2] not in ("", "latest")
+            assert template["spec"].get("imagePullSecrets", []) == pulled
             if component in ("controller", "redis"):
                 assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
 
@@ -131,9 +157,9 @@ def test_no_secret_leaves_the_secrets(rendered: Rendered) -> None:
     words = {text for text in held if len(text) > 20 and "\n" not in text} | {"hidden-word"}
     assert len(words) >= 4
     for name in rendered.files.keys() - {"secrets.yaml"}:
-        text = (rendered.folder / name).read_text()
+        text = (rendered.base / name).read_text()
         assert not [word for word in words if word in text], name
-    assert stat.S_IMODE(os.stat(rendered.folder / "secrets.yaml").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(rendered.base / "secrets.yaml").st_mode) == 0o600
 
 
 def test_replicas_have_the_time_to_drain(rendered: Rendered) -> None:
@@ -174,6 +200,49 @@ def test_gpus_and_pods_follow_the_mesh(tmp_path: Path) -> None:
     }
 
 
+def test_who_scales_may_do_no_more(tmp_path: Path) -> None:
+    scale = {
+        "apiGroups": ["apps"],
+        "resources": ["deployments/scale"],
+        "resourceNames": ["cosmos-rollout"],
+        "verbs": ["get", "patch"],
+    }
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]}
+    followed = Rendered(tmp_path, CASES["command"], "command")
+    assert followed.one("Role")["rules"] == [scale, pods]
+    alone = Rendered(tmp_path, CASES["hpa"], "hpa")
+    assert alone.one("Role")["rules"] == [pods]
+    argv = alone.container("scaler")["command"]
+    assert "--deployment" not in argv
+    chosen = dict(pair.split("=") for pair in argv[argv.index("--costs") + 1].split(","))
+    assert chosen == alone.one("Deployment", "rollout")["spec"]["selector"]["matchLabels"]
+    images = {name: alone.container(name)["image"] for name in ("controller", "scaler", "policy", "rollout")}
+    assert [image.rpartition("/")[2] for image in images.values()] == [
+        "controller:1", "controller:1", "policy:2", "rollout@sha256:0123"
+    ]  # fmt: skip
+    (controller,) = (
+        one for one in alone.files["network.yaml"] if one["metadata"]["name"].endswith("-controller")
+    )
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in (
+        controller["spec"]["ingress"][0]["from"]
+    )
+
+
+def test_the_overlay_is_its_owners(tmp_path: Path) -> None:
+    rendered = Rendered(tmp_path, SMALL)
+    overlay = rendered.folder / "kustomization.yaml"
+    assert yaml.safe_load(overlay.read_text())["resources"] == ["base"]
+    overlay.write_text(overlay.read_text() + "namePrefix: mine-\n")
+    again = Rendered(tmp_path, SMALL | {"kubernetes.namespace": "training"})
+    assert overlay.read_text().endswith("namePrefix: mine-\n")
+    assert yaml.safe_load((again.base / "kustomization.yaml").read_text())["namespace"] == "training"
+    if kubectl := shutil.which("kubectl"):
+        built = subprocess.run(
+            [kubectl, "kustomize", rendered.folder], capture_output=True, text=True, check=True
+        )
+        assert "name: mine-cosmos-rollout" in built.stdout
+
+
 def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
     first = Rendered(tmp_path, ELASTIC)
     again = Rendered(tmp_path, SMALL)
@@ -186,6 +255,11 @@ def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"kubernetes.image": ""}, ["kubernetes.image is unset"]),
+        (
+            {"autoscale.enable": True, "autoscale.min_replicas": 0, "kubernetes.scaler": "hpa"},
+            ["autoscale.min_replicas = 0", 'kubernetes.scaler = "keda"'],
+        ),
+        ({"autoscale.enable": True, "kubernetes.scaler": "hpa"}, ["kubernetes.metrics_namespace is unset"]),
         ({"kubernetes.image": "image:latest"}, ["kubernetes.image", "another image with each pull"]),
         ({"train.output_dir": "/elsewhere"}, ["train.output_dir", "kubernetes.volume_path = '/cosmos'"]),
         (
@@ -220,7 +294,9 @@ def test_files_of_the_volume_need_not_be_here(tmp_path: Path) -> None:
     job = ["--config", write_job(tmp_path), *written]
     answer = cosmos(*job, "--target", "kubernetes", "-o", tmp_path / "out").says(0)
     assert answer.stderr.count("warning: ") == 3
-    found = json.loads(yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]["config.json"])
+    found = json.loads(
+        yaml.safe_load((tmp_path / "out" / "base" / "config.yaml").read_text())["data"]["config.json"]
+    )
     assert found["policy"]["model_name_or_path"] == "/cosmos/models/mine"
     assert found["train"]["train_policy"]["dataset"]["name"] == "/cosmos/data/train.jsonl"
     assert found["train"]["train_policy"]["reward_function"] == "/cosmos/rewards.py:score"
