@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e soak gpu lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-cluster
+.PHONY: help run test unit e2e soak gpu images lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-cluster
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -48,6 +48,13 @@ lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+TAG ?= cosmos:0.1.0
+images:  ## build an image per role (TAG=registry.example.com/cosmos:0.1.0 names cosmos-controller:0.1.0 there, …)
+	@docker version >/dev/null 2>&1 || { echo "make images needs Docker, and its daemon does not answer: docker version" >&2; exit 1; }
+	tag='$(TAG)'; for role in controller policy rollout; do \
+		docker build -f images/$$role.Dockerfile -t "$${tag%:*}-$$role:$${tag##*:}" . || exit 1; \
+	done
 
 format: setup  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
