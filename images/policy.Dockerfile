@@ -1,4 +1,4 @@
-# A policy replica. torch.compile and Triton need a C compiler and headers at run time.
+# A policy replica. torch.compile and Triton need a C++ compiler and headers at run time.
 #
 #     docker build -f images/policy.Dockerfile -t registry.example.com/cosmos-policy:0.1.0 .
 #
@@ -17,7 +17,7 @@ RUN python3 -m venv /opt/cosmos \
 FROM debian:bookworm-slim
 LABEL org.opencontainers.image.title="cosmos-launch policy" org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev python3-dev \
+    && apt-get install -y --no-install-recommends ca-certificates g++ python3-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/cosmos /opt/cosmos
 ENV PATH=/opt/cosmos/bin:/usr/bin:/bin PYTHONUNBUFFERED=1

@@ -22,7 +22,7 @@ RUN python3 -m venv /opt/cosmos \
 FROM debian:bookworm-slim
 LABEL org.opencontainers.image.title="cosmos-launch rollout" org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev python3-dev \
+    && apt-get install -y --no-install-recommends ca-certificates g++ python3-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/cosmos /opt/cosmos
 ENV PATH=/opt/cosmos/bin:/usr/bin:/bin PYTHONUNBUFFERED=1

@@ -53,12 +53,19 @@ AREAS = {
         ("tests/controller",),
         (("test_stress", "8", "250"),),
     ),
+    "drill": Area(
+        "manifests run as pods of namespaces, through load, pre-emption and a lost node: nothing is lost",
+        programs=(("drill",),),
+    ),
     "e2e": Area(
         "whole jobs in the combinations of engine and staleness bound that every run leaves out, and rare ends",
         ("tests/e2e", *(f"--ignore={path}" for path in LEARNING)),
     ),
     "learning": Area(
         "curves rise on both engines, at a lag, and collapse where staleness is ignored", LEARNING
+    ),
+    "images": Area(
+        "each command of the Dockerfiles in a clean Debian, and what pods run of it", programs=(("images",),)
     ),
     "launcher": Area("each recipe for machines of every size, with either engine", ("tests/launcher",)),
     "liveness": Area("every configuration key, flipped, changes what it says", ("tests/liveness",)),

@@ -32,7 +32,7 @@ class ApiServer:
 
     @classmethod
     def of_this_pod(cls, account: Path) -> ApiServer:
-        """Raises LaunchError: this is no pod."""
+        """Raises LaunchError: this runs outside a cluster."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port.isdigit():
             raise LaunchError(
@@ -79,7 +79,7 @@ class ApiServer:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise ClusterError(f"{method} {path}: the answer is no object")
+            raise ClusterError(f"{method} {path}: an object was expected")
         return found
 
 

@@ -68,6 +68,6 @@ class Costs:
                     found[pod["metadata"]["name"]] = int(text)
                 page["continue"] = answer["metadata"].get("continue", "")
             except (KeyError, TypeError, ValueError, AttributeError):
-                raise ClusterError(f"GET {self._path}: the answer is no list of pods") from None
+                raise ClusterError(f"GET {self._path}: a list of pods was expected") from None
             if not page["continue"]:
                 return found

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from controller.client import Client, ControllerError
 from controller.client import calls as api
@@ -31,6 +31,7 @@ from tests.drill.pod import Pod
 from tests.e2e.loaded import loaded, put_load
 from tests.e2e.program import GROUPS, command, write_config
 
+T = TypeVar("T")
 MOUNT = "/cosmos"
 BOUND = 2
 LOADS = (0.02, 0.3, 0.0)
@@ -101,10 +102,19 @@ class Drill:
 
     def scaling(self) -> AutoscaleStatus | None:
         found: AutoscaleStatus | None = self.ask(api.autoscale())
-        if found is not None and time.time() - self._sampled >= 1.0:
-            self._sampled = time.time()
-            self.outcome.scaled.append((self._sampled, found.desired, found.working))
         return found
+
+    def until(self, what: str, holds: Callable[[], T]) -> T:
+        """Let time pass until it holds, and note each second how many replicas are wanted and work."""
+
+        def look() -> T:
+            if time.time() - self._sampled >= 1.0:
+                self._sampled = time.time()
+                if (found := self.scaling()) is not None:
+                    self.outcome.scaled.append((self._sampled, found.desired, found.working))
+            return holds()
+
+        return self.cluster.until(what, look, LONG)
 
     def step(self) -> int:
         status = self.ask(api.job())
@@ -112,9 +122,9 @@ class Drill:
 
     def until_whole(self, steps: int = 3) -> None:
         """Until all wanted replicas work, and some more steps have been trained."""
-        first = self.cluster.until("the controller", lambda: self.step() + 1, LONG) - 1
-        self.cluster.until("the wanted replicas", self._is_whole, LONG)
-        self.cluster.until("further steps", lambda: self.step() >= first + steps, LONG)
+        first = self.until("the controller", lambda: self.step() + 1) - 1
+        self.until("the wanted replicas", self._is_whole)
+        self.until("further steps", lambda: self.step() >= first + steps)
 
     def _is_whole(self) -> bool:
         found = self.scaling()
@@ -164,7 +174,7 @@ class Drill:
         """Let its worker stand still, until its pod has found that out."""
         starts = pod.starts
         pod.worker().send_signal(signal.SIGSTOP)
-        self.cluster.until("the restart of a worker that stands still", lambda: pod.starts > starts, LONG)
+        self.until("the restart of a worker that stands still", lambda: pod.starts > starts)
 
     def busiest(self) -> str:
         """The node with the most pods, of those the one with a pod of the policy."""
@@ -187,7 +197,7 @@ class Drill:
             found = self.scaling()
             return found is not None and holds(found)
 
-        self.cluster.until(what, is_there, LONG)
+        self.until(what, is_there)
         struck.whole = time.time() - struck.began
         self.outcome.struck.append(struck)
 
@@ -209,7 +219,7 @@ class Drill:
         most = self.plan.most
         with self.network, self.cluster:
             put_load(self.volume / "job.toml", LOADS[0])
-            self.cluster.until("step 3", lambda: self.step() >= 3, LONG)
+            self.until("step 3", lambda: self.step() >= 3)
             self.refused()
             self.load(LOADS[1], "the load rises", lambda found: found.working >= most)
             some = self.some()
@@ -223,7 +233,7 @@ class Drill:
             lost = [pod for pod in self.cluster.pods if pod.node == node]
             self.strike("a node is gone", lost, lambda: self.cluster.lose(node))
             self.load(LOADS[2], "the load falls", lambda found: found.replicas < most)
-            self.cluster.until("the end of the job", lambda: self.cluster.workload("policy").complete, LONG)
+            self.until("the end of the job", lambda: self.cluster.workload("policy").complete)
             self.finish()
         return self.outcome
 
@@ -231,13 +241,12 @@ class Drill:
 
     def finish(self) -> None:
         """Judge the run, then let all pods leave."""
-        status = self.cluster.until("the controller", lambda: self.ask(api.job()), LONG)
-        ledger = self.cluster.until(
+        status = self.until("the controller", lambda: self.ask(api.job()))
+        ledger = self.until(
             "the last leases",
             lambda: (found := self.ask(api.ledger())) and not found.states["leased"] and found,
-            LONG,
         )
-        steps = self.cluster.until("the steps", lambda: self.ask(api.steps()), LONG)
+        steps = self.until("the steps", lambda: self.ask(api.steps()))
         summary = {
             "outcome": "finished" if status.phase is Phase.FINISHED else status.phase,
             "status": status.model_dump(mode="json"),

@@ -34,7 +34,7 @@ PROOFS = {
     "controller": [["cosmos-launch", "autoscale", "--help"], ["python3", "-c", SERVES]],
     "policy": [
         ["python3", "-c", "import policy_worker.__main__, torch; print(torch.ones(3).sum())"],
-        ["gcc", "--version"],
+        ["c++", "--version"],
         ["python3", "-c", "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.ones(3)))"],
     ],
     "rollout": [

@@ -20,8 +20,13 @@ from dockerfile_parse import DockerfileParser
 
 MIRROR = "http://deb.debian.org/debian"
 BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SHARED = ("/etc/resolv.conf", "/etc/ssl/certs", "/etc/xdg/pip", "/opt/pypi", "/opt/pypi-more", "/opt/wheels")
-"""Of the machine, while something is built: names, certificates and indexes of packages."""
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+SHARED = {
+    "/etc/resolv.conf": "/etc/resolv.conf",
+    CERTIFICATES: "/mnt/certificates.crt",
+    **{path: path for path in ("/etc/xdg/pip", "/opt/pypi", "/opt/pypi-more", "/opt/wheels")},
+}
+"""Of the machine, and where it is to be read while something is built: names, certificates, indexes of packages."""
 
 
 @dataclass
@@ -106,16 +111,18 @@ class Image:
 
     def _run(self, value: str) -> None:
         mounts = [f"mount --bind /{name} {self.last.root}/{name}" for name in ("proc", "dev", "sys")]
-        for path in SHARED:
+        for path, inside in SHARED.items():
             if os.path.exists(path):
-                place = f"{self.last.root}{path}"
-                make = f"mkdir -p {place}" if os.path.isdir(path) else f"touch {place}"
-                mounts += [make, f"mount --bind {path} {place}"]
-        env = [f"{name}={text}" for name, text in self.last.environment.items()]
-        inside = shlex.join(["chroot", str(self.last.root), "env", "-i", *env, "sh", "-c", value])
-        run(["unshare", "--mount", "sh", "-ec", "\n".join([*mounts, inside])])
-        for path in SHARED:  # only places to mount at
-            place = Path(f"{self.last.root}{path}")
+                place = f"{self.last.root}{inside}"
+                mounts += [f"mkdir -p {place}" if os.path.isdir(path) else f"touch {place}"]
+                mounts += [f"mount --bind {path} {place}", f"mount -o remount,ro,bind {place}"]
+        machine = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
+        machine |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), SHARED[CERTIFICATES])
+        env = [f"{name}={text}" for name, text in {**machine, **self.last.environment}.items()]
+        command = shlex.join(["chroot", str(self.last.root), "env", "-i", *env, "sh", "-c", value])
+        run(["unshare", "--mount", "sh", "-ec", "\n".join([*mounts, command])])
+        for inside in SHARED.values():  # only places to mount at
+            place = Path(f"{self.last.root}{inside}")
             if place.is_dir() and not any(place.iterdir()):
                 place.rmdir()
 
