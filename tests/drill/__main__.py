@@ -31,6 +31,9 @@ def main() -> int:
     parser.add_argument("--positions", type=int, default=Plan.positions, help="groups of the data")
     parser.add_argument("--most", type=int, default=Plan.most, help="rollout replicas at the peak")
     parser.add_argument("--seed", type=int, default=0, help="draws whom it hits")
+    parser.add_argument(
+        "--images", type=Path, help="what `python -m tests.images --keep` has built: roots of pods"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the folder of pods and volumes")
     parser.add_argument("--out", type=Path, help="a picture")
     options = parser.parse_args()
@@ -44,8 +47,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         make_model(folder / "model", seed=1)
-        drill = Drill(folder, folder / "model", Plan(options.positions, options.most, options.seed), say)
-        outcome = drill.run()
+        plan = Plan(options.positions, options.most, options.seed, options.images, options.standby)
+        outcome = Drill(folder, folder / "model", plan, say).run()
     except AssertionError as error:
         print(f"{error}; the logs are in {folder}", file=sys.stderr)
         return 1

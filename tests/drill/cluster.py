@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.fleet.hpa import Hpa
 from tests.drill.network import Network, rules
-from tests.drill.pod import Pod
+from tests.drill.pod import MACHINE, Pod
 
 T = TypeVar("T")
 Object = dict[str, Any]
@@ -56,12 +56,19 @@ class Workload:
 
 
 class Cluster:
-    """work: a folder for pods and volumes. nodes: by name. say: gets what happens, in words."""
+    """work: a folder for pods and volumes. nodes: by name. say: gets what happens, in words. images: a folder of
+    root file systems by component; a component without one has this machine's."""
 
     def __init__(
-        self, manifests: Path, work: Path, network: Network, nodes: list[str], say: Callable[[str], None]
+        self,
+        manifests: Path,
+        work: Path,
+        network: Network,
+        nodes: list[str],
+        say: Callable[[str], None],
+        images: Path | None = None,
     ) -> None:
-        self.work, self.network, self.say = work, network, say
+        self.work, self.network, self.say, self.images = work, network, say, images
         self.nodes, self._lost = list(nodes), dict[str, float]()
         read = (
             one
@@ -249,10 +256,15 @@ class Cluster:
             volumes=self._volumes(workload, spec, name, folder),
             hosts=self._hosts(),
             folder=folder,
+            image=self._image(workload.component),
         )
         pod.start()
         self.pods.append(pod)
         self.say(f"{name} starts on {node}")
+
+    def _image(self, component: str) -> Path:
+        built = None if self.images is None else self.images / component
+        return built if built is not None and built.exists() else MACHINE
 
     def _value(self, entry: Object, fields: dict[str, str]) -> str:
         if "value" in entry:

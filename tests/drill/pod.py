@@ -1,8 +1,8 @@
 """One pod: a container as a kubelet runs it, made of namespaces of this machine.
 
-Its root is this machine's, as the lower layer of an overlay: what belongs to it is written there first, then it is
-read-only. Its command has the user, the variables and the volumes of its manifest, no capability, the network of its
-pod, and is process 1. Python and code are this machine's, in their places.
+Its root is that of its image, or this machine's, as the lower layer of an overlay: what belongs to it is written
+there first, then it is read-only. Its command has the user, the variables and the volumes of its manifest, no
+capability, the network of its pod, and is process 1. On this machine's root Python and code are in their places.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ CODE = tuple(
 )
 """Folders that a container has from this machine, where volumes would hide them."""
 PATH = f"{sys.prefix}/bin:{valkey_binary().parent}:/usr/local/bin:/usr/bin:/bin"
+IMAGE_PATH = "/opt/cosmos/bin:/usr/bin:/bin"
+"""Of the Dockerfiles."""
+MACHINE = Path("/")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -48,6 +51,7 @@ class Pod:
     volumes: Mapping[str, Path]
     hosts: str
     folder: Path
+    image: Path = MACHINE
     born: float = field(default_factory=time.monotonic)
     leaving: float | None = None
     starts: int = 0
@@ -88,13 +92,14 @@ class Pod:
     def _script(self) -> str:
         here, root = shlex.quote(str(self.folder)), shlex.quote(str(self.folder / "root"))
         mounts = [(self.volumes[one["name"]], one["mountPath"]) for one in self.container["volumeMounts"]]
-        places = [(str(source), place) for source, place in mounts] + [(path, path) for path in CODE]
+        code = CODE if self.image == MACHINE else ()
+        places = [(str(source), place) for source, place in mounts] + [(path, path) for path in code]
         lines = [
             f"hostname {shlex.quote(self.name)}",
             f"mount -t tmpfs tmpfs {here}/layers",
             f"mkdir {here}/layers/upper {here}/layers/work",
             "mount -t overlay overlay -o "
-            f"lowerdir=/,upperdir={here}/layers/upper,workdir={here}/layers/work {root}",
+            f"lowerdir={shlex.quote(str(self.image))},upperdir={here}/layers/upper,workdir={here}/layers/work {root}",
             f"mount -t proc proc {root}/proc",
             f"mount --rbind /sys {root}/sys",
             f"mount -t tmpfs tmpfs {root}/dev",
@@ -108,19 +113,19 @@ class Pod:
         for source, place in places:
             inside = f"{root}{shlex.quote(place)}"
             lines += [f"mkdir -p {inside}", f"mount --bind {shlex.quote(source)} {inside}"]
-        lines += [f"chmod o+x {root}{shlex.quote(str(above))}" for above in _above(CODE)]
+        lines += [f"chmod o+x {root}{shlex.quote(str(above))}" for above in _above(code)]
         user, inside = self.spec["securityContext"], self.container["securityContext"]
         assert user["runAsNonRoot"]
         assert not inside["allowPrivilegeEscalation"]
         assert inside["capabilities"] == {"drop": ["ALL"]}
         if inside["readOnlyRootFilesystem"]:
             lines.append(f"mount -o remount,ro {root}")
-        own = {"PATH": PATH, "PYTHONPATH": str(ROOT), **self.environment}
+        own = {"PATH": PATH, "PYTHONPATH": str(ROOT)} if code else {"PATH": IMAGE_PATH}
         command = [
             *("chroot", str(self.folder / "root"), "setpriv", "--clear-groups", "--no-new-privs"),
             *(f"--reuid={user['runAsUser']}", f"--regid={user['runAsGroup']}"),
             *("--bounding-set=-all", "--inh-caps=-all", "env", "-i"),
-            *(f"{name}={text}" for name, text in own.items()),
+            *(f"{name}={text}" for name, text in {**own, **self.environment}.items()),
             *self.container["command"],
         ]
         return "\n".join([*lines, f"exec {shlex.join(command)}"])

@@ -44,11 +44,14 @@ LONG = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """positions: groups of the data, each trained once. most: rollout replicas."""
+    """positions: groups of the data, each trained once. most: rollout replicas. standby: `kubernetes.standby`. images:
+    see `cluster.Cluster`."""
 
     positions: int = 1600
     most: int = 5
     seed: int = 0
+    images: Path | None = None
+    standby: bool = False
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Drill:
         self.outcome = Outcome()
         manifests = _render(folder, model, plan)
         self.network = Network()
-        self.cluster = Cluster(manifests, folder / "cluster", self.network, NODES, say)
+        self.cluster = Cluster(manifests, folder / "cluster", self.network, NODES, say, plan.images)
         self.volume = self.cluster.claim(f"{self.cluster.name}-runs")
         for path in (folder / "job").iterdir():
             path.rename(self.volume / path.name)
@@ -162,9 +165,14 @@ class Drill:
             else:
                 pod.signal(signal.SIGKILL)
 
+    def in_charge(self) -> list[Pod]:
+        """The controller that serves; any where none does."""
+        pods = self.cluster.of_component("controller")
+        return [pod for pod in pods if pod.ready][:1] or pods[:1]
+
     def move_controller(self) -> None:
         """To another node: it is drained, and nothing new comes to it meanwhile."""
-        (pod,) = self.cluster.of_component("controller")
+        (pod, *_) = self.in_charge()
         self.cluster.nodes.remove(pod.node)
         self.cluster.delete(pod)
         self.cluster.tick()
@@ -226,7 +234,7 @@ class Drill:
             self.strike("pre-empted with notice", some, lambda: self.preempt(some, SPOT_S))
             other = self.some()
             self.strike("killed", other, lambda: self.preempt(other, 0.0))
-            self.strike("controller moved", self.cluster.of_component("controller"), self.move_controller)
+            self.strike("controller moved", self.in_charge(), self.move_controller)
             (stopped, *_) = self.cluster.of_component("rollout")
             self.strike("a worker stands still", [stopped], lambda: self.stop(stopped))
             node = self.busiest()
@@ -302,6 +310,7 @@ def _render(folder: Path, model: Path, plan: Plan) -> Path:
         "placement.gpus_per_node": "0",
         "policy.parallelism.dp_shard_size": "1",
         "kubernetes.pod_cpus": "1",
+        "kubernetes.standby": str(plan.standby).lower(),
         "train.ckpt.enable_checkpoint": "true",
         "train.ckpt.save_freq": "20",
         "controller.heartbeat_timeout": "10.0",

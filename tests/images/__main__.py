@@ -1,6 +1,6 @@
 """Build the images in folders, and run in each what its pods run.
 
-    python -m tests.images [--only ROLE] [--work DIR]
+    python -m tests.images [--only ROLE] [--keep DIR]
 
 Each RUN command is run as it is written, in a clean Debian; then, as a container is run (user 1000, a root that
 cannot be written): the commands' help, and what the role's pods import and call. The rollout image is built with
@@ -53,7 +53,7 @@ def main() -> int:
         "--work", type=Path, help="a folder that is kept, with the clean Debian for the next time"
     )
     options = parser.parse_args()
-    work = options.work or Path(tempfile.mkdtemp(prefix="cosmos-images-", dir="/var/tmp"))
+    work = options.keep or Path(tempfile.mkdtemp(prefix="cosmos-images-", dir="/var/tmp"))
     sizes: dict[str, float] = {}
     try:
         for role in [options.only] if options.only else PROOFS:
@@ -63,10 +63,12 @@ def main() -> int:
                 print(f"{role}: {' '.join(argv)[:100]}", file=sys.stderr, flush=True)
                 subprocess.run(image.command(*argv), check=True, stdout=subprocess.DEVNULL, timeout=900)
             sizes[role] = image.megabytes
+            shutil.rmtree(work / role, ignore_errors=True)
+            image.last.root.rename(work / role)
             for stage in image.stages.values():
-                shutil.rmtree(stage.root)
+                shutil.rmtree(stage.root, ignore_errors=True)
     finally:
-        if options.work is None:
+        if options.keep is None:
             shutil.rmtree(work)
     print(json.dumps(sizes))
     return 0
