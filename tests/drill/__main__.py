@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--positions", type=int, default=Plan.positions, help="groups of the data")
     parser.add_argument("--most", type=int, default=Plan.most, help="rollout replicas at the peak")
     parser.add_argument("--seed", type=int, default=0, help="draws whom it hits")
+    parser.add_argument("--standby", action="store_true", help="two controllers, of which one stands by")
     parser.add_argument(
         "--images", type=Path, help="what `python -m tests.images --keep` has built: roots of pods"
     )

@@ -44,8 +44,8 @@ LONG = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """positions: groups of the data, each trained once. most: rollout replicas. standby: `kubernetes.standby`. images:
-    see `cluster.Cluster`."""
+    """positions: groups of the data, each trained once. most: rollout replicas. standby: `kubernetes.standby`.
+    images: see `cluster.Cluster`."""
 
     positions: int = 1600
     most: int = 5

@@ -49,9 +49,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=PROOFS, help="one role")
-    parser.add_argument(
-        "--work", type=Path, help="a folder that is kept, with the clean Debian for the next time"
-    )
+    parser.add_argument("--keep", type=Path, help="a folder for what was built (see tests.drill --images)")
     options = parser.parse_args()
     work = options.keep or Path(tempfile.mkdtemp(prefix="cosmos-images-", dir="/var/tmp"))
     sizes: dict[str, float] = {}

@@ -61,16 +61,19 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
                 served.client("policy") as policy,
                 served.client("rollout") as ours,
             ):
-                client.send(api.scale(4))
                 scale.pods = {"rollout-0": {}, "rollout-1": {"mine": "kept"}, "rollout-9": {ANNOTATION: "70"}}
                 _, replica = begin(policy, ours)
                 replica.lease(2)
-                until(lambda: scale.pods["rollout-9"][ANNOTATION] == "0", "a pod that nobody knows")
-                until(
-                    lambda: int(scale.pods["rollout-0"].get(ANNOTATION, 0)) >= 2, "the cost of work in hand"
-                )
+                served.job.opened_at -= 30.0
+                for group in served.job.require_ledger().table.held:
+                    group.leased_at -= 30.0
+                scale.replicas = 5
+                until(lambda: scale.replicas == 1, "the number of the start again")
+                costs = {name: notes.get(ANNOTATION) for name, notes in scale.pods.items()}
+                assert (costs["rollout-1"], costs["rollout-9"]) == (None, "0")
+                assert int(costs["rollout-0"] or 0) >= 60, "two groups, for half a minute each"
                 assert scale.pods["rollout-1"] == {"mine": "kept"}
-                assert len(scale.patched) <= 4, "a cost is written when it has doubled, not at each look"
+                client.send(api.scale(4))
             until(lambda: scale.replicas == 4, "the number by hand")
             scale.replicas = 2
             until(lambda: scale.replicas == 4, "somebody else's number to be taken back")
@@ -82,7 +85,7 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
             assert process.poll() is None
         said = log.read_text()
     assert scale.replicas == 4
-    assert [number for method, number in scale.calls if method == "PATCH"] == [1, 4, 4]
+    assert [number for method, number in scale.calls if method == "PATCH"] == [1, 1, 4, 4]
     assert "3 → 1 replicas: " in said
     assert "1 → 4 replicas: " in said
 
