@@ -242,6 +242,10 @@ def _write_files(target: Path, job: ClusterJob, files: Mapping[str, Sequence[Man
         (base / gone).unlink(missing_ok=True)
     if overlay.exists():
         typer.echo(f"{overlay} (as it was)")
+        if not re.search(rf"^\s*- [\"']?(\./)?{BASE}/?[\"']?\s*(#.*)?$", overlay.read_text(), re.MULTILINE):
+            typer.echo(
+                f"warning: {overlay} does not list {BASE}, so what is rendered is not applied", err=True
+            )
     else:
         write_text(overlay, OWN.format(name=job.name, version=KUSTOMIZE, base=BASE), mode=0o666)
         typer.echo(str(overlay))

@@ -89,9 +89,9 @@ def draw(path: Path, outcome: Outcome) -> None:
     top = max(one[1] for one in outcome.scaled)
     for number, struck in enumerate(outcome.struck):
         axes.axvline(struck.began - zero, color="0.8", linewidth=1)
-        height = top + 0.3 + 0.4 * (number % 3)
+        height = top + 0.3 + 0.4 * (number % 4)
         axes.text(struck.began - zero + 1, height, struck.what, fontsize=8, color="0.35")
-    axes.set(xlabel="seconds", ylabel="rollout replicas", ylim=(0, top + 1.6), xlim=(0, at[-1] + 20))
+    axes.set(xlabel="seconds", ylabel="rollout replicas", ylim=(0, top + 2.0), xlim=(0, at[-1] + 20))
     axes.legend(loc="upper left", bbox_to_anchor=(0, 0.7), frameon=False)
     figure.savefig(path, dpi=110)
 

@@ -236,6 +236,11 @@ def test_the_overlay_is_its_owners(tmp_path: Path) -> None:
     again = Rendered(tmp_path, SMALL | {"kubernetes.namespace": "training"})
     assert overlay.read_text().endswith("namePrefix: mine-\n")
     assert yaml.safe_load((again.base / "kustomization.yaml").read_text())["namespace"] == "training"
+    overlay.write_text("resources: [mine.yaml]\n")
+    job = ["--config", write_job(tmp_path), *(f"--set={key}={_toml(value)}" for key, value in SMALL.items())]
+    answer = cosmos(*job, "--target", "kubernetes", "-o", rendered.folder).says(0)
+    assert f"{overlay} does not list base" in answer.stderr
+    overlay.write_text("namePrefix: mine-\nresources:\n  - base\n")
     if kubectl := shutil.which("kubectl"):
         built = subprocess.run(
             [kubectl, "kustomize", rendered.folder], capture_output=True, text=True, check=True
