@@ -179,10 +179,13 @@ class Drill:
         self.cluster.nodes.append(pod.node)
 
     def stop(self, pod: Pod) -> None:
-        """Let its worker stand still, until its pod has found that out."""
+        """Let its worker stand still, until its pod has found that out, or was one too many."""
         starts = pod.starts
         pod.worker().send_signal(signal.SIGSTOP)
-        self.until("the restart of a worker that stands still", lambda: pod.starts > starts)
+        self.until(
+            "the end of a worker that stands still",
+            lambda: pod.starts > starts or pod not in self.cluster.pods,
+        )
 
     def busiest(self) -> str:
         """The node with the most pods, of those the one with a pod of the policy."""
