@@ -243,7 +243,7 @@ class Drill:
             node = self.busiest()
             lost = [pod for pod in self.cluster.pods if pod.node == node]
             self.strike("a node is gone", lost, lambda: self.cluster.lose(node))
-            self.load(LOADS[2], "the load falls", lambda found: found.replicas < most)
+            self.load(LOADS[2], "the load falls", lambda found: found.replicas <= most // 2)
             self.until("the end of the job", lambda: self.cluster.workload("policy").complete)
             self.finish()
         return self.outcome
