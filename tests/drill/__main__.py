@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -38,6 +39,11 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the folder of pods and volumes")
     parser.add_argument("--out", type=Path, help="a picture")
     options = parser.parse_args()
+    missing = [tool for tool in ("ip", "nft", "unshare", "setpriv") if shutil.which(tool) is None]
+    if os.geteuid() or missing:
+        parser.error(
+            f"needs root{''.join(f', {tool}' for tool in missing)}: make setup-cluster installs what lacks"
+        )
     folder = Path(tempfile.mkdtemp(prefix="cosmos-drill-", dir=PLACE))
     folder.chmod(0o755)
     began = time.monotonic()
@@ -53,6 +59,9 @@ def main() -> int:
     except AssertionError as error:
         print(f"{error}; the logs are in {folder}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        return 128 + signal.SIGINT
     if options.out:
         draw(options.out, outcome)
     print(table(outcome))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def main() -> int:
     parser.add_argument("--only", choices=PROOFS, help="one role")
     parser.add_argument("--keep", type=Path, help="a folder for what was built (see tests.drill --images)")
     options = parser.parse_args()
+    if os.geteuid() or shutil.which("debootstrap") is None:
+        parser.error("needs root, and debootstrap: apt-get install debootstrap")
     work = options.keep or Path(tempfile.mkdtemp(prefix="cosmos-images-", dir="/var/tmp"))
     sizes: dict[str, float] = {}
     try:
