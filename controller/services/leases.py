@@ -119,7 +119,11 @@ class LeaseService:
             return _throttled("this request was granted before, and what it got is done")
         if job.rewards.outage is not None and not self._repeats(request):
             return self._probe(request, newest)
-        return self._validate(request, newest) or self._share(request, newest, patient)
+        self._hungry.pop(request.replica_id, None)
+        reply = self._validate(request, newest) or self._share(request, newest, patient)
+        if len(reply.groups) < request.max_groups:
+            self._hungry[request.replica_id] = job.clock()
+        return reply
 
     def _probe(self, request: LeaseRequest, newest: Publication) -> LeaseReply:
         """During an outage of rewards: one group at a time, for all replicas together."""
@@ -168,19 +172,14 @@ class LeaseService:
     def _share(self, request: LeaseRequest, newest: Publication, patient: bool) -> LeaseReply:
         """Groups to train on, no more than leaves as many for each replica that asks."""
         ledger, name, now = self._job.require_ledger(), request.replica_id, self._job.clock()
-        self._hungry.pop(name, None)
         while self._hungry and now - next(iter(self._hungry.values())) > HUNGRY_S:
             del self._hungry[next(iter(self._hungry))]
         size = request.max_groups
         if self._hungry and ledger.room and not self._repeats_training(request):
             size = min(size, ledger.level(len(self._hungry) + 1) - len(ledger.table.by_replica.get(name, ())))
-        reply = UNEVEN
-        if patient or size > 0:
-            fair = request.model_copy(update={"max_groups": max(1, size)})
-            reply = self._train(fair, newest)
-        if len(reply.groups) < request.max_groups:
-            self._hungry[name] = now
-        return reply
+        if size <= 0 and not patient:
+            return UNEVEN
+        return self._train(request.model_copy(update={"max_groups": max(1, size)}), newest)
 
     def _train(self, request: LeaseRequest, newest: Publication) -> LeaseReply:
         job = self._job
