@@ -51,6 +51,7 @@ lint: setup  ## ruff, mypy and the import rules
 
 TAG ?= cosmos:0.1.0
 images:  ## build an image per role (TAG=registry.example.com/cosmos:0.1.0 names cosmos-controller:0.1.0 there, …)
+	@tag='$(TAG)'; case "$${tag##*/}" in *:*) ;; *) echo "TAG=$$tag has no tag: write TAG=$$tag:0.1.0" >&2; exit 1 ;; esac
 	@docker version >/dev/null 2>&1 || { echo "make images needs Docker, and its daemon does not answer: docker version" >&2; exit 1; }
 	tag='$(TAG)'; for role in controller policy rollout; do \
 		docker build -f images/$$role.Dockerfile -t "$${tag%:*}-$$role:$${tag##*:}" . || exit 1; \
