@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,7 @@ from typing import Any
 from controller.client import AsyncClient, ControllerError
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
+from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
@@ -119,7 +121,10 @@ class Worker:
         rewards = reward_pool(config)
         stack.push_async_callback(rewards.close)
         await rewards.start()
-        host = HostWeights(config, self._session.reply)
+        nodes = nodes_of(os.environ)
+        if nodes is not None:
+            stack.enter_context(nodes.own_folder())
+        host = HostWeights(config, self._session.reply, "" if nodes is None else str(nodes.folder))
         stack.push_async_callback(host.close)
         await host.prove()
         turns = Turns(self._session, self._leases, self._metrics, self._heartbeat)

@@ -54,7 +54,9 @@ class HostWeights:
     Raises `StoreSettingsError` when the store is not a place this build knows, or the environment opens none.
     """
 
-    def __init__(self, config: Config, reply: RegisterReply) -> None:
+    def __init__(self, config: Config, reply: RegisterReply, folder: str = "") -> None:
+        """folder: instead of `weight_sync.host_cache`, where the engine runs on several hosts, which all see it."""
+        self._folder = folder or config.weight_sync.host_cache
         self._config, self._reply = config.weight_sync, reply
         self._stop = threading.Event()
         try:
@@ -98,7 +100,7 @@ class HostWeights:
             self._direct.expect(publication)
         if self._copy is None:
             directory = copy_directory(
-                self._config.host_cache,
+                self._folder,
                 job_id=self._reply.job_id,
                 run_dir=self._reply.run_dir,
                 n_bytes=whole_bytes(self._store, publication, patience=PATIENCE, stop=self._stop),

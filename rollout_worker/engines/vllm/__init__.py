@@ -3,7 +3,8 @@
 `engine` implements the contract of `engines.base`; `arguments` maps configuration to vLLM's arguments
 (pure); `adapter` is all that this side knows of vLLM's API; `reading` hashes the weights being served. On vLLM's
 side of the process boundary, `plugin` is its entry point, `transfer` applies weight versions and `proof` proves that
-they arrived. `processes` says what vLLM's processes find in their environment, and ends them when the worker is gone.
+they arrived. An engine over several machines is the first one's: `nodes` ties the others to it, and `follower` is
+their process. `processes` says what vLLM's processes find in their environment, and ends them when the worker is gone.
 """
 
 from __future__ import annotations

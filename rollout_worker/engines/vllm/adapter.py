@@ -34,6 +34,7 @@ from rollout_worker.engines.vllm.arguments import (
     engine_arguments,
     published_adapter,
 )
+from rollout_worker.engines.vllm.nodes import Members, NodeError, Nodes
 from rollout_worker.engines.vllm.processes import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from schema.config import Config
@@ -93,13 +94,14 @@ def installed_version() -> str:
 class Boot:
     """The start of vLLM's processes, in a thread; `cancel` ends it from another."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, nodes: Nodes | None = None) -> None:
+        """nodes: of an engine over several machines, of which this is the first."""
+        self._config, self._nodes = config, nodes
         self._cancelled = threading.Event()
         self._before: set[int] | None = None
 
     def run(self) -> VllmAdapter:
-        """Start vLLM and load the model. Blocks for about 10 to 60 seconds.
+        """Start vLLM and load the model. Blocks for about 10 to 60 seconds, and until all machines have come.
 
         Raises:
             EngineConfigError: vLLM does not accept the settings.
@@ -107,53 +109,70 @@ class Boot:
         """
         modules, sampling = self._config.policy.external_modules, self._config.rollout.sampling_config
         with environment(boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)):
-            vllm_config = self._vllm_config()
+            vllm_config = engine_config(self._config, self._nodes)
             from vllm.v1.engine.async_llm import AsyncLLM
 
             self._before = before = processes.children()
+            members = None
             try:
+                if self._nodes is not None:
+                    members = Members(self._nodes, on_lost=self._end_started)
+                    members.gather(self._config.to_dict(), self._cancelled)
                 if self._cancelled.is_set():
                     raise EngineFailed("closed while it was starting")
                 llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
             except Exception as error:
                 processes.end(processes.started_by_vllm(before))
+                why = members.lost if members is not None else ""
+                if members is not None:
+                    members.end()
                 if isinstance(error, EngineFailed):
                     raise
+                if why or isinstance(error, NodeError):
+                    raise EngineFailed(why or str(error)) from error
                 raise EngineFailed(f"vLLM did not start: {error} (its own messages are above)") from error
-        return VllmAdapter(llm, published_adapter(self._config) is not None)
+        return VllmAdapter(llm, published_adapter(self._config) is not None, members)
 
-    def _vllm_config(self) -> Any:
-        from vllm import SamplingParams
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-
-        on_cpu = bool(current_platform.is_cpu())
-        check_sampling(self._config, known=SamplingParams.__struct_fields__)
-        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-        arguments = engine_arguments(self._config, known=known, on_cpu=on_cpu)
-        try:
-            vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-            if on_cpu and vllm_config.model_config.use_mla:
-                vllm_config = AsyncEngineArgs(**LATENT_ON_CPU | arguments).create_engine_config()
-        except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
-            raise EngineConfigError(f"vLLM refuses these settings: {_in_short(error)}") from error
-        if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:
-            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(vllm_config)
-        return vllm_config
+    def _end_started(self) -> None:
+        """One machine is gone: the ranks of this one would wait for its ranks for ever."""
+        if self._before is not None:
+            processes.end(processes.started_by_vllm(self._before), patience=0.0)
 
     def cancel(self) -> None:
         """Make `run` fail soon: what it has started is ended. Call it until `run` is over."""
         self._cancelled.set()
-        if self._before is not None:
-            processes.end(processes.started_by_vllm(self._before), patience=0.0)
+        self._end_started()
+
+
+def engine_config(config: Config, nodes: Nodes | None = None) -> Any:
+    """vLLM's own configuration. Raises `EngineConfigError`: it does not accept the settings."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    on_cpu = bool(current_platform.is_cpu())
+    check_sampling(config, known=SamplingParams.__struct_fields__)
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    arguments = engine_arguments(config, known=known, on_cpu=on_cpu)
+    if nodes is not None:
+        arguments |= nodes.arguments()
+    try:
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        if on_cpu and vllm_config.model_config.use_mla:
+            vllm_config = AsyncEngineArgs(**LATENT_ON_CPU | arguments).create_engine_config()
+    except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
+        raise EngineConfigError(f"vLLM refuses these settings: {_in_short(error)}") from error
+    if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:
+        vllm_config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(vllm_config)
+    return vllm_config
 
 
 class VllmAdapter:
     """A booted AsyncLLM and its processes. Made by `Boot`; all coroutines run on one event loop."""
 
-    def __init__(self, llm: Any, low_rank: bool) -> None:
-        """low_rank: whether requests go through the adapter that is loaded."""
-        self._llm, self._lora_request = llm, None
+    def __init__(self, llm: Any, low_rank: bool, members: Members | None = None) -> None:
+        """low_rank: whether requests go through the adapter that is loaded. members: the engine's other machines."""
+        self._llm, self._lora_request, self._members = llm, None, members
         self._mixtures: list[int] = []
         if low_rank:
             from vllm.lora.request import LoRARequest
@@ -168,9 +187,17 @@ class VllmAdapter:
     # ---- life ---------------------------------------------------------------------------------------------
 
     @property
-    def dead(self) -> bool:
-        """Whether vLLM's processes have failed or gone."""
-        return self._llm is None or bool(self._llm.errored) or not all(map(processes.alive, self._processes))
+    def death(self) -> str:
+        """Why vLLM's processes have failed or gone, in words; "" while they have not."""
+        if self._lost:
+            return self._lost
+        if self._llm is None or bool(self._llm.errored) or not all(map(processes.alive, self._processes)):
+            return "vLLM's processes have died (their last messages are in the log above)"
+        return ""
+
+    @property
+    def _lost(self) -> str:
+        return self._members.lost if self._members is not None else ""
 
     async def shutdown(self) -> None:
         """End vLLM's processes, by force where they do not go. Idempotent."""
@@ -188,6 +215,8 @@ class VllmAdapter:
         await asyncio.to_thread(processes.end, self._processes)
         for segment in segments:
             segment.unlink(missing_ok=True)
+        if self._members is not None:
+            await asyncio.to_thread(self._members.end)
 
     # ---- requests -----------------------------------------------------------------------------------------
 
@@ -228,7 +257,7 @@ class VllmAdapter:
                     chosen = chosen_experts(found.routed_experts, computed, self._mixtures)
                 return _completion(found, self.vocabulary, chosen)
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineFailed(f"vLLM failed: {error or type(error).__name__}") from error
+            raise EngineFailed(self._lost or f"vLLM failed: {error or type(error).__name__}") from error
         except (ValueError, TypeError) as error:
             raise EngineConfigError(f"vLLM refuses the sampling settings: {error}") from error
         raise EngineFailed(f"vLLM ended request {request_id} without an output")

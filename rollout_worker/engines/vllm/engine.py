@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -44,6 +45,7 @@ from rollout_worker.engines.base import (
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
 from rollout_worker.engines.vllm.arguments import adapter_settings, published_adapter, sampling_arguments
+from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.engines.vllm.proof import unread
 from rollout_worker.engines.vllm.reading import served_adapter, served_weights
 from schema.config import Config
@@ -75,7 +77,8 @@ class VllmEngine:
         self._returns_experts = config.replays_routing
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
-        self._boot = Boot(config)
+        self._nodes = nodes_of(os.environ)
+        self._boot = Boot(config, self._nodes)
         self._booting: asyncio.Future[VllmAdapter] | None = None
         self._failure: EngineError | None = None
         self._closed = False
@@ -91,6 +94,11 @@ class VllmEngine:
         self._samples = self._tokens = 0
 
     # ---- life ---------------------------------------------------------------------------------------------
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where files for vLLM's ranks lie; None: anywhere on this machine."""
+        return None if self._nodes is None else self._nodes.folder
 
     @property
     def max_model_len(self) -> int:
@@ -306,7 +314,7 @@ class VllmEngine:
             update.publication, update.version = publication, publication.version
             update.content_hash = publication.content_hash
             return
-        update.place = await stack.enter_async_context(_copied(weights, version))
+        update.place = await stack.enter_async_context(_copied(weights, version, self._folder))
         update.publication, update.version = None, version
         update.content_hash = update.place["content_hash"]
 
@@ -337,7 +345,7 @@ class VllmEngine:
         """After a failure: nothing is generated until a later update has succeeded."""
         self.version, self._content = -1, None
         self._gate.clear()
-        if update.paused is None and not adapter.dead:
+        if update.paused is None and not adapter.death:
             with suppress(Exception):
                 await adapter.pause(forget_cache=not self._keep_kv)
 
@@ -380,7 +388,7 @@ class VllmEngine:
                     problems = await adapter.changed()
                     found = Checksum(None if problems else self._content, False, problems, 0.0)
                 else:
-                    found = await served_weights(adapter, self._weights, self._content)
+                    found = await served_weights(adapter, self._weights, self._content, self._folder)
             except EngineError:
                 raise
             except Exception as error:
@@ -409,10 +417,8 @@ class VllmEngine:
             raise EngineFailed("the engine was closed")
         if self._adapter is None:
             raise EngineFailed("the engine was not started")
-        if self._failure is None and self._adapter.dead:
-            self._failure = EngineFailed(
-                "vLLM's processes have died (their last messages are in the log above)"
-            )
+        if self._failure is None and (death := self._adapter.death):
+            self._failure = EngineFailed(death)
         if self._failure is not None:
             raise self._failure
         return self._adapter
@@ -475,12 +481,14 @@ def _mismatch(version: int, problems: list[str]) -> WeightMismatch:
 
 
 @asynccontextmanager
-async def _copied(weights: WeightSource, version: int) -> AsyncIterator[dict[str, str]]:
+async def _copied(weights: WeightSource, version: int, folder: Path | None) -> AsyncIterator[dict[str, str]]:
     """A store of its own for weights that other processes cannot read; fields of `transfer.StoreUpdateInfo`.
+
+    folder: in which it lies; None: among temporary files.
 
     Raises `WeightMismatch` where published ones are not as they were.
     """
-    root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="cosmos-weights-"))
+    root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="cosmos-weights-", dir=folder))
     try:
         store = DirectoryStore(root)
         done = await asyncio.to_thread(

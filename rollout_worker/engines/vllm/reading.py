@@ -3,7 +3,8 @@
     each rank ─ its parts of a group of tensors ─▶ a file of its own in shared memory ─▶ put together, hashed
 
 Tensors come over in groups, so that the files stay small next to the model; without room in shared memory they are
-temporary files. Parts that several ranks hold must be equal in all of them.
+temporary files, and those of several machines lie where all of them see them. Parts that several ranks hold must be
+equal in all of them.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ class _Tensor:
         return self.published.elements * int(self.kept.itemsize)
 
 
-async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str) -> Checksum:
+async def served_weights(
+    adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str, folder: Path | None
+) -> Checksum:
     """Hash what is served. The weights are not updated meanwhile.
 
     Args:
         weights: the host's copy, if there is one. content_hash: of what should be served.
+        folder: for the files; None: any place on this machine.
 
     Returns:
         Everything but the seconds. No hash where the files find no room, which is logged.
@@ -77,7 +81,7 @@ async def served_weights(adapter: VllmAdapter, weights: SharedWeights | None, co
         tally = Tally(copy)
         try:
             for group in _groups(tensors, READ_BYTES // len(known)):
-                tally.problems.extend(await _add(adapter, group, len(known), tally))
+                tally.problems.extend(await _add(adapter, group, len(known), tally, folder))
         except _NoRoomError as error:
             log.warning("the served weights are not compared with the published ones: %s", error)
             return Checksum(None, False, tally.problems, 0.0)
@@ -133,12 +137,16 @@ def _groups(tensors: Sequence[_Tensor], most: int) -> Iterator[list[tuple[_Tenso
 
 
 async def _add(
-    adapter: VllmAdapter, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally
+    adapter: VllmAdapter,
+    group: Sequence[tuple[_Tensor, int]],
+    n_ranks: int,
+    tally: Tally,
+    folder: Path | None,
 ) -> list[str]:
     """Hash a group of tensors. Returns what is wrong inside of single ranks."""
     last, start = group[-1]
     n_bytes = max(start + last.n_bytes, 1)
-    directory = await asyncio.to_thread(_directory, n_ranks * n_bytes)
+    directory = await asyncio.to_thread(_directory, n_ranks * n_bytes, folder)
     try:
         problems = await adapter.read(directory, n_bytes, [(tensor.name, begin) for tensor, begin in group])
         await asyncio.to_thread(_tally, directory, n_bytes, group, n_ranks, tally)
@@ -147,10 +155,10 @@ async def _add(
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-def _directory(n_bytes: int) -> Path:
-    """A new one with room for so many bytes: in shared memory, or else among temporary files."""
+def _directory(n_bytes: int, folder: Path | None) -> Path:
+    """A new one with room for so many bytes: in a folder, or in shared memory, or else among temporary files."""
     try:
-        places = [SHARED, Path(tempfile.gettempdir())]
+        places = [SHARED, Path(tempfile.gettempdir())] if folder is None else [folder]
         for place in places:
             if place.is_dir() and shutil.disk_usage(place).free >= n_bytes:
                 return Path(tempfile.mkdtemp(prefix="cosmos-served-", dir=place))

@@ -1,0 +1,110 @@
+"""`python -m rollout_worker.engines.vllm.follower`: vLLM's ranks on a further machine of an engine.
+
+Environment: COSMOS_ENGINE_NODES, COSMOS_ENGINE_NODE, COSMOS_ENGINE_LEADER, COSMOS_ENGINE_FOLDER and COSMOS_TOKEN (the
+rollout role's). What to run comes from the engine's first machine (see `nodes`), which alone talks to the controller.
+
+It ends with the engine: nothing follows from SIGTERM, since the first machine still drains; a second one ends it at
+once.
+
+Exit codes: 0 the engine is over; 2 the settings cannot work; 1 anything else, to be restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from rollout_worker.engines.base import EngineConfigError, EngineFailed
+from rollout_worker.engines.vllm import processes
+from rollout_worker.engines.vllm.adapter import engine_config
+from rollout_worker.engines.vllm.nodes import Leader, NodeError, join, nodes_of
+from rollout_worker.engines.vllm.processes import boot_environment, environment
+from schema.config import Config
+from schema.util.text import configure_logging
+from schema.util.threads import in_daemon
+
+log = logging.getLogger("rollout_worker.follower")
+OK, FAILED, CONFIG = 0, 1, 2
+
+
+def main() -> int:
+    """Run the ranks of this machine until the engine is over; the exit code."""
+    configure_logging(force=True)
+    try:
+        nodes = nodes_of(os.environ)
+        if nodes is None or not nodes.index:
+            raise EngineConfigError(
+                "COSMOS_ENGINE_NODES and COSMOS_ENGINE_NODE do not name a further machine"
+            )
+    except EngineConfigError as error:
+        log.error("%s", error)
+        return CONFIG
+    try:
+        leader = join(nodes)
+    except NodeError as error:
+        log.error("%s", error)
+        return FAILED
+    signal.signal(signal.SIGTERM, _heard)
+    try:
+        config = Config.model_validate(leader.config)
+    except ValidationError as error:
+        leader.tell_failure(f"it does not know this configuration: {error}")
+        log.error("node 0 has another version of cosmos-launch: %s", error)
+        return CONFIG
+    return _follow(leader, config)
+
+
+def _heard(*_: Any) -> None:
+    log.info("the first machine of the engine ends this one; another SIGTERM does so at once")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _follow(leader: Leader, config: Config) -> int:
+    before = processes.children()
+    over = in_daemon(leader.wait, "leader")
+    ranks: Future[None] = in_daemon(lambda: _run(leader, config), "ranks")
+    wait([over, ranks], return_when=FIRST_COMPLETED)
+    code = OK
+    if ranks.done():
+        error = ranks.exception()
+        code = CONFIG if isinstance(error, EngineConfigError) else FAILED
+        reason = str(error) or type(error).__name__
+        log.error("%s", reason)
+        leader.tell_failure(reason)
+    elif (gone := over.exception()) is not None:
+        log.error("%s", gone)
+        code = FAILED
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it would report the end of its ranks as a failure
+    started = processes.started_by_vllm(before)
+    segments = processes.shared_segments(started)
+    processes.end(started)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+    return code
+
+
+def _run(leader: Leader, config: Config) -> NoReturn:
+    """Start the ranks and wait for their end. Raises `EngineConfigError`, `EngineFailed`."""
+    modules, sampling = config.policy.external_modules, config.rollout.sampling_config
+    with environment(boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)):
+        vllm_config = engine_config(config, leader.nodes)
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        try:
+            executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+        except Exception as error:
+            raise EngineFailed(f"vLLM's ranks did not start: {error}") from error
+    log.info("the ranks of this machine run")
+    executor.start_worker_monitor(inline=True)
+    raise EngineFailed("vLLM's ranks have died (their last messages are in the log above)")
+
+
+if __name__ == "__main__":
+    found = main()
+    logging.shutdown()
+    os._exit(found)  # vLLM's own clearing up would wait for processes that are gone
