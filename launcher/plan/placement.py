@@ -241,7 +241,7 @@ def _check_nearness(
 def _spans_nodes(index: int, devices: tuple[int, ...], gpus_per_node: int) -> Problem:
     message = (
         f"rollout-{index} would have devices {', '.join(map(str, devices))}, which are on several machines of "
-        f"{gpus_per_node} GPUs, and an engine runs on one"
+        f"{gpus_per_node} GPUs, and an engine runs on one (--target kubernetes gives it several)"
     )
     hint = "write sizes in [rollout.parallelism] that divide it, or placement.rollout with lists within one machine"
     return Problem("placement.rollout", message, None, hint, related=("placement.gpus_per_node",))
@@ -458,6 +458,12 @@ def joined(config: Config, name: str) -> Replica:
     """A rollout replica that joins a job, on the GPUs that it sees."""
     env = {"COSMOS_CPU_THREADS": str(config.launcher.cpu_threads)} if config.launcher.cpu_threads else {}
     return _rollout(name, env, (), 0, profiled=False)
+
+
+def follower(name: str) -> Replica:
+    """A further machine of an engine, whose replica is that of the first."""
+    argv = _module("rollout_worker.engines.vllm.follower")
+    return Replica(name, Role.ROLLOUT, (ProcessSpec(name, Role.ROLLOUT, argv),))
 
 
 def controller(run_dir: str, host: str, port: int) -> Replica:

@@ -1,4 +1,4 @@
-"""The processes of a job over pods: as many pods for each policy replica as it takes, one for each rollout replica.
+"""The processes of a job over pods: as many pods for each replica as it takes.
 
 Manifests are rendered by this, and a pod finds its part by it: both read the same configuration.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, ProcessSpec, joined, needs, place
+from launcher.plan.placement import PlacementError, ProcessSpec, follower, joined, needs, place
 from schema.config import Config, ConfigError
 
 
@@ -17,7 +17,7 @@ from schema.config import Config, ConfigError
 class Pods:
     """replicas: of the policy. each: pods of one. ranks: of one, over its pods. gpus: of a pod of the policy.
 
-    rollouts: replicas at the start, of rollout_gpus each.
+    rollouts: replicas at the start, of rollout_pods each. rollout_gpus: of one of these pods.
     """
 
     replicas: int
@@ -26,6 +26,7 @@ class Pods:
     gpus: int
     rollouts: int
     rollout_gpus: int
+    rollout_pods: int = 1
 
 
 def pods(config: Config) -> Pods:
@@ -54,19 +55,46 @@ def pods(config: Config) -> Pods:
             "GPUs (placement.gpus_per_node)",
             "write sizes in [policy.parallelism] that fill nodes evenly",
         )
-    if wanted.rollout_gpus > per_node > 0:
-        raise LaunchError(
-            f"a rollout replica takes {wanted.rollout_gpus} GPUs and a node has placement.gpus_per_node = {per_node}",
-            "write smaller sizes in [rollout.parallelism]: an engine runs on one node",
-        )
+    of_rollout = -(-wanted.rollout_gpus // per_node) if per_node and wanted.rollout_gpus else 1
+    if of_rollout > 1:
+        _check_engine(config, wanted.rollout_gpus, of_rollout)
     return Pods(
         replicas=wanted.policy_replicas,
         each=each,
         ranks=wanted.policy_ranks,
         gpus=wanted.policy_ranks // each if per_node else 0,
         rollouts=wanted.rollout_replicas,
-        rollout_gpus=wanted.rollout_gpus if per_node else 0,
+        rollout_gpus=wanted.rollout_gpus // of_rollout if per_node else 0,
+        rollout_pods=of_rollout,
     )
+
+
+def _check_engine(config: Config, gpus: int, count: int) -> None:
+    """Whether an engine can have its GPUs in so many pods. Raises LaunchError."""
+    title = f"a rollout replica of {gpus} GPUs takes {count} pods"
+    if gpus % count:
+        raise LaunchError(
+            f"{title} of at most {config.placement.gpus_per_node} (placement.gpus_per_node), which do not have equal "
+            "parts of it",
+            "write sizes in [rollout.parallelism] that fill nodes evenly",
+        )
+    if config.rollout.parallelism.dp_shard_size > 1:
+        raise LaunchError(
+            f"{title}, and rollout.parallelism.dp_shard_size = {config.rollout.parallelism.dp_shard_size}: the "
+            "data-parallel engines of a replica run on one node",
+            "write dp_shard_size = 1 and a larger n_init_replicas, or tp_size and pp_size that fill the nodes",
+        )
+    if cache := config.weight_sync.host_cache:
+        raise LaunchError(
+            f"{title}, and weight_sync.host_cache = {cache!r} is of one host",
+            "leave weight_sync.host_cache out: all pods of an engine read the newest weights in the run directory",
+        )
+    if config.kubernetes.deletion_cost:
+        raise LaunchError(
+            f"{title}, and kubernetes.deletion_cost = true is for single pods: of engines of several pods the one "
+            "with the highest number goes first",
+            "leave kubernetes.deletion_cost out",
+        )
 
 
 def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
@@ -102,9 +130,27 @@ def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
     ]
 
 
-def of_rollout(config: Config, name: str) -> list[ProcessSpec]:
-    """The process of a rollout pod."""
-    (spec,) = joined(config, name).processes
+@dataclass(frozen=True)
+class EnginePod:
+    """One of the pods of an engine. leader: address of the first. folder: of the engine alone, on the claim."""
+
+    count: int
+    index: int
+    leader: str
+    folder: str
+
+
+def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> list[ProcessSpec]:
+    """The process of a rollout pod. part: of an engine of several pods."""
     threads = str(config.launcher.cpu_threads or config.kubernetes.pod_cpus)
-    env = {**spec.env, "COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
-    return [ProcessSpec(spec.name, spec.role, spec.argv, env)]
+    env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
+    if part is not None:
+        env |= {
+            "COSMOS_ENGINE_NODES": str(part.count),
+            "COSMOS_ENGINE_NODE": str(part.index),
+            "COSMOS_ENGINE_LEADER": part.leader,
+            "COSMOS_ENGINE_FOLDER": part.folder,
+        }
+    made = follower(name) if part is not None and part.index else joined(config, name)
+    (spec,) = made.processes
+    return [ProcessSpec(spec.name, spec.role, spec.argv, {**spec.env, **env})]

@@ -1,10 +1,10 @@
-"""`cosmos-launch autoscale`: the number of a Deployment's replicas follows the controller, for clusters without KEDA.
+"""`cosmos-launch autoscale`: the number of rollout replicas follows the controller, for clusters without KEDA.
 
-    GET /v1/autoscale ─▶ a number within its limits ─▶ GET, PATCH …/deployments/NAME/scale
+    GET /v1/autoscale ─▶ a number within its limits ─▶ GET, PATCH …/deployments/NAME/scale, …/leaderworkersets/…
     GET /v1/replicas  ─▶ seconds of work in hand    ─▶ GET, PATCH …/pods (`costs`)
 
 While the controller cannot be reached, or says what it may not, the number stays. It runs in the cluster, as a
-service account that may read and change the scale of this one Deployment, and for costs the pods of the namespace.
+service account that may read and change the scale of this one object, and for costs the pods of the namespace.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from schema.wire.messages.autoscale import AutoscaleStatus
 
 
+GROUPS = "leaderworkerset.x-k8s.io/v1"
 COSTS_EVERY = 20.0
 """Seconds between looks at deletion costs, which take a list of all replicas."""
 
@@ -43,6 +44,14 @@ def autoscale(
     ],
     deployment: Annotated[
         str, typer.Option("--deployment", metavar="NAME", help="The Deployment of rollout pods that follows.")
+    ] = "",
+    leader_worker_set: Annotated[
+        str,
+        typer.Option(
+            "--leader-worker-set",
+            metavar="NAME",
+            help="The LeaderWorkerSet that follows instead, where an engine has several pods.",
+        ),
     ] = "",
     costs: Annotated[
         str,
@@ -59,21 +68,27 @@ def autoscale(
         Path, typer.Option("--account", metavar="DIR", help="With token and ca.crt of the service account.")
     ] = ACCOUNT,
 ) -> None:
-    """Let a Deployment follow the number of rollout replicas that the controller asks for; SIGTERM ends it."""
+    """Let the cluster follow the number of rollout replicas that the controller asks for; SIGTERM ends it."""
     with ended_at_once():
         import asyncio
 
     token = os.environ.get("COSMOS_TOKEN", "")
     if not token:
         raise LaunchError("COSMOS_TOKEN is not set", "set it to the rollout token of the job")
-    if not deployment and not costs:
+    if deployment and leader_worker_set:
+        raise LaunchError("--deployment and --leader-worker-set are both there", "name the one that follows")
+    if not deployment and not leader_worker_set and not costs:
         raise LaunchError(
-            "neither --deployment nor --costs says what to do", "name the Deployment of rollout pods"
+            "none of --deployment, --leader-worker-set and --costs says what to do",
+            "name the Deployment of rollout pods",
         )
     server = ApiServer.of_this_pod(account)
+    path = f"apps/v1/namespaces/{namespace}/deployments/{deployment}"
+    if leader_worker_set:
+        path = f"{GROUPS}/namespaces/{namespace}/leaderworkersets/{leader_worker_set}"
     follower = _Follower(
         server,
-        Scale(server, namespace, deployment) if deployment else None,
+        Scale(server, path) if deployment or leader_worker_set else None,
         Costs(server, namespace, costs) if costs else None,
     )
     asyncio.run(_until_a_signal(follower, controller, token, interval))
@@ -82,11 +97,10 @@ def autoscale(
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of one Deployment."""
+    """The scale of one object. path: of the object, behind /apis/."""
 
     server: ApiServer
-    namespace: str
-    deployment: str
+    path: str
 
     async def read(self, http: httpx.AsyncClient) -> int:
         """The number that is wanted now. Raises ClusterError."""
@@ -97,7 +111,7 @@ class Scale:
         return await self._call(http, {"spec": {"replicas": replicas}})
 
     async def _call(self, http: httpx.AsyncClient, patch: dict[str, object] | None) -> int:
-        path = f"/apis/apps/v1/namespaces/{self.namespace}/deployments/{self.deployment}/scale"
+        path = f"/apis/{self.path}/scale"
         answer = await self.server.call(http, path, patch)
         try:
             return int(answer["spec"].get("replicas", 0))  # zero is left out

@@ -7,6 +7,8 @@
     COSMOS_CONTROLLER_URL, COSMOS_TOKEN      of a worker: where the controller is, and the token of the role
     COSMOS_TOKEN_*, COSMOS_REDIS_*           of the controller, which reads them itself
     COSMOS_POD                               name of a rollout pod; that of a StatefulSet ends with its number
+    LWS_GROUP_SIZE, LWS_WORKER_INDEX,        set by LeaderWorkerSet (0.6 or later): how many pods an engine has, which
+    LWS_LEADER_ADDRESS                       of them this is, and where the first one is
     COSMOS_POLICY, JOB_COMPLETION_INDEX      number of the policy replica, and of this pod among its pods
     COSMOS_START, COSMOS_ATTEMPT             the same for all pods of one start of a replica, and new for the next
     COSMOS_NODE_ADDRESS                      of this pod, for the other ranks
@@ -40,6 +42,7 @@ from schema.util.file_lock import open_lock, release, try_lock
 
 if TYPE_CHECKING:
     from launcher.plan.placement import ProcessSpec
+    from launcher.plan.pods import EnginePod
     from launcher.plan.rundir import RunDir
     from launcher.pods.children import Ended
     from schema.config import Config
@@ -328,10 +331,25 @@ def _specs(role: Role, config: Config) -> list[ProcessSpec]:
     from launcher.plan import pods
 
     if role is Role.ROLLOUT:
-        return pods.of_rollout(config, _variable("COSMOS_POD"))
+        return pods.of_rollout(config, _variable("COSMOS_POD"), _engine_pod(config))
     ordinal = re.search(r"-(\d+)$", os.environ.get("COSMOS_POD", ""))
     replica = _number("COSMOS_POLICY", ordinal[1] if ordinal else "0")
     return pods.of_policy(config, replica, _number("JOB_COMPLETION_INDEX", "0"))
+
+
+def _engine_pod(config: Config) -> EnginePod | None:
+    """Which part of an engine this pod is; None: it is a whole one. Raises LaunchError."""
+    from launcher.plan.pods import EnginePod
+
+    count, index = _number("LWS_GROUP_SIZE", "1"), _number("LWS_WORKER_INDEX", "0")
+    if count < 2:
+        return None
+    first = _variable("COSMOS_POD")
+    if index:  # LeaderWorkerSet calls the others first-1, first-2, …
+        first = first.rpartition("-")[0]
+    folder = _run_dir(config).path / "engines" / first
+    leader = _variable("LWS_LEADER_ADDRESS") if index else _variable("COSMOS_NODE_ADDRESS")
+    return EnginePod(count, index, leader, str(folder))
 
 
 def _environment(
@@ -343,6 +361,8 @@ def _environment(
     own = environment(spec.role, Tokens("", token, token), url, "", "", config.controller.tls_ca)
     if spec.role is Role.ROLLOUT and keep is not None:
         own["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
+    if spec.role is Role.ROLLOUT and (address := os.environ.get("COSMOS_NODE_ADDRESS")):  # of several pods
+        own["VLLM_HOST_IP"] = address
     if spec.role is Role.POLICY:
         own["COSMOS_RENDEZVOUS"] = _rendezvous()
         own["COSMOS_NODE_ADDRESS"] = os.environ.get("COSMOS_NODE_ADDRESS") or "127.0.0.1"

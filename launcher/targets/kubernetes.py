@@ -5,7 +5,7 @@ kustomization.yaml is an overlay: written once, then its owner's. Below `base` i
     config.yaml      the resolved configuration, as all pods read it    controller.yaml   Deployment, Service, budget
     secrets.yaml     tokens and passwords, for the owner's eyes         redis.yaml        Valkey, unless one is named
     storage.yaml     the claim of the run directory                     policy.yaml       JobSet or StatefulSet
-    accounts.yaml    pods ask nothing of the cluster                    rollout.yaml      Deployment
+    accounts.yaml    pods ask nothing of the cluster                    rollout.yaml      Deployment, LeaderWorkerSet
     network.yaml     who may reach whom                                 scaler.yaml       KEDA's objects, or a pod
 
 The run directory is <train.output_dir>/<name of the job> on the claim, so what is applied again goes on. Tokens are
@@ -48,10 +48,15 @@ MOST_CONFIG = 1_000_000
 """Bytes of a ConfigMap: etcd takes no larger object."""
 CHECK_SECONDS = 60
 CRDS = {
-    "JobSet": ("jobsets.jobset.x-k8s.io", 'kubernetes.policy_kind = "statefulset"'),
-    "ScaledObject": ("scaledobjects.keda.sh", 'kubernetes.scaler = "command"'),
+    "JobSet": ("JobSet", "jobsets.jobset.x-k8s.io", 'kubernetes.policy_kind = "statefulset"'),
+    "ScaledObject": ("KEDA", "scaledobjects.keda.sh", 'kubernetes.scaler = "command"'),
+    "LeaderWorkerSet": (
+        "LeaderWorkerSet",
+        "leaderworkersets.leaderworkerset.x-k8s.io",
+        "sizes in [rollout.parallelism] that fit one node",
+    ),
 }
-"""What a cluster has to be taught first: the name of the definition, and the key that needs none."""
+"""What a cluster has to be taught first: who brings it, the name of the definition, and what needs none."""
 BASE, OVERLAY, SECRETS = "base", "kustomization.yaml", "secrets.yaml"
 KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
 OWN = """\
@@ -61,11 +66,11 @@ OWN = """\
 # commonAnnotations:
 #   team: reasoning
 # patches:
-#   - target: {{kind: Deployment, name: {name}-rollout}}
+#   - target: {{kind: Deployment, name: {name}-controller}}
 #     patch: |-
 #       - op: add
 #         path: /spec/template/spec/priorityClassName
-#         value: preemptible
+#         value: important
 apiVersion: {version}
 kind: Kustomization
 resources:
@@ -295,13 +300,13 @@ def apply(directory: Path, kinds: Sequence[str]) -> int:
             f"--apply needs kubectl, and none is on the PATH; the manifests are in {directory}",
             f"install it, or apply them elsewhere: kubectl apply -k {absolute(str(directory))}",
         )
-    for kind, (crd, instead) in CRDS.items():
+    for kind, (owner, crd, instead) in CRDS.items():
         if kind in kinds:
-            _check_known(kind, crd, instead)
+            _check_known(owner, crd, instead)
     return subprocess.run(["kubectl", "apply", "-k", str(directory)], check=False).returncode
 
 
-def _check_known(kind: str, crd: str, instead: str) -> None:
+def _check_known(owner: str, crd: str, instead: str) -> None:
     """Whether the cluster knows a kind. Raises LaunchError."""
     asked = ["kubectl", "get", "crd", crd, "--output=name"]
     try:
@@ -313,7 +318,6 @@ def _check_known(kind: str, crd: str, instead: str) -> None:
     if answer.returncode == 0:
         return
     if "NotFound" in answer.stderr:
-        owner = "JobSet" if kind == "JobSet" else "KEDA"
         raise LaunchError(
             f"the cluster does not know {owner} ({crd})", f"install it there, or write {instead}"
         )

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +85,11 @@ class Cluster:
                     return one["spec"]["template"]["spec"]["containers"][0]
         raise KeyError(component)
 
-    def start(self, component: str, number: int = 0, **fields: str) -> Container:
-        """A container of a pod, of an Indexed Job the one with this number. fields: further ones of the pod."""
+    def start(
+        self, component: str, number: int | str = 0, given: Mapping[str, str] | None = None, **fields: str
+    ) -> Container:
+        """A container of a pod, of an Indexed Job the one with this number. given: variables that the platform adds.
+        fields: further ones of the pod."""
         container, name = self._container(component), f"{self.name}-{component}-{number}"
         known = {"metadata.name": name, "status.podIP": "127.0.0.1", **fields}
         env = {entry["name"]: self._value(entry, known) for entry in container["env"]}
@@ -102,6 +105,7 @@ class Cluster:
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
             "COSMOS_TERMINATION_LOG": str(termination),
+            **(given or {}),
         }
         with log.open("ab") as out:
             process = subprocess.Popen(

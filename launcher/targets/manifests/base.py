@@ -21,6 +21,19 @@ GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What the cluster calls objects of a kind."""
+
+    api: str
+    kind: str
+    plural: str
+
+
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+GROUPS = Kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets")
+
+
+@dataclass(frozen=True)
 class ClusterJob:
     """What is rendered. config: as the pods read it, with `run_dir` in it and absolute paths; config_json: its text.
 
@@ -46,6 +59,11 @@ class ClusterJob:
         """Of the controller, for pods of any namespace."""
         namespace = self.config.kubernetes.namespace
         return f"{self.config.controller.scheme}://{self.name}-controller.{namespace}.svc:{self.port}"
+
+    @property
+    def scaled(self) -> Kind:
+        """What holds the rollout replicas, and has their number."""
+        return DEPLOYMENT if self.pods.rollout_pods == 1 else GROUPS
 
     @property
     def checksum(self) -> str:

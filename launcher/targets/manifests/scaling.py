@@ -29,8 +29,14 @@ EXACTLY: Manifest = {
     "scaleDown": {"tolerance": "0", "stabilizationWindowSeconds": 0},
 }
 """What a HorizontalPodAutoscaler adds to the controller's number: nothing, since that has waited long enough."""
+OPTIONS = {"Deployment": "--deployment", "LeaderWorkerSet": "--leader-worker-set"}
+"""Of `cosmos-launch autoscale`."""
 METRIC = "cosmos_autoscale_desired"
 """Of `controller.api.metrics`."""
+
+
+def _target(job: ClusterJob) -> Manifest:
+    return {"apiVersion": job.scaled.api, "kind": job.scaled.kind, "name": f"{job.name}-rollout"}
 
 
 def keda(job: ClusterJob) -> list[Manifest]:
@@ -48,7 +54,7 @@ def keda(job: ClusterJob) -> list[Manifest]:
         "authenticationRef": {"name": f"{job.name}-rollout"},
     }
     spec = {
-        "scaleTargetRef": {"name": f"{job.name}-rollout"},
+        "scaleTargetRef": _target(job),
         "minReplicaCount": scale.min_replicas,
         "maxReplicaCount": scale.max_replicas,
         "pollingInterval": min(MOST_POLLING, max(1, math.ceil(scale.interval))),
@@ -74,7 +80,7 @@ def hpa(job: ClusterJob) -> list[Manifest]:
     scale = job.config.autoscale
     metric = {"name": METRIC, "selector": {"matchLabels": {"service": f"{job.name}-controller"}}}
     spec = {
-        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"{job.name}-rollout"},
+        "scaleTargetRef": _target(job),
         "minReplicas": scale.min_replicas,
         "maxReplicas": scale.max_replicas,
         "behavior": EXACTLY,
@@ -89,18 +95,19 @@ def hpa(job: ClusterJob) -> list[Manifest]:
 
 
 def command(job: ClusterJob, obeys: bool) -> list[Manifest]:
-    """A pod that may read and change the number of this one Deployment, if it obeys, and nothing else; and the
-    deletion costs of pods, where they are wanted."""
+    """A pod that may read and change the number of this job's rollout replicas, if it obeys, and nothing else.
+
+    Where they are wanted it keeps the deletion costs of pods."""
     namespace = job.config.kubernetes.namespace
     name, subject = f"{job.name}-scaler", {"kind": "ServiceAccount", "name": f"{job.name}-scaler"}
     argv = ["autoscale", "--namespace", namespace, "--controller", job.url]
     rules: list[Manifest] = []
     if obeys:
-        argv += ["--deployment", f"{job.name}-rollout"]
+        argv += [OPTIONS[job.scaled.kind], f"{job.name}-rollout"]
         rules.append(
             {
-                "apiGroups": ["apps"],
-                "resources": ["deployments/scale"],
+                "apiGroups": [job.scaled.api.partition("/")[0]],
+                "resources": [f"{job.scaled.plural}/scale"],
                 "resourceNames": [f"{job.name}-rollout"],
                 "verbs": ["get", "patch"],
             }

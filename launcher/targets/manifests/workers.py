@@ -3,6 +3,10 @@
 Policy: all pods of a replica are one Indexed Job of a JobSet. When a rank fails its Job fails, and the JobSet makes
 all of them anew; so the uid of the Job is that of one start, in which the ranks meet. Exit codes 2 and 4, of faults
 that another start repeats, end it. A StatefulSet restarts containers, not pods, and so holds replicas of one pod.
+
+Rollout: a pod is a replica, and all are one Deployment. An engine that no node can hold is a group of a
+LeaderWorkerSet, which makes all pods of a group anew when one has failed; so `engines.vllm.follower` leaves when the
+first pod of its group does, and the other way round.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from launcher.plan import nsight
 from launcher.restarts import EXIT_CONFIG, EXIT_NO_CHECKPOINT
 from launcher.targets.manifests.base import (
     CONFIG_FOLDER,
+    GROUPS,
     SECRET_FOLDER,
     ClusterJob,
     Manifest,
@@ -102,7 +107,7 @@ def _policy(job: ClusterJob, env: list[Manifest], rest: Manifest, *flags: str) -
 
 
 def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
-    """The rollout replicas, one a pod. scaled: somebody else sets their number."""
+    """The rollout replicas, one a pod or a group of pods. scaled: somebody else sets their number."""
     if not job.pods.rollouts:
         return []
     kubernetes, rest = job.config.kubernetes, _nodes(job)
@@ -110,7 +115,7 @@ def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
         rest["nodeSelector"] = chosen
     if kubernetes.rollout_tolerations:
         rest["tolerations"] = [_toleration(taint) for taint in kubernetes.rollout_tolerations]
-    if kubernetes.topology_key:
+    if kubernetes.topology_key and job.pods.rollout_pods == 1:
         rest["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
@@ -119,23 +124,48 @@ def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
                 "labelSelector": selector(job, "rollout"),
             }
         ]
+    address = [from_field("COSMOS_NODE_ADDRESS", "status.podIP")] if job.pods.rollout_pods > 1 else []
     pod = Pod(
         "rollout",
         ["pod", "rollout", "--config", f"{CONFIG_FOLDER}/config.json", "--keep", SECRET_FOLDER, "--stay"],
-        [*_common(job, "rollout"), from_field("COSMOS_POD", "metadata.name")],
+        [*_common(job, "rollout"), from_field("COSMOS_POD", "metadata.name"), *address],
         worker=True,
         gpus=job.pods.rollout_gpus,
         grace=grace(job),
         annotations={"cosmos-launch/config": job.checksum},
         rest=rest,
     )
+    number = {} if scaled else {"replicas": job.pods.rollouts}
+    if job.pods.rollout_pods > 1:
+        return [_groups(job, number, template(job, pod))]
     spec = {
-        **({} if scaled else {"replicas": job.pods.rollouts}),
+        **number,
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
         "selector": selector(job, "rollout"),
         "template": template(job, pod),
     }
     return [manifest("apps/v1", "Deployment", job, "rollout", spec=spec)]
+
+
+def _groups(job: ClusterJob, number: Manifest, pod: Manifest) -> Manifest:
+    """A group of pods for each engine: they start, fail and leave together."""
+    spec = {
+        **number,
+        "startupPolicy": "LeaderCreated",
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {"maxSurge": 0, "maxUnavailable": 1},
+        },
+        "leaderWorkerTemplate": {
+            "size": job.pods.rollout_pods,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "workerTemplate": pod,
+        },
+    }
+    groups = manifest(GROUPS.api, GROUPS.kind, job, "rollout", spec=spec)
+    if topology := job.config.kubernetes.topology_key:
+        groups["metadata"]["annotations"] = {"leaderworkerset.sigs.k8s.io/exclusive-topology": topology}
+    return groups
 
 
 def grace(job: ClusterJob) -> int:

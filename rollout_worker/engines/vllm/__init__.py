@@ -4,7 +4,8 @@
 (pure); `adapter` is all that this side knows of vLLM's API; `reading` hashes the weights being served. On vLLM's
 side of the process boundary, `plugin` is its entry point, `transfer` applies weight versions and `proof` proves that
 they arrived. An engine over several machines is the first one's: `nodes` ties the others to it, and `follower` is
-their process. `processes` says what vLLM's processes find in their environment, and ends them when the worker is gone.
+their process. `processes` says what vLLM's processes find in their environment, and ends them when the worker is
+gone.
 """
 
 from __future__ import annotations

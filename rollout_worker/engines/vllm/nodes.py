@@ -161,10 +161,10 @@ class Members:
                     said = now
                 with contextlib.suppress(TimeoutError):
                     self._take_in(*self._listener.accept())
-        told = {"config": dict(config), "leader": self._nodes.leader, "port": self._nodes.port}
+        answer = {"config": dict(config), "leader": self._nodes.leader, "port": self._nodes.port}
         for index, connection in self._there.items():
             try:
-                _line(connection, HELLO_S).tell(told)
+                _line(connection, HELLO_S).tell(answer)
             except OSError as error:
                 raise NodeError(f"node {index} of the engine is gone: {error}") from None
         threading.Thread(target=self._watch, name="nodes", daemon=True).start()
@@ -285,11 +285,11 @@ def _joined(nodes: Nodes) -> Leader:
         if not hmac.compare_digest(proof.encode(), _proof(nodes.token, "node 0", nonces).encode()):
             raise TransferError("it has another token")
         _keep_alive(connection)
-        told = _line(connection, GATHER_S).hear()
-        if not isinstance(told.get("config"), dict):
+        answer = _line(connection, GATHER_S).hear()
+        if not isinstance(answer.get("config"), dict):
             raise TransferError("it does not say what to run")
-        of_ranks = replace(nodes, leader=str(told.get("leader")), port=int(told.get("port") or 0))
-        return Leader(connection, of_ranks, told["config"])
+        of_ranks = replace(nodes, leader=str(answer.get("leader")), port=int(answer.get("port") or 0))
+        return Leader(connection, of_ranks, answer["config"])
     except BaseException:
         connection.close()
         raise

@@ -153,7 +153,8 @@ class KubernetesConfig(Section):
     )
     topology_key: Annotated[str, Field(pattern=rf"^({_QUALIFIED})?$")] = key(
         "",
-        "Label of nodes over whose values rollout pods are spread, as evenly as there is room. Empty: they are not.",
+        "Label of nodes over whose values rollout pods are spread, as evenly as there is room. Where an engine has "
+        "several pods, they are all in one value, which no other engine has. Empty: anywhere.",
         acts="file: Topology spread of the rollout pods.",
         example="topology.kubernetes.io/zone",
     )

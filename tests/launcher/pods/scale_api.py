@@ -1,4 +1,4 @@
-"""The scale of one Deployment and its pods over HTTPS, as the API server of a cluster serves them."""
+"""The scale of one Deployment or LeaderWorkerSet, and its pods, over HTTPS as the API server of a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import kubernetes_validate
 
 from tests.support.certificates import make_certificates
 
-PATH = "/apis/apps/v1/namespaces/training/deployments/run-rollout/scale"
+PATHS = (
+    "/apis/apps/v1/namespaces/training/deployments/run-rollout/scale",
+    "/apis/leaderworkerset.x-k8s.io/v1/namespaces/training/leaderworkersets/run-rollout/scale",
+)
 PODS = "/api/v1/namespaces/training/pods"
 LABELS = {"app": "run", "part": "rollout"}
 TOKEN = "token-of-the-service-account"
@@ -56,7 +59,7 @@ class ScaleApi:
             return self._list(dict(parse_qsl(query)))
         if path.startswith(f"{PODS}/") and method == "PATCH":
             return self._annotate(path.rpartition("/")[2], json.loads(body))
-        if path != PATH:
+        if path not in PATHS:
             return _failure(403, f"deployments.apps is forbidden: cannot {method} {path}")
         if method == "PATCH":
             assert headers["content-type"] == "application/merge-patch+json"

@@ -25,10 +25,12 @@ from tests.support.waiting import PATIENCE, until
 
 
 @contextmanager
-def scaler(folder: Path, url: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def scaler(
+    folder: Path, url: str, env: dict[str, str], option: str = "--deployment"
+) -> Iterator[subprocess.Popen[str]]:
     """The command as the rendered pod runs it; it must end by SIGTERM."""
     costs = ",".join(f"{key}={value}" for key, value in LABELS.items())
-    argv = ["autoscale", "--deployment", "run-rollout", "--namespace", "training", "--controller", url]
+    argv = ["autoscale", option, "run-rollout", "--namespace", "training", "--controller", url]
     argv += ["--costs", costs]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -54,6 +56,10 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
         served_controller(run, redis.url) as served,
         scale_api(tmp_path, 3) as (scale, env),
     ):
+        with scaler(tmp_path, served.url, env, "--leader-worker-set"):
+            until(lambda: scale.replicas == 1, "the number of the start, of engines")
+        scale.replicas = 3
+        scale.calls.clear()
         with scaler(tmp_path, served.url, env) as process:
             until(lambda: scale.replicas == 1, "the number of the start")
             with (
@@ -131,7 +137,9 @@ def test_only_numbers_within_the_limits_are_obeyed(asked: AutoscaleStatus, numbe
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     argv = ["autoscale", "--namespace", "b", "--controller", "http://127.0.0.1:1"]
-    cosmos(*argv, COSMOS_TOKEN=TOKENS["rollout"]).complains(2, "neither --deployment nor --costs")
+    cosmos(*argv, COSMOS_TOKEN=TOKENS["rollout"]).complains(
+        2, "none of --deployment, --leader-worker-set and --costs"
+    )
     argv += ["--deployment", "a"]
     cosmos(*argv, COSMOS_TOKEN="").complains(2, "COSMOS_TOKEN is not set")
     token = {"COSMOS_TOKEN": TOKENS["rollout"]}

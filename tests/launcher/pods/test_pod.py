@@ -71,6 +71,34 @@ def test_a_pod_finds_its_part_in_its_environment(monkeypatch: pytest.MonkeyPatch
     assert (rollout.env["COSMOS_REPLICA_NAME"], rollout.env["OMP_NUM_THREADS"]) == ("run-policy-1", "8")
 
 
+def test_a_pod_of_an_engine_knows_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = config(placement={"gpus_per_node": 0}, train={"output_dir": "/cosmos", "timestamp": "run"})
+    for name, text in (("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1"), ("COSMOS_POD", "run-rollout-3-1")):
+        monkeypatch.setenv(name, text)
+    with pytest.raises(LaunchError, match="LWS_LEADER_ADDRESS is not set"):
+        pod._specs(Role.ROLLOUT, whole)
+    monkeypatch.setenv("LWS_LEADER_ADDRESS", "run-rollout-3.run-rollout.default")
+    (second,) = pod._specs(Role.ROLLOUT, whole)
+    assert second.argv[-1] == "rollout_worker.engines.vllm.follower"
+    assert (
+        second.env.items()
+        >= {
+            "COSMOS_ENGINE_NODES": "2",
+            "COSMOS_ENGINE_NODE": "1",
+            "COSMOS_ENGINE_LEADER": "run-rollout-3.run-rollout.default",
+            "COSMOS_ENGINE_FOLDER": "/cosmos/run/engines/run-rollout-3",
+        }.items()
+    )
+    for name, text in (
+        ("LWS_WORKER_INDEX", "0"), ("COSMOS_POD", "run-rollout-3"), ("COSMOS_NODE_ADDRESS", "10.0.0.7")
+    ):  # fmt: skip
+        monkeypatch.setenv(name, text)
+    (first,) = pod._specs(Role.ROLLOUT, whole)
+    assert (first.argv[-1], first.env["COSMOS_REPLICA_NAME"]) == ("rollout_worker", "run-rollout-3")
+    assert first.env["COSMOS_ENGINE_LEADER"] == "10.0.0.7"
+    assert first.env["COSMOS_ENGINE_FOLDER"] == second.env["COSMOS_ENGINE_FOLDER"]
+
+
 def test_ranks_of_one_start_meet_and_those_of_another_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COSMOS_START", "5e1f")
     monkeypatch.setenv("COSMOS_ATTEMPT", "0")

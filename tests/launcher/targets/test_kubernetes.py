@@ -35,6 +35,12 @@ SMALL = {
     "placement.gpus_per_node": 8,
 }
 ELASTIC = SMALL | {"autoscale.enable": True, "autoscale.max_replicas": 6, "autoscale.min_replicas": 0}
+ENGINE = {
+    "placement.nodes": 6,
+    "rollout.backend": "vllm",
+    "rollout.parallelism.tp_size": 8,
+    "rollout.parallelism.pp_size": 2,
+}
 CASES: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "cpu": SMALL | {"placement.gpus_per_node": 0, "kubernetes.policy_kind": "statefulset"},
@@ -50,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kubernetes.policy_image": "registry.example.com/policy:2",
         "kubernetes.rollout_image": "registry.example.com/rollout@sha256:0123",
     },
+    "engines": ELASTIC | ENGINE | {"kubernetes.topology_key": "cloud.example.com/rack"},
     "command": ELASTIC
     | {
         "kubernetes.scaler": "command",
@@ -99,6 +106,8 @@ class Rendered:
             elif one["kind"] == "JobSet":
                 (job,) = one["spec"]["replicatedJobs"]
                 found["policy"] = job["template"]["spec"]["template"]
+            elif one["kind"] == "LeaderWorkerSet":
+                found["rollout"] = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]
         return found
 
     def container(self, component: str) -> Any:
@@ -125,6 +134,9 @@ def test_kubernetes_knows_every_field(rendered: Rendered) -> None:
             (job,) = one["spec"]["replicatedJobs"]
             as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job["template"]}
             kubernetes_validate.validate(as_job, VERSION, strict=True)
+        elif one["kind"] == "LeaderWorkerSet":
+            pod = {"apiVersion": "v1", "kind": "Pod", **one["spec"]["leaderWorkerTemplate"]["workerTemplate"]}
+            kubernetes_validate.validate(pod, VERSION, strict=True)
         else:
             assert one["kind"] in ("ScaledObject", "TriggerAuthentication")
     listed = yaml.safe_load((rendered.base / "kustomization.yaml").read_text())
@@ -198,6 +210,29 @@ def test_gpus_and_pods_follow_the_mesh(tmp_path: Path) -> None:
         "targetValue": "1",
         "authMode": "bearer",
     }
+
+
+def test_an_engine_that_no_node_holds_is_a_group_of_pods(tmp_path: Path) -> None:
+    rendered = Rendered(tmp_path, CASES["engines"], "keda")
+    groups = rendered.one("LeaderWorkerSet")
+    assert "replicas" not in groups["spec"]
+    template = groups["spec"]["leaderWorkerTemplate"]
+    assert (template["size"], template["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    assert groups["metadata"]["annotations"] == {
+        "leaderworkerset.sigs.k8s.io/exclusive-topology": "cloud.example.com/rack"
+    }
+    assert rendered.container("rollout")["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert "topologySpreadConstraints" not in template["workerTemplate"]["spec"]
+    target = {"apiVersion": groups["apiVersion"], "kind": "LeaderWorkerSet", "name": "cosmos-rollout"}
+    assert rendered.one("ScaledObject")["spec"]["scaleTargetRef"] == target
+    followed = Rendered(tmp_path, CASES["engines"] | {"kubernetes.scaler": "command"}, "command")
+    (rule,) = followed.one("Role")["rules"]
+    assert (rule["apiGroups"], rule["resources"]) == (
+        ["leaderworkerset.x-k8s.io"],
+        ["leaderworkersets/scale"],
+    )
+    argv = followed.container("scaler")["command"]
+    assert argv[argv.index("--leader-worker-set") + 1] == "cosmos-rollout"
 
 
 def test_who_scales_may_do_no_more(tmp_path: Path) -> None:
@@ -276,6 +311,13 @@ def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
             ["2 pods", 'kubernetes.policy_kind = "jobset"'],
         ),
         ({"placement.policy": [0]}, ["placement.policy names devices"]),
+        (ENGINE | {"placement.gpus_per_node": 6}, ["16 GPUs takes 3 pods of at most 6", "fill nodes evenly"]),
+        (
+            ENGINE | {"rollout.parallelism.dp_shard_size": 2},
+            ["4 pods", "dp_shard_size = 2", "n_init_replicas"],
+        ),
+        (ENGINE | {"weight_sync.host_cache": "/tmp"}, ["2 pods", "weight_sync.host_cache = '/tmp'"]),
+        (ENGINE | {"kubernetes.deletion_cost": True}, ["2 pods", "kubernetes.deletion_cost = true"]),
         ({"redis.url": "unix:///run/redis"}, ["redis.url = 'unix:///run/redis'"]),
         ({"placement.share": "memory"}, ['placement.share = "memory"']),
     ],
