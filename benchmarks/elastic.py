@@ -2,7 +2,7 @@
 
     python benchmarks/elastic.py [--phase 90] [--out docs/images/elastic.png]
 
-`cosmos-launch` with [autoscale] (at most four replicas, a decision every three seconds, down after twelve) trains a
+`cosmos-launch` with [autoscale] (at most four replicas, a decision every three seconds, down after thirty) trains a
 tiny model. A reward takes a fiftieth of a second, then a third, then a fiftieth again, one at a time in each
 replica, and the trainer goes over each batch twelve times. The last line of stdout is one JSON object: for each phase
 the numbers that were decided, the trainer's waiting in its second half, and the seconds until the last change.
@@ -45,7 +45,7 @@ def run(folder: Path, seconds: float) -> tuple[list[Phase], list[Event]]:
     make_tokenizer(folder / "model")
     make_model(folder / "model", seed=0)
     config = write_config(folder, folder / "model", steps=100_000, rows=400_000, validation=False)
-    loaded(config, max_replicas=4, interval=3.0, scale_down_delay=12.0)
+    loaded(config, max_replicas=4, interval=3.0, scale_down_delay=30.0)
     put_load(config, LOADS[0])
     phases = []
     with Program(config) as program:
@@ -55,7 +55,9 @@ def run(folder: Path, seconds: float) -> tuple[list[Phase], list[Event]]:
             began = time.time()
             time.sleep(seconds)
             phases.append(Phase(began, time.time(), load))
-            print(f"reward of {load} s: {numbers(phases[-1], events_of(program))}", flush=True)
+            for event in changes(phases[-1], events_of(program)):
+                after = event.at - phases[0].began
+                print(f"{after:4.0f} s, reward of {load} s: {event.text}", flush=True)
         command("stop", program.run_dir, "--wait", "60")
         program.wait()
         found = events_of(program)

@@ -13,7 +13,9 @@ is 0 only when the job is over.
 
 Where the bound lets each replica hold only some of the groups that it could, more of them may help, since each is
 faster with fewer, or may not, since as many groups are under way as before. That is tried, and taken back where they
-made no more. Where they did, the measured need tells too little, and so much more headroom is kept.
+made no more. Where they did, the measured need tells too little, and so much more headroom is kept. Where they made
+far fewer, the load has changed meanwhile, or they are in each other's way: what is made afterwards, by the number of
+before, tells which.
 
 Down it goes to what is needed, by the highest rate of a replica that was seen lately; where none was, half of the
 way. After a raise lies the time in which it shows, and a few replicas too many are not worth a change. What was
@@ -44,6 +46,8 @@ WORTH = 0.15
 """Share of its time that the trainer must wait while the bound refuses groups: less is not worth a trial."""
 TRIED = 0.25
 """Share of the gain in proportion to their number that has to be seen."""
+FELL = 0.8
+"""Share of what was made before a trial, below which the number of replicas alone does not explain it."""
 MOST_IDLE = 0.5
 """Share of their time that the bound may leave replicas without work, and more of them may still help."""
 FULL = 0.05
@@ -129,6 +133,8 @@ class Memory:
     headroom_at: float = 0.0
     tried: list[float] = field(default_factory=list)
     """A trial: the number before it, the groups per second that those made, and the need that was measured."""
+    doubted: float = 0.0
+    """Groups per second before a trial in which far fewer were made; 0: there was none."""
     useful: int = 0
     """Beyond which more made no difference; 0: not known."""
     useful_at: float = 0.0
@@ -230,7 +236,7 @@ class Autoscaler:
             return self._more(now, seen, measured)
         if measured.refused > max(WORTH, self.limits.target_wait):
             return self._try(now, seen, measured)
-        self._refused_since = None
+        self._refused_since, memory.doubted = None, 0.0
         enough_for = self._enough_for(now)
         if enough_for is not None and enough_for < memory.desired:
             return self._fewer(now, measured, enough_for)
@@ -285,6 +291,9 @@ class Autoscaler:
             return self._keep("settling", f"{waits}: waiting for what the last change does, or the load's")
         if seen.working < memory.desired:
             return self._keep("settling", f"{waits}: {_missing(seen.working, memory.desired)}")
+        made, memory.doubted = memory.doubted, 0.0
+        if made and measured.supply >= made * FELL:  # the load is what it was
+            memory.useful, memory.useful_at = memory.desired, now
         if measured.idle > MOST_IDLE:
             return self._keep(
                 "both",
@@ -346,8 +355,11 @@ class Autoscaler:
             memory.headroom_at = now
             self._watch_anew()
             return None
-        memory.useful, memory.useful_at = int(before), now
         made_now = f"{desired} replicas made {measured.supply:.3g} groups/s, {before:.0f} made {made:.3g}"
+        if measured.supply < made * FELL:
+            memory.doubted = made
+            return self._set(now, int(before), "bound", f"{made_now}: whether the load has changed shows now")
+        memory.useful, memory.useful_at = int(before), now
         hint = f"allowed_outdated_steps = {self.limits.bound + 1} would help"
         return self._set(now, int(before), "bound", f"{made_now}: {self._bound()}; {hint}")
 

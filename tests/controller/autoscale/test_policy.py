@@ -87,6 +87,29 @@ def test_replicas_that_were_tried_in_vain_go_again_and_are_not_tried_for_an_hour
     assert decide(one, now=2300.0 + 61 * 60, began=2400.0, **HELD_BACK).desired == 137
 
 
+def test_a_trial_in_which_the_load_grew_is_made_again():
+    one = held_back()
+    slow = {**HELD_BACK, "rate": 0.03, "throttled": 0.6}
+    back = decide(one, now=2300.0, began=2100.0, replicas=137.0, **slow)
+    assert (back.desired, back.kind) == (100, "bound")
+    assert (
+        "137 replicas made 4.11 groups/s, 100 made 10: whether the load has changed shows now" in back.reason
+    )
+    assert decide(one, now=2310.0, began=2290.0, **slow).kind == "settling"
+    again = decide(one, now=2400.0, began=2310.0, **slow)
+    assert (again.desired, again.kind) == (200, "more")
+    assert decide(one, now=2700.0, began=2500.0, replicas=200.0, **slow | {"wait": 0.4}).desired == 200
+
+
+def test_replicas_that_are_in_each_others_way_go_again():
+    one = held_back()
+    decide(one, now=2300.0, began=2100.0, **HELD_BACK | {"replicas": 137.0, "rate": 0.03})
+    for minutes in (2, 30):
+        found = decide(one, now=2300.0 + 60 * minutes, began=2310.0, **HELD_BACK)
+        assert (found.desired, found.kind) == (100, "bound")
+        assert "more than 100 replicas made no more" in found.reason
+
+
 def test_no_trial_for_little_waiting():
     assert decide(scaler(), **{**HELD_BACK, "wait": 0.1, "refused": 0.1}).desired == 100
 
