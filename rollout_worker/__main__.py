@@ -2,7 +2,7 @@
 
 Environment: COSMOS_CONTROLLER_URL and COSMOS_TOKEN (the rollout role's); optional COSMOS_REPLICA_NAME,
 COSMOS_REPLICA_SECRET (who starts it again with the same one has its name at once), COSMOS_CPU_THREADS,
-COSMOS_PARENT_PID; COSMOS_ENGINE_* of the first machine of an engine over several (see `engines.vllm.nodes`). Everything
+COSMOS_PARENT_PID; COSMOS_ENGINE_* of an engine over several machines (see `engines.vllm.nodes`). Everything
 else comes with the registration.
 
 SIGTERM drains: no more leases, what can be is finished and pushed, the rest given back, all of it within
