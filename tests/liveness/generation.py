@@ -17,6 +17,7 @@ import numpy as np
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError, EngineFailed, Generation
 from rollout_worker.engines.transformers.settings import settings_of
+from rollout_worker.engines.vllm import adapter
 from rollout_worker.engines.vllm.adapter import Boot
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from rollout_worker.groups.leasing import Leasing, training_settings, validation_settings
@@ -134,7 +135,7 @@ watch(
 def vllm_environment(config: Config, place: Place) -> str | None:
     """What vLLM's processes are told of the kernels that sample, as they are started."""
     seen = []
-    with contextlib.suppress(EngineFailed), patch.object(Boot, "_vllm_config", lambda _: _note(seen)):
+    with contextlib.suppress(EngineFailed), patch.object(adapter, "engine_config", lambda *_: _note(seen)):
         Boot(config).run()
     return seen[0]
 
