@@ -1,0 +1,259 @@
+"""Who trains: policy replicas by epochs, and the parts of the batch that each of them computes. Pure.
+
+    enters ─▶ waits ─ a step is committed ─▶ heals ─▶ member ─▶ gone
+      └────── nobody is there: with the weights that it has ──▲
+
+The batch of an optimizer step is cut into as many parts as replicas were asked for, however many there are. Each
+part's gradient is formed by one member; all members add those of all parts in the same order, so that their weights
+are the same, bit by bit, and do not depend on who computed what.
+
+An *epoch* is a set of members with their parts. It ends whenever one goes, comes, or gets other parts, and what
+belongs to an earlier one changes nothing any more. An optimizer step is applied when every member holds the gradients
+of all parts: that is decided here, once, and before it nobody applies them. Who goes before that is not waited for:
+the others form its parts anew, from the weights that they all have. Who goes after it is not needed.
+
+The leader, who is there for longest, commits, publishes and saves. A step that it did not come to commit is committed
+by the next one. Between two steps, while somebody waits, the leader saves a checkpoint, and those who wait load it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+REMEMBERED = 0.5
+"""Share of what was known of a member's speed that is kept when it reports again."""
+WORTH = 0.2
+"""Share of a step's time that has to be saved for parts to change hands."""
+UNKNOWN = 1.0
+"""Seconds for a part of a member whose speed nobody knows, where all are unknown; else the mean of the others."""
+
+Action = Literal["train", "wait", "commit", "save", "heal", "apply", "again"]
+
+
+@dataclass(slots=True)
+class Member:
+    """parts: numbers of those that it computes. seconds: that one takes; 0: not known."""
+
+    parts: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a replica is to do now.
+
+    train: the step, as these parts of this epoch. commit, save: as the leader, the step before, or its checkpoint.
+    apply: the gradients that it holds. again: the exchange, as these parts of this epoch. heal: load a checkpoint
+    of `step` committed steps, or enter anew where it is -1. wait: ask again.
+    """
+
+    action: Action
+    epoch: int = 0
+    parts: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()
+    step: int = -1
+
+
+class Membership:
+    """See the module's docstring. parts: of a batch. Replicas are named by the ids of their incarnations."""
+
+    def __init__(self, parts: int, step: int = 0) -> None:
+        self.parts, self.epoch = parts, 0
+        self.step, self.number = step, 0
+        """The training step that is next to be committed, and its optimizer step that is next to be applied."""
+        self.members: dict[str, Member] = {}
+        """In the order in which they came: the first one leads."""
+        self.waiting: dict[str, bool] = {}
+        """Who has entered, and whether it was asked to load the checkpoint of this step."""
+        self.saved = False
+        """Whether that checkpoint is there."""
+        self._holding: set[str] = set()
+
+    @property
+    def leader(self) -> str:
+        """ "" while nobody is there."""
+        return next(iter(self.members), "")
+
+    # ---- who is there -------------------------------------------------------------------------------------
+
+    def enter(self, name: str, step: int) -> Order:
+        """A replica has come. Alone it begins as it is, with the weights of `step` committed steps; else it waits."""
+        if name in self.members:
+            return self._plan(name)
+        if self.members:
+            self.waiting.setdefault(name, False)
+            return Order("wait", self.epoch)
+        self.waiting.pop(name, None)
+        self.give_up()
+        self.members[name] = Member()
+        self.step, self.number, self.saved = step, 0, False
+        self._renew()
+        return self._plan(name)
+
+    def gone(self, name: str) -> bool:
+        """A replica has died, or leaves. Returns whether it was a member."""
+        self.waiting.pop(name, None)
+        if self.members.pop(name, None) is None:
+            return False
+        self._renew()
+        return True
+
+    def heal(self, name: str) -> Order:
+        """What one that waits is to do."""
+        if name in self.members:
+            return self._plan(name)
+        if name not in self.waiting:
+            return Order("heal", self.epoch)
+        if not self.members:  # those who could have saved are gone: it begins with what there is
+            return Order("heal", self.epoch)
+        asked = self.waiting[name] and self.saved
+        return Order("heal", self.epoch, step=self.step) if asked else Order("wait", self.epoch)
+
+    def healed(self, name: str, step: int) -> Order:
+        """It has the weights of `step` committed steps: a member, if the others still wait there."""
+        if name in self.members:
+            return self._plan(name)
+        if not self.waiting.get(name) or not self.saved or step != self.step:
+            return self.heal(name)
+        del self.waiting[name]
+        self.members[name] = Member()
+        self._renew()
+        return self._plan(name)
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def begin(self, name: str, step: int) -> Order:
+        """A member has trained all steps before `step`."""
+        if name not in self.members or step < self.step or step > self.step + 1:
+            return Order("heal", self.epoch)
+        if step > self.step:
+            return Order("commit" if name == self.leader else "wait", self.epoch, step=self.step)
+        if any(self.waiting.values()):
+            saves = name == self.leader and not self.saved
+            return Order("save" if saves else "wait", self.epoch, step=step)
+        return self._plan(name)
+
+    def holds(self, name: str, epoch: int, step: int, number: int, seconds: float = 0.0) -> Order:
+        """A member holds the gradients of all parts of an optimizer step, as they were exchanged in an epoch.
+
+        seconds: that each of its parts took.
+        """
+        if name not in self.members:
+            return Order("heal", self.epoch)
+        at, now = (step, number), (self.step, self.number)
+        if at < now:
+            return Order("apply", self.epoch)
+        if at > now:
+            if step != self.step:
+                return Order("heal", self.epoch)
+            self.number = number  # it has applied those before, so that was decided, and forgotten
+            self._holding.clear()
+        if epoch != self.epoch:
+            return Order("again", *self._share(name))
+        if name not in self._holding:
+            self._holding.add(name)
+            self._note(name, seconds)
+        if len(self._holding) < len(self.members):
+            return Order("wait", self.epoch)
+        self.number += 1
+        self._holding.clear()
+        return Order("apply", self.epoch)
+
+    def committed(self, step: int) -> None:
+        """A step is committed: those who wait come in before the next one."""
+        if step != self.step:
+            return
+        self.step, self.number, self.saved = step + 1, 0, False
+        self._holding.clear()
+        self.waiting = dict.fromkeys(self.waiting, True)
+        self._level()
+
+    def save(self, step: int) -> None:
+        """There is a checkpoint of so many committed steps."""
+        self.saved = self.saved or step == self.step
+
+    def give_up(self) -> list[str]:
+        """Those who load take too long: they wait for another step. Returns who they are."""
+        late = [name for name, asked in self.waiting.items() if asked]
+        self.waiting = dict.fromkeys(self.waiting, False)
+        return late
+
+    # ---- parts --------------------------------------------------------------------------------------------
+
+    def _plan(self, name: str) -> Order:
+        return Order("train", *self._share(name), step=self.step)
+
+    def _share(self, name: str) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
+        return self.epoch, tuple(self.members[name].parts), tuple(self.members)
+
+    def _renew(self) -> None:
+        """Another epoch: deal all parts anew."""
+        self.epoch += 1
+        self._holding.clear()
+        counts = dealt(self.parts, self._speeds())
+        first = 0
+        for member, count in zip(self.members.values(), counts, strict=True):
+            member.parts = list(range(first, first + count))
+            first += count
+
+    def _level(self) -> None:
+        """Deal anew where some are slow, and it is worth an epoch."""
+        speeds = self._speeds()
+        as_it_is = _longest([len(member.parts) for member in self.members.values()], speeds)
+        if _longest(dealt(self.parts, speeds), speeds) < (1.0 - WORTH) * as_it_is:
+            self._renew()
+
+    def _note(self, name: str, seconds: float) -> None:
+        member = self.members[name]
+        if seconds > 0.0:
+            known = member.seconds or seconds
+            member.seconds = REMEMBERED * known + (1.0 - REMEMBERED) * seconds
+
+    def _speeds(self) -> list[float]:
+        known = [member.seconds for member in self.members.values() if member.seconds]
+        usual = sum(known) / len(known) if known else UNKNOWN
+        return [member.seconds or usual for member in self.members.values()]
+
+    # ---- stored -------------------------------------------------------------------------------------------
+
+    def to_record(self) -> dict[str, Any]:
+        """Without who holds what: they say it again."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "number": self.number,
+            "members": {name: asdict(member) for name, member in self.members.items()},
+            "waiting": dict(self.waiting),
+            "saved": self.saved,
+        }
+
+    @classmethod
+    def from_record(cls, parts: int, record: Mapping[str, Any]) -> Membership:
+        """As it was; with another number of parts they are dealt anew."""
+        found = cls(parts, record["step"])
+        found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]
+        found.members = {name: Member(**member) for name, member in record["members"].items()}
+        found.waiting = dict(record["waiting"])
+        if found.members and sum(len(member.parts) for member in found.members.values()) != parts:
+            found._renew()
+        return found
+
+
+def dealt(parts: int, seconds: list[float]) -> list[int]:
+    """How many parts each member computes, so that the last one is done as early as possible.
+
+    seconds: that a part takes each. Of two that would be done alike the one with fewer has it, or the earlier one.
+    """
+    done = [(each, 0, index) for index, each in enumerate(seconds)]  # when, if it takes one more than it has
+    heapq.heapify(done)
+    for _ in range(parts if seconds else 0):
+        at, count, index = done[0]
+        heapq.heapreplace(done, (at + seconds[index], count + 1, index))
+    return [count for _, count, _ in sorted(done, key=lambda entry: entry[2])]
+
+
+def _longest(counts: list[int], seconds: list[float]) -> float:
+    return max((count * each for count, each in zip(counts, seconds, strict=True)), default=0.0)
