@@ -1,0 +1,7 @@
+"""Gradients between policy replicas, which compute some parts of each batch each.
+
+gradients     those of a rank as one row of numbers, and the sum over the parts of a batch
+base          what an exchange is, and how it ends
+collective    by a process group of the same rank of each replica (gloo, NCCL)
+stored        by a weight store: a directory that all replicas see, or a bucket
+"""

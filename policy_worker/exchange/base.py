@@ -1,0 +1,92 @@
+"""What an exchange of gradients is: rows of numbers that each replica has some of, and all of them need.
+
+The same rank of each replica takes part, with the gradients of its own shards; ranks of other numbers are not met.
+Nothing waits without an end: an exchange is over when it is complete, when it is told to stop (another epoch has
+begun, for example), or when nothing has come for too long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+PIECE_BYTES = 32 << 20
+"""Of a row that travel, and are added, at once."""
+LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
+"""How often it is looked whether something has come, at first and in the end."""
+
+
+class ExchangeEnded(Exception):
+    """It was told to stop, or nothing came: nobody has applied anything. Says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One exchange: of an optimizer step, in an epoch. counts: parts of each member, in order. me: which one."""
+
+    timeline: int
+    step: int
+    number: int
+    epoch: int
+    counts: tuple[int, ...]
+    me: int
+
+    @property
+    def parts(self) -> int:
+        """Of the batch."""
+        return sum(self.counts)
+
+    @property
+    def owners(self) -> list[int]:
+        """Which member computes each part."""
+        return [member for member, count in enumerate(self.counts) for _ in range(count)]
+
+    @property
+    def name(self) -> str:
+        """Of no other round of the job."""
+        return f"t{self.timeline}-s{self.step}-n{self.number}-e{self.epoch}"
+
+
+class Exchange(Protocol):
+    """A transport. One round at a time; a round may be begun anew under another epoch."""
+
+    def pieces(self, round_: Round, own: Mapping[int, Tensor]) -> Iterator[tuple[slice, Sequence[Tensor]]]:
+        """Of each piece of a row where it lies, and the numbers of all parts there, in order; not to be changed.
+
+        own: the rows of this member's parts, [n] each, at least one unless it has none; all of one type. A member
+        without parts has to know n: it hands in any row under -1.
+
+        Raises `ExchangeEnded`.
+        """
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+
+
+class Watch:
+    """The end of waiting. stop: why it is to end, "" while it is not. seconds: without news."""
+
+    def __init__(self, stop: Callable[[], str], seconds: float) -> None:
+        self._stop, self._seconds = stop, seconds
+
+    def until(self, there: Callable[[], bool], what: str) -> None:
+        """Wait until something is there. Raises `ExchangeEnded`."""
+        give_up, pause = time.monotonic() + self._seconds, LOOK_S
+        while not there():
+            if reason := self._stop():
+                raise ExchangeEnded(f"{what}: {reason}")
+            if time.monotonic() > give_up:
+                raise ExchangeEnded(f"{what} did not come within {self._seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK_S)
+
+
+def cut(row: Tensor) -> Iterator[slice]:
+    """The pieces of a row, in order."""
+    size = max(1, PIECE_BYTES // row.element_size())
+    for start in range(0, len(row), size):
+        yield slice(start, min(start + size, len(row)))

@@ -1,0 +1,100 @@
+"""The gradients of this rank: of each part of a batch as one row of numbers, and their sum over all parts.
+
+    backward of a part ─▶ .grad of each parameter ─▶ take: a row ─▶ Exchange ─▶ give: the sum in .grad ─▶ optimizer
+
+The sum is ((part 0 + part 1) + part 2) + …, number by number, in the type of the gradients: the same bits, whoever
+has computed which part. A parameter without a gradient counts as zeros where another part has one for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from policy_worker.exchange.base import Exchange, Round
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class PartGradients:
+    """Of some parameters. One type of gradients: that of the parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        kinds = {parameter.dtype for parameter in self._parameters}
+        assert len(kinds) <= 1, f"gradients of several types: {kinds}"
+        self._sizes = [_local(parameter).numel() for parameter in self._parameters]
+        self._rows: dict[int, Tensor] = {}
+
+    @property
+    def numbers(self) -> int:
+        """Of a row: one for each of this rank's numbers, and one for each parameter, whether it has a gradient."""
+        return sum(self._sizes) + len(self._sizes)
+
+    @torch.no_grad()
+    def take(self, part: int) -> None:
+        """The gradients that there are now are those of a part; parameters have none afterwards."""
+        row = self._empty()
+        marks, rest = row[: len(self._sizes)], row[len(self._sizes) :]
+        for number, (parameter, place) in enumerate(zip(self._parameters, self._places(rest), strict=True)):
+            marks[number] = float(parameter.grad is not None)
+            if parameter.grad is None:
+                place.zero_()
+            else:
+                place.copy_(_local(parameter.grad).reshape(-1))
+            parameter.grad = None
+        self._rows[part] = row
+
+    def keep(self, parts: Sequence[int]) -> list[int]:
+        """Forget what is not of these parts; returns those that have to be computed."""
+        self._rows = {part: row for part, row in self._rows.items() if part in parts}
+        return [part for part in parts if part not in self._rows]
+
+    @torch.no_grad()
+    def add_up(self, exchange: Exchange, round_: Round) -> None:
+        """Give each parameter the sum over all parts; those that were taken stay, for another round.
+
+        Raises `ExchangeEnded`: parameters have no gradients.
+        """
+        own = self._rows or {-1: self._empty()}
+        total = torch.empty_like(next(iter(own.values())))
+        for where, rows in exchange.pieces(round_, own):
+            piece = total[where].copy_(rows[0])
+            for row in rows[1:]:
+                piece.add_(row)
+        marks, rest = total[: len(self._sizes)], total[len(self._sizes) :]
+        for there, parameter, place in zip(
+            (marks != 0).tolist(), self._parameters, self._places(rest), strict=True
+        ):
+            parameter.grad = _like(parameter, place) if there else None
+
+    def forget(self) -> None:
+        """The step was applied, or given up."""
+        self._rows.clear()
+
+    def _empty(self) -> Tensor:
+        first = _local(self._parameters[0])
+        return torch.empty(self.numbers, dtype=first.dtype, device=first.device)
+
+    def _places(self, rest: Tensor) -> Iterator[Tensor]:
+        return iter(rest.split(self._sizes))
+
+
+def _like(parameter: nn.Parameter, numbers: Tensor) -> Any:
+    local = numbers.view(_local(parameter).shape)
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
