@@ -78,6 +78,11 @@ class VllmEngine:
         self._keep_kv = config.weight_sync.update_mode == "keep_kv"
         self._adapter: VllmAdapter | None = None
         self._nodes = nodes_of(os.environ)
+        if self._nodes is not None and self._nodes.index:
+            raise EngineConfigError(
+                f"COSMOS_ENGINE_NODE = {self._nodes.index}: the replica is on node 0, the others run "
+                "python -m rollout_worker.engines.vllm.follower"
+            )
         self._boot = Boot(config, self._nodes)
         self._booting: asyncio.Future[VllmAdapter] | None = None
         self._failure: EngineError | None = None

@@ -79,13 +79,19 @@ class Nodes:
 
     @contextmanager
     def own_folder(self) -> Iterator[None]:
-        """Made anew by node 0, which has the name of the replica: whatever is there is of a dead one."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(mode=0o700, parents=True)
+        """For node 0, which has the name of the replica: what engines leave there is of a dead one."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._clear()
         try:
             yield
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._clear()
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+    def _clear(self) -> None:
+        for left in self.folder.glob("cosmos-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def nodes_of(env: Mapping[str, str]) -> Nodes | None:

@@ -56,7 +56,7 @@ class _Tensor:
 
 
 async def served_weights(
-    adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str, folder: Path | None
+    adapter: VllmAdapter, weights: SharedWeights | None, content_hash: str, folder: Path | None = None
 ) -> Checksum:
     """Hash what is served. The weights are not updated meanwhile.
 
@@ -155,7 +155,7 @@ async def _add(
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-def _directory(n_bytes: int, folder: Path | None) -> Path:
+def _directory(n_bytes: int, folder: Path | None = None) -> Path:
     """A new one with room for so many bytes: in a folder, or in shared memory, or else among temporary files."""
     try:
         places = [SHARED, Path(tempfile.gettempdir())] if folder is None else [folder]

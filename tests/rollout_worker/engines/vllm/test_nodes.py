@@ -122,10 +122,13 @@ def test_a_machine_is_found_by_its_environment(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_dead_one_is_made_anew(nodes: Nodes) -> None:
-    nodes.folder.mkdir()
-    (nodes.folder / "left").touch()
+    (nodes.folder / "cosmos-weights-0" / "copy").mkdir(parents=True)
+    (nodes.folder / "mine").touch()
     with nodes.own_folder():
-        assert list(nodes.folder.iterdir()) == []
+        assert [path.name for path in nodes.folder.iterdir()] == ["mine"]
+    (nodes.folder / "mine").unlink()
+    with nodes.own_folder():
+        (nodes.folder / "cosmos-served-x").mkdir()
     assert not nodes.folder.exists()
 
 
