@@ -11,6 +11,7 @@ the fuzzing starts, and still takes a step when it is over. A failure is printed
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 import time
@@ -48,6 +49,8 @@ ENDS = ("/v1/job/fail", "/v1/job/{action}")
 @contextmanager
 def target() -> Iterator[ServedController]:
     """A controller in the middle of its job."""
+    # Loaded when a document is read, else: Python 3.11 cannot parse a module while another thread parses one.
+    importlib.import_module("schemathesis.specs.openapi.schemas")
     with tempfile.TemporaryDirectory() as folder, running_valkey() as valkey:
         run_dir = make_run_dir(Path(folder) / "run", make_config(), rows=64)
         with served_controller(run_dir, valkey.url) as served:
