@@ -1,19 +1,23 @@
 """Who trains: policy replicas by epochs, and the parts of the batch that each of them computes. Pure.
 
-    enters ─▶ waits ─ a step is committed ─▶ heals ─▶ member ─▶ gone
-      └────── nobody is there: with the weights that it has ──▲
+    joins ─▶ waits ─ a step is committed ─▶ heals ─▶ member ─▶ gone
+      └─── nobody is there, or it has their weights ──▲
 
 The batch of an optimizer step is cut into as many parts as replicas were asked for, however many there are. Each
 part's gradient is formed by one member; all members add those of all parts in the same order, so that their weights
 are the same, bit by bit, and do not depend on who computed what.
 
 An *epoch* is a set of members with their parts. It ends whenever one goes, comes, or gets other parts, and what
-belongs to an earlier one changes nothing any more. An optimizer step is applied when every member holds the gradients
-of all parts: that is decided here, once, and before it nobody applies them. Who goes before that is not waited for:
-the others form its parts anew, from the weights that they all have. Who goes after it is not needed.
+belongs to an earlier one changes nothing any more. A step is a number of *rounds*, most of which are an optimizer
+step each. In a round all members compute their parts, then, when all are ready, exchange what they found, and use it
+when every member holds the results of all parts: that is decided here, once, and before it nobody uses them. Who goes
+before that is not waited for: the others form its parts anew, from the weights that they all have. Who goes after it
+is not needed.
 
 The leader, who is there for longest, commits, publishes and saves. A step that it did not come to commit is committed
-by the next one. Between two steps, while somebody waits, the leader saves a checkpoint, and those who wait load it.
+by the next one. Before each step all members say what their weights are (a checksum); those who differ from most of
+them, or from the leader where as many have either, are out. Between two steps, while somebody waits, the leader saves
+a checkpoint, and those who wait load it; who comes with the same weights need not.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ WORTH = 0.2
 UNKNOWN = 1.0
 """Seconds for a part of a member whose speed nobody knows, where all are unknown; else the mean of the others."""
 
-Action = Literal["train", "wait", "commit", "save", "heal", "apply", "again"]
+Action = Literal["train", "wait", "commit", "save", "heal", "exchange", "apply", "again", "differs"]
 
 
 @dataclass(slots=True)
@@ -46,14 +50,18 @@ class Order:
     """What a replica is to do now.
 
     train: the step, as these parts of this epoch. commit, save: as the leader, the step before, or its checkpoint.
-    apply: the gradients that it holds. again: the exchange, as these parts of this epoch. heal: load a checkpoint
-    of `step` committed steps, or enter anew where it is -1. wait: ask again.
+    exchange: what it computed. apply: what it holds of all. again: the round, as these parts of this epoch. heal: load
+    a checkpoint of `step` committed steps, or register anew where it is -1. differs: end, its weights are not those of
+    the others. wait: ask again.
+
+    counts: parts of each of the members, in order.
     """
 
     action: Action
     epoch: int = 0
     parts: tuple[int, ...] = ()
     members: tuple[str, ...] = ()
+    counts: tuple[int, ...] = ()
     step: int = -1
 
 
@@ -63,13 +71,19 @@ class Membership:
     def __init__(self, parts: int, step: int = 0) -> None:
         self.parts, self.epoch = parts, 0
         self.step, self.number = step, 0
-        """The training step that is next to be committed, and its optimizer step that is next to be applied."""
+        """The training step that is next to be committed, and its round that is next to be applied."""
         self.members: dict[str, Member] = {}
         """In the order in which they came: the first one leads."""
         self.waiting: dict[str, bool] = {}
-        """Who has entered, and whether it was asked to load the checkpoint of this step."""
+        """Who has joined, and whether it was asked to load the checkpoint of this step."""
         self.saved = False
         """Whether that checkpoint is there."""
+        self.weights = ""
+        """Of all members before the step; "": they have not said so."""
+        self.odd: set[str] = set()
+        """Who had other weights."""
+        self._said: dict[str, str] = {}
+        self._ready: set[str] = set()
         self._holding: set[str] = set()
 
     @property
@@ -79,97 +93,112 @@ class Membership:
 
     # ---- who is there -------------------------------------------------------------------------------------
 
-    def enter(self, name: str, step: int) -> Order:
-        """A replica has come. Alone it begins as it is, with the weights of `step` committed steps; else it waits."""
-        if name in self.members:
-            return self._plan(name)
-        if self.members:
-            self.waiting.setdefault(name, False)
-            return Order("wait", self.epoch)
+    def found(self, name: str, step: int) -> None:
+        """A replica registers while nobody is there: it begins as it is, with the weights of `step` steps."""
+        assert not self.members
         self.waiting.pop(name, None)
         self.give_up()
         self.members[name] = Member()
-        self.step, self.number, self.saved = step, 0, False
-        self._renew()
-        return self._plan(name)
+        self._at(step)
+        self.renew()
+
+    def join(self, name: str, step: int, weights: str) -> Order:
+        """A replica that has registered has the weights of `step` committed steps, and wants to take part."""
+        if name in self.odd:
+            return Order("differs", self.epoch)
+        if name in self.members:
+            return self.begin(name, step, weights)
+        if not self.members:  # it registers, and others may have come before it
+            self.waiting.pop(name, None)
+            return Order("heal", self.epoch)
+        if (step, self.number) == (self.step, 0) and weights == self.weights != "":
+            return self._admit(name)
+        asked = self.waiting.setdefault(name, False) and self.saved
+        return Order("heal", self.epoch, step=self.step) if asked else Order("wait", self.epoch)
+
+    def healed(self, name: str, step: int, weights: str) -> Order:
+        """It has loaded the weights of `step` committed steps: a member, if the others still wait there."""
+        if name in self.members or not self.waiting.get(name) or not self.saved or step != self.step:
+            return self.join(name, step, weights)
+        if self.weights and weights != self.weights:
+            self._expel(name)
+            return Order("differs", self.epoch)
+        return self._admit(name)
 
     def gone(self, name: str) -> bool:
         """A replica has died, or leaves. Returns whether it was a member."""
         self.waiting.pop(name, None)
+        self.odd.discard(name)
         if self.members.pop(name, None) is None:
             return False
-        self._renew()
+        self.renew()
         return True
 
-    def heal(self, name: str) -> Order:
-        """What one that waits is to do."""
-        if name in self.members:
-            return self._plan(name)
-        if name not in self.waiting:
-            return Order("heal", self.epoch)
-        if not self.members:  # those who could have saved are gone: it begins with what there is
-            return Order("heal", self.epoch)
-        asked = self.waiting[name] and self.saved
-        return Order("heal", self.epoch, step=self.step) if asked else Order("wait", self.epoch)
-
-    def healed(self, name: str, step: int) -> Order:
-        """It has the weights of `step` committed steps: a member, if the others still wait there."""
-        if name in self.members:
-            return self._plan(name)
-        if not self.waiting.get(name) or not self.saved or step != self.step:
-            return self.heal(name)
-        del self.waiting[name]
+    def _admit(self, name: str) -> Order:
+        self.waiting.pop(name, None)
         self.members[name] = Member()
-        self._renew()
+        self._said[name] = self.weights
+        self.renew()
         return self._plan(name)
+
+    def _expel(self, name: str) -> None:
+        self.gone(name)
+        self.odd.add(name)
 
     # ---- steps --------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, step: int) -> Order:
-        """A member has trained all steps before `step`."""
+    def begin(self, name: str, step: int, weights: str = "") -> Order:
+        """A member has trained all steps before `step`. weights: its own."""
+        if name in self.odd:
+            return Order("differs", self.epoch)
         if name not in self.members or step < self.step or step > self.step + 1:
             return Order("heal", self.epoch)
         if step > self.step:
             return Order("commit" if name == self.leader else "wait", self.epoch, step=self.step)
+        self._said[name] = weights
+        if not self.weights:
+            if any(other not in self._said for other in self.members):
+                return Order("wait", self.epoch)
+            self._compare()
+            if name in self.odd:
+                return Order("differs", self.epoch)
         if any(self.waiting.values()):
             saves = name == self.leader and not self.saved
             return Order("save" if saves else "wait", self.epoch, step=step)
         return self._plan(name)
 
-    def holds(self, name: str, epoch: int, step: int, number: int, seconds: float = 0.0) -> Order:
-        """A member holds the gradients of all parts of an optimizer step, as they were exchanged in an epoch.
-
-        seconds: that each of its parts took.
-        """
-        if name not in self.members:
-            return Order("heal", self.epoch)
-        at, now = (step, number), (self.step, self.number)
-        if at < now:
-            return Order("apply", self.epoch)
-        if at > now:
-            if step != self.step:
-                return Order("heal", self.epoch)
-            self.number = number  # it has applied those before, so that was decided, and forgotten
-            self._holding.clear()
-        if epoch != self.epoch:
-            return Order("again", *self._share(name))
-        if name not in self._holding:
-            self._holding.add(name)
+    def ready(self, name: str, epoch: int, step: int, number: int, seconds: float = 0.0) -> Order:
+        """A member has computed its parts of a round. seconds: that each of them took."""
+        order = self._round(name, epoch, step, number)
+        if order is not None:  # nobody applies what it does not hold
+            return Order("heal", self.epoch) if order.action == "apply" else order
+        if name not in self._ready:
+            self._ready.add(name)
             self._note(name, seconds)
+        return Order("exchange" if len(self._ready) == len(self.members) else "wait", self.epoch)
+
+    def holds(self, name: str, epoch: int, step: int, number: int) -> Order:
+        """A member holds the results of all parts of a round, as they were exchanged in an epoch."""
+        order = self._round(name, epoch, step, number)
+        if order is not None:
+            return order
+        self._holding.add(name)
         if len(self._holding) < len(self.members):
             return Order("wait", self.epoch)
-        self.number += 1
-        self._holding.clear()
+        self._next(self.number + 1)
         return Order("apply", self.epoch)
+
+    def broken(self, name: str, epoch: int) -> None:
+        """A member could not exchange: all begin the round anew, as they are."""
+        if name in self.members and epoch == self.epoch:
+            self._begin_epoch()
 
     def committed(self, step: int) -> None:
         """A step is committed: those who wait come in before the next one."""
-        if step != self.step:
-            return
-        self.step, self.number, self.saved = step + 1, 0, False
-        self._holding.clear()
-        self.waiting = dict.fromkeys(self.waiting, True)
-        self._level()
+        if step == self.step and self.members:
+            self._at(step + 1)
+            self.waiting = dict.fromkeys(self.waiting, True)
+            self._level()
 
     def save(self, step: int) -> None:
         """There is a checkpoint of so many committed steps."""
@@ -181,18 +210,53 @@ class Membership:
         self.waiting = dict.fromkeys(self.waiting, False)
         return late
 
+    def _at(self, step: int) -> None:
+        self.step, self.saved, self.weights = step, False, ""
+        self._said.clear()
+        self._next(0)
+
+    def _next(self, number: int) -> None:
+        self.number = number
+        self._ready.clear()
+        self._holding.clear()
+
+    def _round(self, name: str, epoch: int, step: int, number: int) -> Order | None:
+        """What one is to do that is not at the present round; None: it is."""
+        if name not in self.members:
+            return Order("differs" if name in self.odd else "heal", self.epoch)
+        at, now = (step, number), (self.step, self.number)
+        if at < now:
+            return Order("apply", self.epoch)
+        if at > now:
+            if step != self.step:
+                return Order("heal", self.epoch)
+            self._next(number)  # it has applied those before, so that was decided, and forgotten
+        return None if epoch == self.epoch else Order("again", *self._share(name))
+
+    def _compare(self) -> None:
+        """All members have said what their weights are."""
+        found = [self._said[name] for name in self.members]
+        self.weights = max(found, key=lambda one: (found.count(one), one == found[0]))
+        for name in [name for name in self.members if self._said[name] != self.weights]:
+            self._expel(name)
+
     # ---- parts --------------------------------------------------------------------------------------------
 
     def _plan(self, name: str) -> Order:
         return Order("train", *self._share(name), step=self.step)
 
-    def _share(self, name: str) -> tuple[int, tuple[int, ...], tuple[str, ...]]:
-        return self.epoch, tuple(self.members[name].parts), tuple(self.members)
+    def _share(self, name: str) -> tuple[int, tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
+        counts = tuple(len(member.parts) for member in self.members.values())
+        return self.epoch, tuple(self.members[name].parts), tuple(self.members), counts
 
-    def _renew(self) -> None:
-        """Another epoch: deal all parts anew."""
+    def _begin_epoch(self) -> None:
         self.epoch += 1
+        self._ready.clear()
         self._holding.clear()
+
+    def renew(self) -> None:
+        """Another epoch: deal all parts anew."""
+        self._begin_epoch()
         counts = dealt(self.parts, self._speeds())
         first = 0
         for member, count in zip(self.members.values(), counts, strict=True):
@@ -204,7 +268,7 @@ class Membership:
         speeds = self._speeds()
         as_it_is = _longest([len(member.parts) for member in self.members.values()], speeds)
         if _longest(dealt(self.parts, speeds), speeds) < (1.0 - WORTH) * as_it_is:
-            self._renew()
+            self.renew()
 
     def _note(self, name: str, seconds: float) -> None:
         member = self.members[name]
@@ -220,7 +284,7 @@ class Membership:
     # ---- stored -------------------------------------------------------------------------------------------
 
     def to_record(self) -> dict[str, Any]:
-        """Without who holds what: they say it again."""
+        """Without who has said, computed and holds what: they say it again."""
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -228,6 +292,7 @@ class Membership:
             "members": {name: asdict(member) for name, member in self.members.items()},
             "waiting": dict(self.waiting),
             "saved": self.saved,
+            "weights": self.weights,
         }
 
     @classmethod
@@ -235,10 +300,11 @@ class Membership:
         """As it was; with another number of parts they are dealt anew."""
         found = cls(parts, record["step"])
         found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]
+        found.weights = record["weights"]
         found.members = {name: Member(**member) for name, member in record["members"].items()}
         found.waiting = dict(record["waiting"])
         if found.members and sum(len(member.parts) for member in found.members.values()) != parts:
-            found._renew()
+            found.renew()
         return found
 
 

@@ -13,49 +13,71 @@ from controller.state.membership import Membership, Order, dealt
 from tests.support.effort import examples
 
 
-def pair() -> Membership:
+def one(parts: int = 2, step: int = 4) -> Membership:
+    """A member before a step, and its weights are known."""
+    found = Membership(parts)
+    found.found("a", step)
+    assert found.join("a", step, "w").action == "train"
+    return found
+
+
+def pair(parts: int = 2) -> Membership:
     """Two members, before step 5."""
-    found = Membership(2)
-    found.enter("a", 4)
-    found.enter("b", 0)
+    found = one(parts)
+    found.join("b", 0, "old")
     found.committed(4)
+    found.begin("a", 5, "v")
     found.save(5)
-    assert found.healed("b", 5).parts == (1,)
+    assert found.healed("b", 5, "v").action == "train"
+    assert found.begin("a", 5, "v").action == "train"
     return found
 
 
 def test_the_first_one_begins_at_once_and_the_next_one_waits_for_a_checkpoint():
     found = Membership(2)
-    assert found.enter("a", 4) == Order("train", 1, (0, 1), ("a",), 4)
-    assert found.enter("b", 0).action == "wait"
-    assert found.begin("a", 4).action == "train", "nobody waits for it within a step"
-    assert found.heal("b").action == "wait"
+    assert found.join("a", 4, "w").action == "heal", "it has to register while nobody is there"
+    found.found("a", 4)
+    assert found.join("a", 4, "w") == Order("train", 1, (0, 1), ("a",), (2,), 4)
+    assert found.join("b", 0, "old").action == "wait"
+    assert found.begin("a", 4, "w").action == "train", "nobody waits for it within a step"
     found.committed(4)
-    assert [found.begin("a", 5).action, found.heal("b").action] == ["save", "wait"]
+    assert [found.begin("a", 5, "v").action, found.join("b", 0, "old").action] == ["save", "wait"]
     found.save(5)
-    assert (found.begin("a", 5).action, found.heal("b")) == ("wait", Order("heal", 1, step=5))
-    assert found.healed("b", 4).action == "heal", "that is another checkpoint"
-    assert found.healed("b", 5) == Order("train", 2, (1,), ("a", "b"), 5)
-    assert found.begin("a", 5) == Order("train", 2, (0,), ("a", "b"), 5)
+    assert found.begin("a", 5, "v").action == "wait"
+    assert found.join("b", 0, "old") == Order("heal", 1, step=5)
+    assert found.healed("b", 4, "v").action == "heal", "that is another checkpoint"
+    assert found.healed("b", 5, "v") == Order("train", 2, (1,), ("a", "b"), (1, 1), 5)
+    assert found.begin("a", 5, "v") == Order("train", 2, (0,), ("a", "b"), (1, 1), 5)
 
 
-def test_an_optimizer_step_is_applied_when_all_hold_it():
+def test_who_comes_with_the_same_weights_takes_part_at_once():
+    found = one()
+    assert found.join("b", 4, "other").action == "wait"
+    assert found.join("b", 4, "w") == Order("train", 2, (1,), ("a", "b"), (1, 1), 4)
+    found = one()
+    found.ready("a", 1, 4, 0)
+    found.holds("a", 1, 4, 0)
+    assert found.join("b", 4, "w").action == "wait", "the step is under way"
+
+
+def test_a_round_is_exchanged_when_all_are_ready_and_applied_when_all_hold_it():
     found = pair()
+    assert found.ready("a", 2, 5, 0).action == "wait"
+    assert found.ready("a", 2, 5, 0).action == "wait", "asked again"
+    assert [found.ready(name, 2, 5, 0).action for name in "ba"] == ["exchange"] * 2
     assert found.holds("a", 2, 5, 0).action == "wait"
-    assert found.holds("a", 2, 5, 0).action == "wait", "asked again"
-    assert found.holds("b", 2, 5, 0).action == "apply"
-    assert found.holds("a", 2, 5, 0).action == "apply"
-    assert found.holds("a", 2, 5, 1).action == "wait"
+    assert [found.holds(name, 2, 5, 0).action for name in "ba"] == ["apply"] * 2
+    assert found.ready("a", 2, 5, 1).action == "wait"
     assert found.begin("b", 6).action == "wait"
     assert found.begin("a", 6) == Order("commit", 2, step=5)
 
 
 def test_who_dies_before_that_is_replaced_and_after_that_is_not_needed():
     found = pair()
-    found.holds("a", 2, 5, 0)
+    found.ready("a", 2, 5, 0)
     found.gone("b")
-    assert found.holds("a", 2, 5, 0) == Order("again", 3, (0, 1), ("a",))
-    assert found.holds("a", 3, 5, 0).action == "apply"
+    assert found.ready("a", 2, 5, 0) == Order("again", 3, (0, 1), ("a",), (2,))
+    assert (found.ready("a", 3, 5, 0).action, found.holds("a", 3, 5, 0).action) == ("exchange", "apply")
     found = pair()
     found.holds("a", 2, 5, 0)
     found.holds("b", 2, 5, 0)
@@ -64,33 +86,63 @@ def test_who_dies_before_that_is_replaced_and_after_that_is_not_needed():
     assert found.begin("b", 6).action == "commit", "what the dead leader has left"
 
 
+def test_an_exchange_that_fails_is_begun_anew_with_the_same_parts():
+    found = pair()
+    found.ready("a", 2, 5, 0)
+    found.broken("b", 2)
+    found.broken("a", 2)
+    assert found.ready("a", 2, 5, 0) == Order("again", 3, (0,), ("a", "b"), (1, 1))
+    assert found.holds("b", 2, 5, 0) == Order("again", 3, (1,), ("a", "b"), (1, 1))
+
+
 def test_who_is_not_a_member_has_to_heal():
     found = pair()
     found.gone("b")
-    assert {found.begin("b", 5).action, found.holds("b", 2, 5, 0).action, found.heal("b").action} == {"heal"}
+    calls = [found.begin("b", 5), found.ready("b", 2, 5, 0), found.holds("b", 2, 5, 0)]
+    assert {order.action for order in calls} == {"heal"}
     assert found.begin("a", 4).action == "heal", "of before"
     assert found.begin("a", 7).action == "heal", "of a history that is lost"
 
 
-def test_those_who_wait_while_all_members_die_begin_by_themselves():
+def test_those_who_wait_while_all_members_die_register_anew():
     found = pair()
-    found.enter("c", 0)
+    found.join("c", 0, "old")
     found.gone("a")
     found.gone("b")
-    assert found.heal("c") == Order("heal", 4)
-    assert found.enter("c", 3) == Order("train", 5, (0, 1), ("c",), 3)
-    assert found.begin("c", 3).action == "train"
+    assert found.join("c", 0, "old") == Order("heal", 4)
+    found.found("c", 3)
+    assert found.begin("c", 3, "u") == Order("train", 5, (0, 1), ("c",), (2,), 3)
 
 
 def test_who_loads_for_too_long_waits_for_another_step():
     found = pair()
-    found.enter("c", 0)
+    found.join("c", 0, "old")
     found.committed(5)
-    assert found.begin("b", 6).action == "wait"
+    assert [found.begin(name, 6, "u").action for name in "ba"] == ["wait", "save"]
     assert found.give_up() == ["c"]
-    assert found.begin("b", 6).action == "train"
+    assert found.begin("b", 6, "u").action == "train"
     found.committed(6)
-    assert found.begin("a", 7).action == "save"
+    assert [found.begin(name, 7, "t").action for name in "ba"] == ["wait", "save"]
+
+
+def test_who_computes_other_numbers_is_out():
+    found = pair()
+    found.committed(5)
+    assert found.begin("b", 6, "false").action == "wait"
+    assert found.begin("a", 6, "u") == Order("train", 3, (0, 1), ("a",), (2,), 6), "two differ: the leader's count"
+    calls = [found.begin("b", 6, "u"), found.holds("b", 2, 6, 0), found.join("b", 6, "u")]
+    assert {order.action for order in calls} == {"differs"}
+    found = pair()
+    found.join("c", 5, "v")
+    found.committed(5)
+    orders = [found.begin(name, 6, "false" if name == "a" else "u").action for name in "abc"]
+    assert (orders, found.leader, found.begin("a", 6).action) == (["wait", "wait", "train"], "b", "differs")
+    found = one()
+    found.join("b", 0, "old")
+    found.committed(4)
+    found.begin("a", 5, "v")
+    found.save(5)
+    assert found.healed("b", 5, "false").action == "differs", "what it has loaded is not what was saved"
 
 
 def test_the_slower_one_gets_fewer_parts():
@@ -98,17 +150,12 @@ def test_the_slower_one_gets_fewer_parts():
     assert dealt(4, [1.0, 4.0]) == [3, 1]
     assert dealt(2, [1.0, 9.0]) == [2, 0]
     assert dealt(3, []) == []
-    found = Membership(4)
-    found.enter("a", 0)
-    found.enter("b", 0)
-    found.committed(0)
-    found.save(1)
-    found.healed("b", 1)
-    assert found.begin("a", 1).parts == (0, 1)
-    found.holds("a", 2, 1, 0, seconds=1.0)
-    found.holds("b", 2, 1, 0, seconds=4.0)
-    found.committed(1)
-    assert (found.begin("a", 2).parts, found.begin("b", 2).parts) == ((0, 1, 2), (3,))
+    found = pair(parts=4)
+    found.ready("a", 2, 5, 0, seconds=1.0)
+    found.ready("b", 2, 5, 0, seconds=4.0)
+    found.committed(5)
+    orders = [found.begin(name, 6, "u").parts for name in "aba"]
+    assert orders[1:] == [(3,), (0, 1, 2)]
 
 
 # ---- whole jobs ----------------------------------------------------------------------------------------------
@@ -138,7 +185,7 @@ class Replica:
     def meets(self, other: Replica) -> bool:
         """Whether both are at the same optimizer step in the same epoch, and this one listens."""
         mine, theirs = ((one.order.epoch, one.step, one.number) for one in (self, other))
-        return mine == theirs and self.does in ("compute", "exchange")
+        return mine == theirs and self.does == "exchange"
 
 
 class Jobs:
@@ -157,6 +204,8 @@ class Jobs:
         """The weights of each version of this timeline."""
         self.applied: dict[tuple[int, int], str] = {}
         self.born = self.formed = 0
+        self.rot = self.chance.choice([0.0, 0.05])
+        self.rotten: set[str] = set()
 
     # ---- what replicas do ---------------------------------------------------------------------------------
 
@@ -164,29 +213,38 @@ class Jobs:
         getattr(self, f"_{one.does}")(one)
 
     def _enter(self, one: Replica) -> None:
+        """It registers, with the newest checkpoint."""
         newest = max(self.checkpoints)
-        alone = not self.control.members
-        order = self.control.enter(one.name, newest)
-        if order.action == "wait":
-            one.does = "wait"
-            return
-        assert alone, "others were there, and it began beside them"
+        if not self.control.members:
+            self.control.found(one.name, newest)
+            self.committed = {step: found for step, found in self.committed.items() if step <= newest}
+            self.applied = {at: found for at, found in self.applied.items() if at < (newest, 0)}
         one.weights, one.step, one.number, one.own = self.checkpoints[newest], newest, 0, {}
-        self.committed = {step: found for step, found in self.committed.items() if step <= newest}
-        self.applied = {at: found for at, found in self.applied.items() if at < (newest, 0)}
-        self._take(one, order)
+        one.does = "join"
 
-    def _wait(self, one: Replica) -> None:
-        order = self.control.heal(one.name)
-        if order.action == "heal" and order.step < 0:
-            one.does = "enter"
-        elif order.action == "heal":
+    def _join(self, one: Replica) -> None:
+        order = self.control.join(one.name, one.step, one.weights)
+        if order.action == "heal" and order.step >= 0 and self.chance.random() < 0.5:  # it takes a while
             loaded = self.checkpoints[order.step]
-            if self.chance.random() < 0.5:  # it takes a while
-                order = self.control.healed(one.name, order.step)
-                if order.action == "train":
-                    one.weights, one.step, one.number, one.own = loaded, order.step, 0, {}
-                    self._take(one, order)
+            one.weights, one.step = loaded, order.step
+            order = self.control.healed(one.name, order.step, loaded)
+        if order.action == "train":
+            self._take(one, order)
+        elif order.action in ("commit", "save"):
+            one.does = "begin"
+        elif order.action == "heal" and order.step < 0:
+            one.does = "enter"
+        else:
+            self._obey(one, order)
+
+    def _obey(self, one: Replica, order: Order) -> None:
+        """What ends a process, or begins a round anew."""
+        if order.action == "again":
+            self._take(one, order)
+        elif order.action == "differs" or (order.action == "heal" and order.step < 0):
+            assert order.action == "heal" or one.name in self.rotten, "it has the right weights"
+            del self.replicas[one.name]
+            self.undetected.append(one.name)
 
     def _take(self, one: Replica, order: Order) -> None:
         one.order, one.does = order, "compute"
@@ -194,7 +252,12 @@ class Jobs:
         one.got, one.sent = {}, set()
 
     def _begin(self, one: Replica) -> None:
-        order = self.control.begin(one.name, one.step)
+        others = self.control.members.keys() - {one.name}
+        last = one.step == self.control.step and others == self.control._said.keys() - {one.name}
+        if last and one.name != self.control.leader and not self.control.weights and self.chance.random() < self.rot:
+            one.weights = mixed(one.weights, "a bit has turned")  # and a leader with the right ones is there
+            self.rotten.add(one.name)
+        order = self.control.begin(one.name, one.step, one.weights)
         if order.action == "train":
             one.own = {}
             self._take(one, order)
@@ -208,8 +271,8 @@ class Jobs:
         elif order.action == "save":
             self.checkpoints[one.step] = one.weights
             self.control.save(one.step)
-        elif order.action == "heal":
-            one.does = "enter"
+        else:
+            self._obey(one, order)
 
     def _compute(self, one: Replica) -> None:
         for part in one.order.parts:
@@ -218,7 +281,11 @@ class Jobs:
                 salt = "" if self.exact else self.formed
                 one.own[part] = mixed(one.weights, one.step, one.number, part, salt)
         one.got.update({part: one.own[part] for part in one.order.parts})
-        one.does = "exchange"
+        seconds = self.chance.choice([0.0, 1.0, 5.0])
+        order = self.control.ready(one.name, one.order.epoch, one.step, one.number, seconds)
+        if order.action == "exchange":
+            one.does = "exchange"
+        self._obey(one, order)
 
     def _exchange(self, one: Replica) -> None:
         open_ways = [
@@ -227,26 +294,19 @@ class Jobs:
             for part in one.order.parts
             if other is not one and (other.name, part) not in one.sent and other.meets(one)
         ]
-        if open_ways:
+        if open_ways and self.chance.random() < 0.9:
             other, part = self.chance.choice(open_ways)
             other.got[part] = one.own[part]
             one.sent.add((other.name, part))
-            return
-        if len(one.got) < self.control.parts:
-            order = self.control.begin(one.name, one.step)
-            if order.action == "heal":
-                one.does = "enter"
-            elif order.action == "train" and order.epoch != one.order.epoch:
-                self._take(one, order)
-            return
-        seconds = self.chance.choice([0.0, 1.0, 5.0])
-        order = self.control.holds(one.name, one.order.epoch, one.step, one.number, seconds)
-        if order.action == "apply":
-            self._apply(one)
-        elif order.action == "again":
-            self._take(one, order)
-        elif order.action == "heal":
-            one.does = "enter"
+        elif len(one.got) < self.control.parts:
+            if self.chance.random() < 0.1:  # nothing has come for too long
+                self.control.broken(one.name, one.order.epoch)
+                one.does = "compute"
+        else:
+            order = self.control.holds(one.name, one.order.epoch, one.step, one.number)
+            if order.action == "apply":
+                self._apply(one)
+            self._obey(one, order)
 
     def _apply(self, one: Replica) -> None:
         one.weights = mixed(one.weights, [one.got[part] for part in range(self.control.parts)])
@@ -304,6 +364,7 @@ def alone(parts: int) -> dict[int, str]:
     """The weights of each version of a job of one replica that nothing happens to."""
     job = Jobs(0, parts, exact=True)
     job.bear()
+    job.rot = 0.0
     while max(job.committed) < STEPS:
         job.act(job.replicas["r1"])
     return job.committed
