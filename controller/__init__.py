@@ -19,49 +19,50 @@ import), `data` (datasets to indexed files, before a job), `server` (the process
 
 All paths below begin with /v1, except health, metrics and /docs; decisions are in modules of `ledger` and `state`:
 
-| call                            | what changes                              | service      | decided in            |
-|---------------------------------|-------------------------------------------|--------------|-----------------------|
-| POST /replicas                  | registered; trainer: policy epoch, rewind | replicas     | replicas, checkpoint  |
-| POST /replicas/by-name/…/exited | replica lost; its groups wait, or poison  | replicas     | ledger                |
-| POST /replicas/…/heartbeat      | last seen; leases renewed or released     | replicas     | replicas, ledger      |
-| POST /replicas/…/declare        | what the store lost of a trainer          | recovery     | reconcile             |
-| POST /replicas/…/leases         | leases that the store lost are taken back | replicas     | replay                |
-| POST /replicas/…/drain          | replica drains                            | replicas     | replicas              |
-| POST /replicas/…/profile        | a profile; heartbeats hand it on          | replicas     | replicas              |
-| POST /replicas/…/turn           | who has memory on devices in common       | replicas     | turns                 |
-| DELETE /replicas/…              | replica left; its groups wait             | replicas     | replicas, job         |
-| POST /leases                    | groups leased; a validation round begins  | leases       | admission, validation |
-| DELETE /leases/…                | group: leased → waiting                   | leases       | ledger                |
-| POST /samples                   | its group is ready, waits or is dropped   | samples      | ledger, reward_health |
-| POST /groups/…/samples/…        | the same, for one sample                  | samples      | ledger, reward_health |
-| POST /publications              | publication; old files go; a round is due | publications | publications          |
-| GET /publications/latest        | what this replica was handed              | publications | publications          |
-| POST /publications/…/reports    | report; a full version may be requested   | publications | update_reports        |
-| GET /steps/…/batch              | groups: ready → batched; late ones drop   | steps        | assembly              |
-| POST /steps/…/commit            | groups: batched → trained; job may end    | steps        | ledger, job           |
-| POST /steps/…/replay            | groups: any state → trained               | recovery     | replay                |
-| POST /checkpoints               | groups: trained → durable, payloads go    | steps        | checkpoint            |
-| POST /replicas/meetings/…       | where the ranks of a replica meet         | replicas     |                       |
-| POST /job/…                     | paused, ended, reopened, checkpoint       | job          | job                   |
-| POST /autoscale                 | rollout replicas that there should be     | autoscale    | autoscale.policy      |
-| GET /job, /groups               | nothing                                   | job          | group_table           |
-| GET /replicas                   | nothing                                   | replicas     | replicas              |
-| GET /autoscale                  | nothing                                   | autoscale    |                       |
-| GET /replicas/meetings/…        | nothing                                   | replicas     |                       |
-| GET /ledger, /groups/…          | nothing                                   | (routes)     | group_table           |
-| GET /samples, /samples/…        | nothing                                   | samples      |                       |
-| GET /publications               | nothing                                   | publications | publications          |
-| GET /steps, /validations        | nothing                                   | (routes)     | step_log, validation  |
-| GET /checkpoints/…/ledger       | nothing                                   | (routes)     | checkpoint            |
-| GET /events                     | nothing                                   | events       | event_log             |
-| /session                        | nothing: a token becomes a cookie         | (routes)     |                       |
-| GET /overview, /curves          | nothing                                   | dashboard    | step_log              |
-| GET /timeline, /scaling         | nothing                                   | dashboard    |                       |
-| GET /samples/steps              | nothing                                   | dashboard    |                       |
-| GET /logs, /logs/…              | nothing                                   | dashboard    |                       |
-| /config, /config/…              | nothing                                   | (routes)     |                       |
-| /openapi.json, /metrics, /docs  | nothing                                   | (routes)     |                       |
-| /healthz, /readyz               | nothing                                   | (routes)     |                       |
-| every half second               | leases expire, replicas are lost; their   | reaper       | ledger, replicas,     |
-|                                 | number is decided                         |              | autoscale             |
+| call                            | what changes                          | service          | decided in            |
+|---------------------------------|---------------------------------------|------------------|-----------------------|
+| POST /replicas                  | registered; trainer: epoch, rewind    | replicas         | replicas, checkpoint  |
+| POST /replicas/by-name/…/exited | replica lost; groups wait, or poison  | replicas         | ledger                |
+| POST /replicas/…/heartbeat      | last seen; leases renewed, released   | replicas         | replicas, ledger      |
+| POST /replicas/…/declare        | what the store lost of a trainer      | recovery         | reconcile             |
+| POST /replicas/…/leases         | leases that the store lost come back  | replicas         | replay                |
+| POST /replicas/…/member         | who trains which parts; what is held  | trainers.members | membership            |
+| POST /replicas/…/drain          | replica drains                        | replicas         | replicas              |
+| POST /replicas/…/profile        | a profile; heartbeats hand it on      | replicas         | replicas              |
+| POST /replicas/…/turn           | who has memory on devices in common   | replicas         | turns                 |
+| DELETE /replicas/…              | replica left; its groups wait         | replicas         | replicas, job         |
+| POST /leases                    | groups leased; a validation begins    | leases           | admission, validation |
+| DELETE /leases/…                | group: leased → waiting               | leases           | ledger                |
+| POST /samples                   | its group is ready, waits, is dropped | samples          | ledger, reward_health |
+| POST /groups/…/samples/…        | the same, for one sample              | samples          | ledger, reward_health |
+| POST /publications              | publication; old files go; round due  | publications     | publications          |
+| GET /publications/latest        | what this replica was handed          | publications     | publications          |
+| POST /publications/…/reports    | report; a full version is requested   | publications     | update_reports        |
+| GET /steps/…/batch              | groups: ready → batched; late: drop   | trainers.steps   | assembly              |
+| POST /steps/…/commit            | groups: batched → trained; job ends   | trainers.steps   | ledger, job           |
+| POST /steps/…/replay            | groups: any state → trained           | recovery         | replay                |
+| POST /checkpoints               | groups: trained → durable             | trainers.steps   | checkpoint            |
+| POST /replicas/meetings/…       | where the ranks of a replica meet     | replicas         |                       |
+| POST /job/…                     | paused, ended, reopened, checkpoint   | job              | job                   |
+| POST /autoscale                 | rollout replicas that there should be | autoscale        | autoscale.policy      |
+| GET /job, /groups               | nothing                               | job              | group_table           |
+| GET /replicas                   | nothing                               | replicas         | replicas              |
+| GET /autoscale                  | nothing                               | autoscale        |                       |
+| GET /replicas/meetings/…        | nothing                               | replicas         |                       |
+| GET /ledger, /groups/…          | nothing                               | (routes)         | group_table           |
+| GET /samples, /samples/…        | nothing                               | samples          |                       |
+| GET /publications               | nothing                               | publications     | publications          |
+| GET /steps, /validations        | nothing                               | (routes)         | step_log, validation  |
+| GET /checkpoints/…/ledger       | nothing                               | (routes)         | checkpoint            |
+| GET /events                     | nothing                               | events           | event_log             |
+| /session                        | nothing: a token becomes a cookie     | (routes)         |                       |
+| GET /overview, /curves          | nothing                               | dashboard        | step_log              |
+| GET /timeline, /scaling         | nothing                               | dashboard        |                       |
+| GET /samples/steps              | nothing                               | dashboard        |                       |
+| GET /logs, /logs/…              | nothing                               | dashboard        |                       |
+| /config, /config/…              | nothing                               | (routes)         |                       |
+| /openapi.json, /metrics, /docs  | nothing                               | (routes)         |                       |
+| /healthz, /readyz               | nothing                               | (routes)         |                       |
+| every half second               | leases expire, replicas are lost;     | reaper           | ledger, replicas,     |
+|                                 | their number is decided               |                  | autoscale             |
 """

@@ -4,8 +4,11 @@ PolicyError                 exit code 1: a crash; restarting may help
 ├── NonFiniteGradientError
 ├── BadBatchError                what the controller handed out contradicts itself
 ├── ReplacedError                another incarnation of this replica has registered
+├── LeftBehindError              the other policy replicas went on without this one
+├── DiffersError                 this replica's weights are not those of the others
 ├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
 ├── ExportError                  the trained model could not be written
+├── ExchangeFailedError          gradients do not reach the other policy replicas, or theirs this one
 ├── RendezvousError              the ranks of this replica do not find each other
 ├── UploadFailedError            the final upload failed: tried again with the next start
 ├── PublishError                 a version could not be written to the weight store for too long
@@ -15,7 +18,8 @@ PolicyError                 exit code 1: a crash; restarting may help
 │   ├── TeacherError             a teacher is not the one that is meant, or refuses
 │   └── CheckpointError          a checkpoint that this job cannot resume from
 │       └── DamagedCheckpointError   a file of it is missing, short or altered
-└── NoCheckpointError            exit code 4: steps were committed, and there is nothing to resume from
+├── NoCheckpointError            exit code 4: steps were committed, and there is nothing to resume from
+└── UnlikeError                  exit code 6: other policy replicas cannot train with this one
 """
 
 from __future__ import annotations
@@ -41,6 +45,24 @@ class BadBatchError(PolicyError):
 
 class ReplacedError(PolicyError):
     """The controller knows a newer incarnation of this replica, or does not know it any more."""
+
+
+class LeftBehindError(PolicyError):
+    """The other policy replicas went on without this one, or are gone: it has to begin anew."""
+
+
+class DiffersError(PolicyError):
+    """This replica's weights are not those of the other policy replicas: it has to load theirs."""
+
+
+class ExchangeFailedError(PolicyError):
+    """Policy replicas live, and cannot exchange gradients."""
+
+
+class UnlikeError(PolicyError):
+    """This replica is of another code, model or mesh than the policy replicas that train already."""
+
+    exit_code = 6
 
 
 class RendezvousError(PolicyError):

@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,8 +38,16 @@ POLL = 3.0
 _ARRIVED, _SIOCGIFADDR = "arrived", 0x8915
 
 
-def meet(ranks: RankEnvironment, environment: Environment, shutdown: ShutdownRequest) -> dist.Store:
+def meet(
+    ranks: RankEnvironment,
+    environment: Environment,
+    shutdown: ShutdownRequest,
+    patience: float | None = None,
+    over: Callable[[], str] = lambda: "",
+) -> dist.Store:
     """The store in which the ranks find each other, once all of them are there.
+
+    patience: seconds for them to come; None: `PATIENCE`. over: why nobody waits for them any more; "": all do.
 
     Raises:
         RendezvousError: some did not come, or this one cannot reach rank 0.
@@ -49,49 +58,50 @@ def meet(ranks: RankEnvironment, environment: Environment, shutdown: ShutdownReq
         # Else gloo takes the address of the machine's name, which is often the loopback one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     try:
-        return _listen(ranks, caller) if ranks.rank == 0 else _connect(ranks, caller)
+        seconds = PATIENCE if patience is None else patience
+        return (_listen if ranks.rank == 0 else _connect)(ranks, caller, seconds, over)
     finally:
         caller.close()
 
 
-def _listen(ranks: RankEnvironment, caller: Caller) -> dist.Store:
+def _listen(ranks: RankEnvironment, caller: Caller, patience: float, over: Callable[[], str]) -> dist.Store:
     family = socket.AF_INET6 if ":" in ranks.address else socket.AF_INET
     listener = socket.create_server((ranks.address, 0), family=family, backlog=ranks.world)
     port = int(listener.getsockname()[1])
     # On this address alone, which is the loopback one where all ranks are here.
     store = dist.TCPStore(
         ranks.address, port, ranks.world, is_master=True, wait_for_workers=False,
-        timeout=timedelta(seconds=PATIENCE), master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=patience), master_listen_fd=listener.detach(),
     )  # fmt: skip
     meeting = m.Meeting(address=ranks.address, port=port, host=socket.gethostname())
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + patience
     while True:
         caller.call(api.announce(ranks.meeting, meeting))
         again = time.monotonic() + POLL
         while time.monotonic() < again:
             if store.add(_ARRIVED, 0) == ranks.world - 1:
                 return store
-            _check(caller.shutdown)
+            _check(caller.shutdown, over)
             time.sleep(0.02)
         if time.monotonic() >= give_up:
             there = store.add(_ARRIVED, 0) + 1
             raise RendezvousError(
-                f"{there} of {ranks.world} ranks came to {ranks.address}:{port} in {PATIENCE:g} s"
+                f"{there} of {ranks.world} ranks came to {ranks.address}:{port} in {patience:g} s"
             )
 
 
-def _connect(ranks: RankEnvironment, caller: Caller) -> dist.Store:
-    give_up = time.monotonic() + PATIENCE
+def _connect(ranks: RankEnvironment, caller: Caller, patience: float, over: Callable[[], str]) -> dist.Store:
+    give_up = time.monotonic() + patience
     while (meeting := caller.call(api.find_meeting(ranks.meeting, POLL))) is None:
-        _check(caller.shutdown)
+        _check(caller.shutdown, over)
         if time.monotonic() >= give_up:
-            raise RendezvousError(f"rank 0 did not come in {PATIENCE:g} s")
+            raise RendezvousError(f"rank 0 did not come in {patience:g} s")
     log.info(
         "rank %d of %d joins %s:%d (%s)", ranks.rank, ranks.world, meeting.address, meeting.port, meeting.host
     )
     _reach(meeting, caller.shutdown)
     store = dist.TCPStore(
-        meeting.address, meeting.port, ranks.world, is_master=False, timeout=timedelta(seconds=PATIENCE)
+        meeting.address, meeting.port, ranks.world, is_master=False, timeout=timedelta(seconds=patience)
     )
     store.add(_ARRIVED, 1)
     return store
@@ -134,6 +144,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _check(shutdown: ShutdownRequest) -> None:
+def _check(shutdown: ShutdownRequest, over: Callable[[], str] = lambda: "") -> None:
     if shutdown:
         raise LeaveRequestedError(shutdown.reason)
+    if why := over():
+        raise RendezvousError(f"the ranks are not waited for any more: {why}")

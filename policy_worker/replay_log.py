@@ -74,6 +74,12 @@ class History:
             self._publications.clear()
             self._table = None
 
+    def healed(self, step: int) -> None:
+        """The weights were loaded from a checkpoint of so many committed steps."""
+        with self._lock:
+            self.steps = self._acknowledged = step
+            self._trained.clear()
+
     def took(self, table: StepTable) -> None:
         """The batch of the next step is here."""
         with self._lock:

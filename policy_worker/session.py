@@ -32,6 +32,7 @@ from policy_worker.replay_log import History
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.messages.recovery import DeclareRequest, ReplayRequest
+from schema.wire.weights import Publication
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -152,6 +153,8 @@ class Session(Caller):
         self.troubles: list[Callable[[], str]] = []
         """Each reports what goes wrong in the background, for the user to see; "": nothing."""
         self.anchor_asked = False
+        self.members_epoch = 0
+        """Of several policy replicas, as the newest heartbeat was answered."""
         self.profile: m.ProfileStatus | None = None
         """How the newest profile stands."""
         self.profile_order: m.ProfileOrder | None = None
@@ -281,6 +284,11 @@ class Session(Caller):
             "policy_epoch": self.reply.policy_epoch,
         }
 
+    def led_from(self, publication: Publication | None) -> None:
+        """This replica publishes from now on, after this publication of another one."""
+        self.reply = self.reply.model_copy(update={"publication": publication})
+        self.history.heard(0 if publication is None else publication.id)
+
     def take_anchor_request(self) -> bool:
         """Whether replicas wait for a full version because they can read nothing that there is; asked once."""
         asked, self.anchor_asked = self.anchor_asked, False
@@ -370,6 +378,7 @@ class Session(Caller):
         ):
             self._told = there, known  # where it helps it helps at once
             self._mend_beside(seen, client)
+        self.members_epoch = answer.members_epoch
         for command in answer.commands:
             if command == "checkpoint":
                 self.shutdown.checkpoint_asked = True

@@ -311,19 +311,33 @@ class TrainedModel(ABC):
         return self.group.sizes.fsdp_ranks * (1.0 if self.scaler is None else self.scaler.scale)
 
     def step(self, step: int) -> float:
-        """One optimizer step at the learning rate of training step `step`; the gradient norm before clipping, NaN
-        where the step was skipped.
+        """One optimizer step of what was learned; see `apply`."""
+        self.end_part()
+        return self.apply(step)
 
-        Raises:
-            NonFiniteGradientError: see `Optimizer.step`.
-        """
-        with span("optimizer"):
+    def end_part(self) -> None:
+        """The gradients of what was learned are complete: those of its samples, over all ranks. A collective."""
+        with span("gradients"):
             reduce_gradients(self.model)
             if self._gradients is not None:
                 self._gradients.bring_back()
             finish_gradients(self.model)
             if self._pipeline is not None:
                 self._pipeline.share_gradients(self.model)
+
+    def seed_dropouts(self, of: Sequence[int]) -> None:
+        """What dropout leaves out from here on is a matter of these numbers alone."""
+        if self._dropouts:
+            torch.manual_seed(int(np.random.SeedSequence(of).generate_state(1, np.uint64)[0]) >> 1)
+
+    def apply(self, step: int) -> float:
+        """One optimizer step with the gradients that there are, at the learning rate of training step `step`; the
+        gradient norm before clipping, NaN where the step was skipped.
+
+        Raises:
+            NonFiniteGradientError: see `Optimizer.step`.
+        """
+        with span("optimizer"):
             if self.scaler is not None:
                 self.scaler.unscale(self.optimizer.parameters)
             return self.optimizer.step(self.schedule.factor(step), self.schedule.progress(step))
@@ -693,8 +707,8 @@ class Trainer(TrainedModel):
             for field, of_rows in zip(fields, found, strict=True)
         ]
 
-    def step(self, step: int) -> float:
-        norm = super().step(step)
+    def apply(self, step: int) -> float:
+        norm = super().apply(step)
         if self.ema is not None and not math.isnan(norm):
             self.ema.update()
         return norm

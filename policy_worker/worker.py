@@ -5,26 +5,35 @@ from __future__ import annotations
 import logging
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from controller.client import Refused
-from policy_worker.checkpoints.find import Resumption, choose, newest_snapshot, snapshot_of
+from policy_worker.checkpoints.find import Resumption, before_step, choose, newest_snapshot, snapshot_of
 from policy_worker.checkpoints.load import weights_directory
 from policy_worker.checkpoints.save import Checkpointer
-from policy_worker.errors import JobFinishedError, NoCheckpointError, SettingsError
+from policy_worker.errors import (
+    CheckpointError,
+    JobFinishedError,
+    LeftBehindError,
+    NoCheckpointError,
+    SettingsError,
+)
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.peers import Peers
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.rendezvous import meet
 from policy_worker.session import Caller, LeaveRequestedError, Session
 from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
+from policy_worker.training.lookahead import Frames
 from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import HeldOut, Sft
@@ -36,6 +45,7 @@ from schema.config.rules.profiler import absent_ranks
 from schema.config.trained import settings_digest
 from schema.wire import messages as m
 from schema.wire import payload_file
+from schema.wire.batch import StepTable
 from schema.wire.batch_file import Facts, folder_of
 
 log = logging.getLogger(__name__)
@@ -52,7 +62,7 @@ def run_rank(environment: Environment, ranks: RankEnvironment, shutdown: Shutdow
     session = Session(environment, shutdown, group.world) if group.leads else None
     reason = "crashed"
     try:
-        reason = _train(environment, group, session, shutdown)
+        reason = _train(environment, ranks, group, session, shutdown)
         log.info("leaving: %s", reason)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:500]
@@ -64,27 +74,73 @@ def run_rank(environment: Environment, ranks: RankEnvironment, shutdown: Shutdow
         group.close()
 
 
-def _train(environment: Environment, group: Group, session: Session | None, shutdown: ShutdownRequest) -> str:
+def _train(
+    environment: Environment,
+    ranks: RankEnvironment,
+    group: Group,
+    session: Session | None,
+    shutdown: ShutdownRequest,
+) -> str:
     reply, resumption = _register(group, session)
     config = Config.model_validate(reply.config)
+    several = config.policy.parallelism.n_init_replicas > 1
     group.set_control_timeout(config.controller.controller_lost_timeout)
     shutdown.grace = config.launcher.shutdown_timeout
     turns = Turns(group, session, shutdown) if config.takes_turns else None
     if turns is not None:
         turns.take()
     trainer = make_trainer(config, group, reply.total_steps, resumption)
-    checkpointer = Checkpointer(config, reply, trainer, session, shutdown)
+    checkpointer = Checkpointer(config, reply, trainer, session, shutdown, leads=not several)
     step = checkpointer.restore(resumption) if resumption is not None else 0
+    peers = None
+    while several and peers is None:
+        peers = Peers(config, reply, trainer, session, environment, ranks, shutdown)
+        try:
+            step = _enter(peers, config, reply, group, session, checkpointer, step)
+        except LeftBehindError as error:
+            log.warning("%s", error)
+            peers, (reply, resumption) = None, _register(group, session)
+            checkpointer = Checkpointer(config, reply, trainer, session, shutdown, leads=False)
+            step = checkpointer.restore(resumption) if resumption is not None else 0
     if turns is not None:
         turns.tensors = trainer.resident
-    loop = Loop(config, reply, trainer, session, shutdown, checkpointer, turns)
+    loop = Loop(config, reply, trainer, session, shutdown, checkpointer, turns, peers)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, trainer, caller, resumption), step)
+        return loop.run(_algorithm(config, reply, trainer, caller, resumption, peers), step)
     finally:
+        if peers is not None:
+            peers.close()
         checkpointer.close(shutdown.grace)
         if loop.publisher is not None:
             loop.publisher.close()
+
+
+def _enter(
+    peers: Peers,
+    config: Config,
+    reply: m.RegisterReply,
+    group: Group,
+    session: Session | None,
+    checkpointer: Checkpointer,
+    step: int,
+) -> int:
+    """Take part in the training of other policy replicas. Returns how many steps the weights contain."""
+    run_dir = Path(reply.run_dir)
+
+    def heal(wanted: int) -> None:
+        if session is not None:
+            session.status = f"loading the weights of step {wanted}"
+        found = before_step(group, config, run_dir, wanted, reply.timeline, "")
+        if found is None or found.step != wanted:
+            raise CheckpointError(
+                f"the checkpoint of step {wanted} that was just written is not in {run_dir}"
+            )
+        checkpointer.restore(found)
+
+    if session is not None:
+        session.status = "waiting for the other policy replicas"
+    return peers.enter(step, heal)
 
 
 def make_trainer(config: Config, group: Group, total_steps: int, resumption: Resumption | None) -> Trainer:
@@ -118,13 +174,14 @@ def _algorithm(
     trainer: Trainer,
     caller: Caller,
     resumption: Resumption | None = None,
+    peers: Peers | None = None,
 ) -> Algorithm:
     if reply.mode == "sft":
         data = Path(reply.data_file)
         held_out = None
         if config.validation.enable:
             held_out = HeldOut(config, trainer, data.with_name("validation.safetensors"), reply.total_steps)
-        return Sft(config, trainer, data, held_out)
+        return Sft(config, trainer, data, held_out, peers)
     store = config.controller.payload_store
     payloads = payload_file.directory(store, reply.job_id) if store else None
     source = BatchSource(trainer.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
@@ -132,12 +189,17 @@ def _algorithm(
         source.seen = caller.history.took
         if config.profiler.record_batches:
             recorder = _recorder(config, reply, trainer.group.world, resumption, payloads)
-            source.keep = recorder.keep
+            source.keep = recorder.keep if peers is None else partial(_keep_if_leading, peers, recorder)
             caller.troubles.append(recorder.trouble)
-    algorithm = Grpo(config, trainer, source)
+    algorithm = Grpo(config, trainer, source, peers)
     _meet_teachers(config, algorithm.teachers, caller)
     source.look_ahead(caller.client().send, algorithm.rows_needed)
     return algorithm
+
+
+def _keep_if_leading(peers: Peers, recorder: BatchRecorder, table: StepTable, frames: Frames) -> None:
+    if peers.leads:
+        recorder.keep(table, frames)
 
 
 def _meet_teachers(config: Config, teachers: Teachers, caller: Caller) -> None:
@@ -177,12 +239,19 @@ def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, R
     """Register, and again with the step of a checkpoint when one is to be resumed: only then is it known."""
     reply = _tell(group, session, None)
     config = Config.model_validate(reply.config)
+    if (
+        reply.members
+    ):  # it needs the weights that they have when it joins, not those of a checkpoint that may go
+        return reply, None
     resumption = choose(group, config, Path(reply.run_dir))
     if session is not None:
         session.history.snapshot = lambda: newest_snapshot(Path(reply.run_dir), resumption)
-    if resumption is None and reply.committed_steps == 0:
+    several = (
+        config.policy.parallelism.n_init_replicas > 1
+    )  # of which the first one has to say what it begins with
+    if resumption is None and reply.committed_steps == 0 and not several:
         return reply, None
-    if resumption is None and not config.train.ckpt.enable_checkpoint:
+    if resumption is None and reply.committed_steps and not config.train.ckpt.enable_checkpoint:
         raise NoCheckpointError(
             f"{reply.committed_steps} steps are committed and no checkpoint holds their weights: the run cannot go "
             f"on; write train.ckpt.enable_checkpoint = true before the next one"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from schema.wire import messages as m
 from schema.wire.frame import CONTENT_TYPE, pack_bundle
 from schema.wire.messages.autoscale import AutoscaleStatus, ScaleRequest
+from schema.wire.messages.members import MemberReply, MemberRequest
 from schema.wire.messages.recovery import (
     DeclaredLeases,
     DeclareLeases,
@@ -89,6 +90,11 @@ def drain(replica_id: str) -> Call[m.DrainReply]:
 def profile(replica_id: str, request: m.ProfileRequest) -> Call[m.ProfileStatus]:
     """Ask a trainer for a profile."""
     return _post(f"/v1/replicas/{replica_id}/profile", request, m.ProfileStatus)
+
+
+def member(replica_id: str, request: MemberRequest) -> Call[MemberReply]:
+    """Say where a policy replica stands among others; what it is to do."""
+    return _post(f"/v1/replicas/{replica_id}/member", request, MemberReply, wait_s=request.wait_s)
 
 
 def turn(replica_id: str, request: TurnRequest) -> Call[TurnReply]:

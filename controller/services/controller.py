@@ -14,7 +14,8 @@ from controller.services.reaper import Reaper
 from controller.services.recovery import RecoveryService
 from controller.services.replicas import ReplicaService
 from controller.services.samples import SampleService
-from controller.services.steps import StepService
+from controller.services.trainers.members import MemberService
+from controller.services.trainers.steps import StepService
 from controller.state.job import Job
 
 
@@ -27,6 +28,7 @@ class Controller:
     leases: LeaseService
     samples: SampleService
     steps: StepService
+    members: MemberService
     publications: PublicationService
     recovery: RecoveryService
     job_service: JobService
@@ -38,6 +40,7 @@ class Controller:
     @classmethod
     def of(cls, job: Job) -> Controller:
         samples, steps, status = SampleService(job), StepService(job), JobService(job)
+        members = MemberService(job)
         replicas, leases = ReplicaService(job, samples), LeaseService(job)
         autoscale = AutoscaleService(job, leases)
         return cls(
@@ -46,11 +49,12 @@ class Controller:
             leases,
             samples,
             steps,
+            members,
             PublicationService(job, steps),
             RecoveryService(job, samples),
             status,
             EventService(job),
             DashboardService(job, status, replicas),
             autoscale,
-            Reaper(job, replicas, autoscale),
+            Reaper(job, replicas, members, autoscale),
         )

@@ -18,6 +18,7 @@ from controller.state.job import Job
 from controller.state.situation import RECENT, advice
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.messages.members import MembersStatus, MemberStatus
 
 Action = Literal["pause", "resume", "stop", "checkpoint"]
 
@@ -96,6 +97,7 @@ class JobService:
             outstanding=progress.outstanding,
             replicas={role: len(job.registry.present(role)) for role in ("policy", "rollout")},
             idle=self._idle(metrics),
+            members=self._members(),
             metrics=metrics,
             last_error=job.facts.last_error,
             note=job.note,
@@ -116,6 +118,18 @@ class JobService:
             overlaps=not job.config.takes_turns,
         )
         return status.model_copy(update={"advice": found})
+
+    def _members(self) -> MembersStatus | None:
+        found = self._job.membership
+        if found is None:
+            return None
+        members = [
+            MemberStatus(replica_id=name, parts=len(member.parts), seconds=member.seconds)
+            for name, member in found.members.items()
+        ]
+        return MembersStatus(
+            epoch=found.epoch, parts=found.parts, members=members, waiting=list(found.waiting)
+        )
 
     def _rewards(self) -> m.RewardStatus:
         stats = self._job.reward_stats

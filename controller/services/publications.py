@@ -15,7 +15,7 @@ import asyncio
 import logging
 
 from controller.errors import ApiError
-from controller.services.steps import StepService
+from controller.services.trainers.steps import StepService
 from controller.state.job import Job
 from controller.state.replicas import Replica
 from schema.wire import messages as m

@@ -11,6 +11,7 @@ from controller.cancellation import end
 from controller.ledger.group_table import GroupTable
 from controller.services.autoscale import AutoscaleService
 from controller.services.replicas import ReplicaService
+from controller.services.trainers.members import MemberService
 from controller.state.job import Job
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
@@ -32,8 +33,10 @@ FORGIVEN = 2.0
 class Reaper:
     """Runs `tick` again and again until `stop`."""
 
-    def __init__(self, job: Job, replicas: ReplicaService, autoscale: AutoscaleService) -> None:
-        self._job, self._replicas, self._autoscale = job, replicas, autoscale
+    def __init__(
+        self, job: Job, replicas: ReplicaService, members: MemberService, autoscale: AutoscaleService
+    ) -> None:
+        self._job, self._replicas, self._members, self._autoscale = job, replicas, members, autoscale
         self._task: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
@@ -69,6 +72,7 @@ class Reaper:
         job, now = self._job, self._job.clock()
         job.store.require()
         self._replicas.lose_silent(now)
+        self._members.tick(now)
         self._expire_leases(now)
         self._check_start(now)
         if job.rewards.may_probe(now):

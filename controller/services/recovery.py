@@ -46,6 +46,9 @@ class RecoveryService:
             raise ApiError(decision.code, f"trainer {request.name!r}: {decision.reason}")
         job.registry.restore(request, job.clock())
         job.facts.policy_epoch = request.policy_epoch
+        if job.membership is not None:
+            job.membership.recover(replica_id, request.steps, int(job.wall() * 1000))
+            job.member_signal.notify()
         if isinstance(decision, NeedSnapshot):
             await job.save()
             return self._reply(decision.missing, needs_snapshot=True)

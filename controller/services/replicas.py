@@ -105,6 +105,8 @@ class ReplicaService:
     def _check_resume(self, request: m.RegisterRequest) -> None:
         """Steps that the store does not know of must be described by the checkpoint that contains them."""
         committed, step, snapshot = self._job.progress.committed, request.resume_step, request.snapshot
+        if self._job.membership is not None and self._job.membership.members:
+            return  # it has to load their weights
         if snapshot is not None and snapshot.committed_steps != step:
             raise ApiError(
                 ErrorCode.BAD_REQUEST,
@@ -147,7 +149,7 @@ class ReplicaService:
                     del self._superseded[next(iter(self._superseded))]
                 self.release_all(registered.superseded, failed=False)
         else:
-            self._new_policy_epoch(request)
+            self._trainer_comes(request, registered)
         self._check_assembled(job.facts)
         job.lease_signal.notify()
         job.turn_signal.notify()
@@ -183,6 +185,19 @@ class ReplicaService:
         await job.save()
         return DeclaredLeases(lost_leases=lost)
 
+    def _trainer_comes(self, request: m.RegisterRequest, registered: Registered) -> None:
+        """Of several ones the first that says where it starts from begins an epoch; the others join it."""
+        job, membership = self._job, self._job.membership
+        if membership is None:
+            self._new_policy_epoch(request)
+            return
+        if registered.superseded is not None:
+            membership.gone(registered.superseded)
+        if not membership.members and request.resume_step is not None:
+            self._new_policy_epoch(request)
+            membership.found(registered.replica.replica_id, request.resume_step)
+        job.member_signal.notify()
+
     def _new_policy_epoch(self, request: m.RegisterRequest) -> None:
         job, step = self._job, request.resume_step
         job.facts.policy_epoch = max(job.facts.policy_epoch + 1, int(job.wall() * 1000))
@@ -211,7 +226,7 @@ class ReplicaService:
     def missing(self) -> dict[m.Role, int]:
         """How many of the first replicas of each role have not registered."""
         job = self._job
-        wanted: dict[m.Role, int] = {"policy": 1}
+        wanted: dict[m.Role, int] = {"policy": job.config.policy.parallelism.n_init_replicas}
         if job.config.is_grpo:
             wanted["rollout"] = job.config.rollout.parallelism.n_init_replicas
         known = list(job.registry)
@@ -240,6 +255,7 @@ class ReplicaService:
             weight_store=store or str(job.run_dir / "weights"),
             data_file=str(job.run_dir / TRAIN_DATA),
             publication=job.publications.newest,
+            members=0 if job.membership is None else len(job.membership.members),
         )
 
     # ---- beat ---------------------------------------------------------------------------------------------
@@ -263,6 +279,7 @@ class ReplicaService:
             committed_steps=job.progress.committed,
             phase=job.phase,
             profile=replica.profile_order,
+            members_epoch=0 if job.membership is None else job.membership.epoch,
         )
         await job.save()
         return reply
@@ -283,10 +300,11 @@ class ReplicaService:
             commands.append("drain")
         if job.facts.ended in (Phase.STOPPED, Phase.FAILED):
             commands.append("stop")
-        if replica.role == "policy" and job.checkpoint_asked:
+        leads = replica.role == "policy" and job.leads(replica.replica_id)
+        if leads and job.checkpoint_asked:
             job.checkpoint_asked = False
             commands.append("checkpoint")
-        if replica.role == "policy" and self._anchor_is_overdue():
+        if leads and self._anchor_is_overdue():
             commands.append("anchor")
         return commands
 
@@ -424,10 +442,11 @@ class ReplicaService:
         replica = job.registry.find(replica_id)
         if replica.state != "left":
             job.registry.check(replica_id, incarnation)
+            led = job.leads(replica_id)
             job.registry.leave(replica, reason)
             log.info("%s replica %s left: %s", replica.role, replica_id, reason or "no reason given")
             self._gone(replica, failed=False)
-            if replica.role == "policy" and reason == "finished" and job.progress.finished:
+            if replica.role == "policy" and led and reason == "finished" and job.progress.finished:
                 job.facts.exported = True
             job.settle()
         if replica.role == "policy":  # no process would be left to report again that it has finished
@@ -470,7 +489,12 @@ class ReplicaService:
         self._job.lease_signal.notify()
         if replica.role == "rollout":
             self.release_all(replica.replica_id, failed=failed)
-        else:
+            return
+        membership = self._job.membership
+        if membership is not None:
+            membership.gone(replica.replica_id)
+            self._job.member_signal.notify()
+        if membership is None or not membership.members:
             self._job.scaling.trainer(self._job.clock(), "away")
 
     def release_all(self, replica_id: str, *, failed: bool) -> None:

@@ -36,6 +36,7 @@ from controller.state.job_facts import (
     sft_total_steps,
     validation_params,
 )
+from controller.state.membership import Membership
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
@@ -113,8 +114,9 @@ class Job:
             config.grpo.reward_weights
         )
         """Whether validation is scored with the functions of training: what fails there fails here."""
-        timeout = config.controller.heartbeat_timeout
-        self.registry = Registry(timeout, saved[Table.REPLICAS].values())
+        self.registry = self._load_registry(saved)
+        self.membership = self._load_membership(headers.get("members"))
+        """Of several policy replicas; None: there is one."""
         self.steps = StepLog(saved[Table.STEPS].values())
         self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(wall())
         self.publications = Publications(
@@ -138,10 +140,9 @@ class Job:
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
         self.scaling = self._load_scaling(headers.get("autoscale"))
-        self.closing = False
-        self.checkpoint_asked = False
+        self.closing = self.checkpoint_asked = False
         self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
-        self.event_signal, self.turn_signal = Signal(), Signal()
+        self.event_signal, self.turn_signal, self.member_signal = Signal(), Signal(), Signal()
         self._stored: dict[str, dict[str, Any]] = {}
         self._alone_since: float | None = None
         self._said = self._state()
@@ -169,6 +170,19 @@ class Job:
         total = sft_total_steps(self.config, len(self.prompts))
         header, rows = headers.get("ledger"), len(self.prompts)
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
+
+    def _load_registry(self, saved: Saved) -> Registry:
+        timeout, trainers = (
+            self.config.controller.heartbeat_timeout,
+            self.config.policy.parallelism.n_init_replicas,
+        )
+        return Registry(timeout, saved[Table.REPLICAS].values(), trainers=trainers)
+
+    def _load_membership(self, known: Mapping[str, Any] | None) -> Membership | None:
+        trainers = self.config.policy.parallelism.n_init_replicas
+        if trainers == 1:
+            return None
+        return Membership(trainers) if known is None else Membership.from_record(trainers, known)
 
     def _load_scaling(self, known: Mapping[str, Any] | None) -> Scaling:
         first = self.config.rollout.parallelism.n_init_replicas
@@ -255,6 +269,9 @@ class Job:
         if self.config.autoscale.enable:
             self._stage_header(rows, "autoscale", self.scaling.autoscaler.memory.to_record())
         self._stage_header(rows, "rewards", self.reward_stats.to_record())
+        if self.membership is not None:
+            self._stage_header(rows, "members", self.membership.to_record())
+            self._say_members(self.membership)
         rows.update({(Table.REPLICAS, name): None for name in self.registry.take_forgotten()})
         for replica in self.registry.take_changes():
             rows[Table.REPLICAS, replica.name] = replica.to_record
@@ -330,6 +347,24 @@ class Job:
             why=replica.status,
         )
 
+    def _say_members(self, membership: Membership) -> None:
+        now = membership.shares()
+        if self._stored.get("shares", {}) == now:
+            return
+        self._stored["shares"] = dict(now)
+        shares = ", ".join(f"{name} {count}" for name, count in now.items()) or "nobody"
+        text = (
+            f"epoch {membership.epoch} before step {membership.step}: parts of {membership.parts}: {shares}"
+        )
+        self.events.add(
+            EventKind.MEMBERS,
+            text,
+            epoch=membership.epoch,
+            step=membership.step,
+            parts=membership.parts,
+            members=now,
+        )
+
     def _stage_header(
         self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]
     ) -> None:
@@ -399,6 +434,10 @@ class Job:
         replica = self.registry.check(replica_id, incarnation, role)
         self.registry.seen(replica, self.clock())
         return replica
+
+    def leads(self, replica_id: str) -> bool:
+        """Whether a policy replica is the one that commits, publishes and saves."""
+        return self.membership is None or self.membership.leader == replica_id
 
     @property
     def trainers_turn(self) -> bool:
@@ -562,6 +601,7 @@ class Job:
             self.publication_signal,
             self.event_signal,
             self.turn_signal,
+            self.member_signal,
         ):
             signal.notify()
 

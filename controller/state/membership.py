@@ -27,14 +27,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-REMEMBERED = 0.5
+REMEMBERED = 0.8
 """Share of what was known of a member's speed that is kept when it reports again."""
-WORTH = 0.2
-"""Share of a step's time that has to be saved for parts to change hands."""
+WORTH, PATIENCE = 0.2, 8
+"""Share of a step's time that has to be saved for parts to change hands, and steps that an epoch lasts before it is
+looked whether it would be."""
 UNKNOWN = 1.0
 """Seconds for a part of a member whose speed nobody knows, where all are unknown; else the mean of the others."""
 
-Action = Literal["train", "wait", "commit", "save", "heal", "exchange", "apply", "again", "differs"]
+Action = Literal["train", "wait", "commit", "save", "heal", "exchange", "apply", "again", "differs", "batch"]
 
 
 @dataclass(slots=True)
@@ -50,9 +51,9 @@ class Order:
     """What a replica is to do now.
 
     train: the step, as these parts of this epoch. commit, save: as the leader, the step before, or its checkpoint.
-    exchange: what it computed. apply: what it holds of all. again: the round, as these parts of this epoch. heal: load
-    a checkpoint of `step` committed steps, or register anew where it is -1. differs: end, its weights are not those of
-    the others. wait: ask again.
+    exchange: what it computed. apply: what it holds of all. again: the round, as these parts of this epoch. heal:
+    load a checkpoint of `step` committed steps, or register anew where it is -1. differs: end, its weights are not
+    those of the others. batch: ask for the batch, it is another one by now. wait: ask again.
 
     counts: parts of each of the members, in order.
     """
@@ -78,8 +79,12 @@ class Membership:
         """Who has joined, and whether it was asked to load the checkpoint of this step."""
         self.saved = False
         """Whether that checkpoint is there."""
+        self._began = step
+        """The first step of this epoch."""
         self.weights = ""
         """Of all members before the step; "": they have not said so."""
+        self.kind: dict[str, str] = {}
+        """What all members have in common, as the first one said."""
         self.odd: set[str] = set()
         """Who had other weights."""
         self._said: dict[str, str] = {}
@@ -98,7 +103,7 @@ class Membership:
         assert not self.members
         self.waiting.pop(name, None)
         self.give_up()
-        self.members[name] = Member()
+        self.members[name], self.kind = Member(), {}
         self._at(step)
         self.renew()
 
@@ -124,6 +129,21 @@ class Membership:
             self._expel(name)
             return Order("differs", self.epoch)
         return self._admit(name)
+
+    def recover(self, name: str, step: int, epoch: int) -> None:
+        """A replica knows of steps that were forgotten here: it is a member, and so are those who know as many.
+
+        epoch: above all that there can have been.
+        """
+        if name in self.members and step in (self.step, self.step + 1):
+            return
+        if step != self.step:
+            self.members.clear()
+            self._at(step)
+        self.members.setdefault(name, Member())
+        self.waiting.pop(name, None)
+        self.epoch = max(self.epoch, epoch)
+        self.renew()
 
     def gone(self, name: str) -> bool:
         """A replica has died, or leaves. Returns whether it was a member."""
@@ -155,7 +175,8 @@ class Membership:
             return Order("heal", self.epoch)
         if step > self.step:
             return Order("commit" if name == self.leader else "wait", self.epoch, step=self.step)
-        self._said[name] = weights
+        if weights:
+            self._said[name] = weights
         if not self.weights:
             if any(other not in self._said for other in self.members):
                 return Order("wait", self.epoch)
@@ -198,7 +219,8 @@ class Membership:
         if step == self.step and self.members:
             self._at(step + 1)
             self.waiting = dict.fromkeys(self.waiting, True)
-            self._level()
+            if self.step - self._began >= PATIENCE:
+                self._level()
 
     def save(self, step: int) -> None:
         """There is a checkpoint of so many committed steps."""
@@ -246,11 +268,12 @@ class Membership:
         return Order("train", *self._share(name), step=self.step)
 
     def _share(self, name: str) -> tuple[int, tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
-        counts = tuple(len(member.parts) for member in self.members.values())
-        return self.epoch, tuple(self.members[name].parts), tuple(self.members), counts
+        shares = self.shares()
+        return self.epoch, tuple(self.members[name].parts), tuple(shares), tuple(shares.values())
 
     def _begin_epoch(self) -> None:
         self.epoch += 1
+        self._began = self.step
         self._ready.clear()
         self._holding.clear()
 
@@ -281,6 +304,10 @@ class Membership:
         usual = sum(known) / len(known) if known else UNKNOWN
         return [member.seconds or usual for member in self.members.values()]
 
+    def shares(self) -> dict[str, int]:
+        """How many parts each member has; the first one leads."""
+        return {name: len(member.parts) for name, member in self.members.items()}
+
     # ---- stored -------------------------------------------------------------------------------------------
 
     def to_record(self) -> dict[str, Any]:
@@ -293,6 +320,7 @@ class Membership:
             "waiting": dict(self.waiting),
             "saved": self.saved,
             "weights": self.weights,
+            "kind": self.kind,
         }
 
     @classmethod
@@ -300,7 +328,7 @@ class Membership:
         """As it was; with another number of parts they are dealt anew."""
         found = cls(parts, record["step"])
         found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]
-        found.weights = record["weights"]
+        found.weights, found.kind = record["weights"], record["kind"]
         found.members = {name: Member(**member) for name, member in record["members"].items()}
         found.waiting = dict(record["waiting"])
         if found.members and sum(len(member.parts) for member in found.members.values()) != parts:

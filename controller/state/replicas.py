@@ -156,8 +156,11 @@ class Registered:
 class Registry:
     """See the module's docstring."""
 
-    def __init__(self, heartbeat_timeout: float, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._timeout = heartbeat_timeout
+    def __init__(
+        self, heartbeat_timeout: float, records: Iterable[Mapping[str, Any]] = (), *, trainers: int = 1
+    ) -> None:
+        """trainers: policy replicas of the job. One alone has a single name at a time, several are told apart."""
+        self._timeout, self._several = heartbeat_timeout, trainers > 1
         self._by_name = {record["name"]: Replica(**record) for record in records}
         self._by_id = {replica.replica_id: replica for replica in self._by_name.values()}
         self._dirty: dict[str, Replica] = {}
@@ -203,7 +206,7 @@ class Registry:
                     ErrorCode.STALE_INCARNATION,
                     f"the registration of {request.name!r} has ended, or a newer one has taken its place",
                 )
-        if request.role == "policy":
+        if request.role == "policy" and not self._several:
             self._check_single_policy(request.name)
             self._take_the_place_of_others(request.name)
         before = known or self._forget()
@@ -282,7 +285,8 @@ class Registry:
                     self._set(known, "live")
                 return known
             del self._by_id[known.replica_id]
-        self._take_the_place_of_others(request.name)
+        if not self._several:
+            self._take_the_place_of_others(request.name)
         replica = Replica(
             replica_id=id_of(request.name, request.incarnation),
             role="policy",

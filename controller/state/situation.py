@@ -42,7 +42,7 @@ def sentence(job: Job) -> tuple[str, str]:
     trainers = job.registry.present("policy")
     if not trainers:
         return "trainer", f"waits for a trainer: {_absent(job, 'policy')}"
-    trainer = trainers[0]
+    trainer = _leading(job, trainers)
     table = job.progress
     if not isinstance(table, GroupTable):
         return "training", f"{trainer.name}: {trainer.status or 'getting ready'}"
@@ -52,11 +52,16 @@ def sentence(job: Job) -> tuple[str, str]:
             f"waits for the first weights of {trainer.name}: {trainer.status or 'loading'}",
         )
     step = table.committed
+    if job.membership is not None and any(job.membership.waiting.values()):
+        loading = [one for one in trainers if job.membership.waiting.get(one.replica_id)]
+        return f"loads {step}", f"step {step} waits for {', '.join(map(_named, loading))}"
     if job.ledger.batch(step):
         rollouts = [replica.replica_id for replica in job.registry.present("rollout")]
         if job.trainers_turn and (awake := job.turns.awake(rollouts)):
             return f"turn {step}", f"step {step} is complete and waits for {', '.join(awake[:3])} to sleep"
-        return f"trains {step}", f"step {step} is being trained by {trainer.name}{_detail(trainer)}"
+        others = [one for one in trainers if job.membership is not None and one is not trainer]
+        named = ", ".join([trainer.name + _detail(trainer), *(one.name for one in others)])
+        return f"trains {step}", f"step {step} is being trained by {named}"
     missing = table.params.groups_per_step - table.ready
     if missing <= 0:
         return f"ready {step}", f"step {step} is complete and waits for {_named(trainer)}"
@@ -79,7 +84,13 @@ def _finishing(job: Job) -> tuple[str, str]:
     trainers = job.registry.present("policy")
     if not trainers:
         return "trainer", f"waits for a trainer: {_absent(job, 'policy')}"
-    return "finishing", f"waits for the end of {trainers[0].name}: {trainers[0].status or 'leaving'}"
+    trainer = _leading(job, trainers)
+    return "finishing", f"waits for the end of {trainer.name}: {trainer.status or 'leaving'}"
+
+
+def _leading(job: Job, trainers: Sequence[Replica]) -> Replica:
+    """The one that commits; any, where none does so yet."""
+    return next((one for one in trainers if job.leads(one.replica_id)), trainers[0])
 
 
 def _validation(job: Job) -> tuple[str, str]:

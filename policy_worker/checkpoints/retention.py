@@ -60,8 +60,10 @@ def order(found: Found, newest: Found) -> tuple[bool, int, int]:
 class Housekeeper:
     """Rank 0's. Nothing here ends a run: what cannot be deleted is said, and stays."""
 
-    def __init__(self, root: Path, settings: CheckpointConfig, uploader: Uploader | None) -> None:
-        self._root, self._settings, self._uploader = root, settings, uploader
+    def __init__(self, root: Path, settings: CheckpointConfig, uploader: Uploader | None = None) -> None:
+        self._root, self._settings = root, settings
+        self.uploader = uploader
+        """It holds what it has not uploaded yet."""
         self._resumed_from: Path | None = None
 
     def resumed_from(self, path: Path) -> None:
@@ -90,7 +92,7 @@ class Housekeeper:
                 log.info("deleted checkpoint %s: delete_after_load = true", path)
 
     def _is_held(self, path: Path) -> bool:
-        return self._uploader is not None and self._uploader.holds(path)
+        return self.uploader is not None and self.uploader.holds(path)
 
     def _preferred(self, complete: list[Found], newest: Found, scores: Mapping[int, float]) -> Found | None:
         """The best validated one, by what the controller knows and, where that has begun anew, by the note."""

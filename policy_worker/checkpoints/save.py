@@ -79,8 +79,10 @@ class Checkpointer:
         trainer: Trainer,
         session: Session | None,
         shutdown: ShutdownRequest,
+        *,
+        leads: bool = True,
     ) -> None:
-        """A collective.
+        """A collective. leads: whether to begin with `lead`.
 
         Raises:
             CheckpointSaveError: checkpoints are on, and their directory cannot be written.
@@ -106,12 +108,19 @@ class Checkpointer:
         self._group = trainer.group.sibling(patience) if asynchronous else trainer.group
         self._caller: Caller | None = None if session is None else session.another()
         self._uploader: Uploader | None = None
-        trainer.group.lead(lambda: self._prepare(reply))
-        self._housekeeper = Housekeeper(self._directory, self._settings, self._uploader)
+        self._housekeeper = Housekeeper(self._directory, self._settings)
+        self._reply = reply
+        if leads:
+            self.lead()
 
     @property
     def enabled(self) -> bool:
         return self._settings.enable_checkpoint
+
+    def lead(self) -> None:
+        """Save from now on, as the only one of all policy replicas. A collective. Raises as the constructor."""
+        self._trainer.group.lead(lambda: self._prepare(self._reply))
+        self._housekeeper.uploader = self._uploader
 
     def _prepare(self, reply: m.RegisterReply) -> None:
         """Rank 0: clean up after the dead, and find out now whether saving and uploading will work."""

@@ -2,6 +2,5 @@
 
 gradients     those of a rank as one row of numbers, and the sum over the parts of a batch
 base          what an exchange is, and how it ends
-collective    by a process group of the same rank of each replica (gloo, NCCL)
-stored        by a weight store: a directory that all replicas see, or a bucket
+transports    by a process group of the same rank of each replica (gloo, NCCL); by a weight store, which all see
 """

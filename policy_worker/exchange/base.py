@@ -1,7 +1,7 @@
 """What an exchange of gradients is: rows of numbers that each replica has some of, and all of them need.
 
 The same rank of each replica takes part, with the gradients of its own shards; ranks of other numbers are not met.
-Nothing waits without an end: an exchange is over when it is complete, when it is told to stop (another epoch has
+Nothing waits without an end: an exchange is over when it is complete, when it is to stop (another epoch has
 begun, for example), or when nothing has come for too long.
 """
 
@@ -21,7 +21,7 @@ LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
 
 
 class ExchangeEnded(Exception):
-    """It was told to stop, or nothing came: nobody has applied anything. Says why."""
+    """It was to stop, or nothing came: nobody has applied anything. Says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class Round:
         return [member for member, count in enumerate(self.counts) for _ in range(count)]
 
     @property
+    def mine(self) -> list[int]:
+        """The parts of this member."""
+        return [part for part, owner in enumerate(self.owners) if owner == self.me]
+
+    @property
     def name(self) -> str:
         """Of no other round of the job."""
         return f"t{self.timeline}-s{self.step}-n{self.number}-e{self.epoch}"
@@ -62,6 +67,9 @@ class Exchange(Protocol):
 
         Raises `ExchangeEnded`.
         """
+
+    def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
+        """Of all parts, in order, what this member and the others have to say of theirs. Raises `ExchangeEnded`."""
 
     def close(self) -> None:
         """Free what it holds. Idempotent."""

@@ -8,7 +8,7 @@ has computed which part. A parameter without a gradient counts as zeros where an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,9 +33,19 @@ class PartGradients:
         self._rows: dict[int, Tensor] = {}
 
     @property
+    def device(self) -> torch.device:
+        """Where rows are."""
+        return _local(self._parameters[0]).device
+
+    @property
     def numbers(self) -> int:
         """Of a row: one for each of this rank's numbers, and one for each parameter, whether it has a gradient."""
         return sum(self._sizes) + len(self._sizes)
+
+    @property
+    def bytes_of_part(self) -> int:
+        """Of a row."""
+        return self.numbers * _local(self._parameters[0]).element_size()
 
     @torch.no_grad()
     def take(self, part: int) -> None:
@@ -51,18 +61,13 @@ class PartGradients:
             parameter.grad = None
         self._rows[part] = row
 
-    def keep(self, parts: Sequence[int]) -> list[int]:
-        """Forget what is not of these parts; returns those that have to be computed."""
-        self._rows = {part: row for part, row in self._rows.items() if part in parts}
-        return [part for part in parts if part not in self._rows]
-
     @torch.no_grad()
     def add_up(self, exchange: Exchange, round_: Round) -> None:
-        """Give each parameter the sum over all parts; those that were taken stay, for another round.
+        """Give each parameter the sum over all parts; those that were taken stay, for another attempt.
 
         Raises `ExchangeEnded`: parameters have no gradients.
         """
-        own = self._rows or {-1: self._empty()}
+        own = {part: self._rows[part] for part in round_.mine} or {-1: self._empty()}
         total = torch.empty_like(next(iter(own.values())))
         for where, rows in exchange.pieces(round_, own):
             piece = total[where].copy_(rows[0])

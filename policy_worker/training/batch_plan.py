@@ -18,6 +18,7 @@ import heapq
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -138,6 +139,29 @@ def plan_step(
                     shares = [[row for row in computed if owners[row] == rank] for rank in range(data_ranks)]
                 plan.append(MiniBatch(rows, _equally_many(shares, tokens, batching, alike)))
     return plan
+
+
+class Shares(NamedTuple):
+    """Which shares of a plan are a data rank's: one of each part that the batch is cut into for policy replicas."""
+
+    parts: int
+    data_ranks: int
+    data_rank: int
+
+    @property
+    def total(self) -> int:
+        return self.parts * self.data_ranks
+
+    def of(self, part: int) -> int:
+        """Of its shares that in a part."""
+        return part * self.data_ranks + self.data_rank
+
+    @property
+    def all(self) -> list[int]:
+        return [self.of(part) for part in range(self.parts)]
+
+    def has(self, share: int) -> bool:
+        return share % self.data_ranks == self.data_rank
 
 
 def owners_of(plan: Sequence[MiniBatch]) -> dict[int, int]:

@@ -22,19 +22,21 @@ from torch import Tensor
 from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
+from policy_worker.peers import Peers
 from policy_worker.ranges import span
-from policy_worker.trainer import Critic
+from policy_worker.trainer import Critic, LossOf
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,
     Rows,
+    Shares,
     computed_rows,
     owners_of,
     plan_pass,
     plan_step,
     rows_of,
 )
-from policy_worker.training.metrics import Metrics, PartSums, mean_norm
+from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_norm
 from schema.config import Config
 from schema.wire.batch import StepTable
 
@@ -63,9 +65,21 @@ def batching_of(config: Config, batching: Batching) -> Batching:
 class CriticTraining:
     """See the module's docstring. All ranks call alike."""
 
-    def __init__(self, config: Config, critic: Critic, batching: Batching, policy: Group) -> None:
-        """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks."""
-        self._critic, self._keys, self._policy = critic, config.critic, policy
+    def __init__(
+        self,
+        config: Config,
+        critic: Critic,
+        batching: Batching,
+        policy: Group,
+        shares: Shares | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks. peers:
+        policy replicas that train with this one, and then shares: those of this rank."""
+        self._critic, self._keys, self._policy, self._peers = critic, config.critic, policy, peers
+        self._shares = Shares(1, critic.data_ranks, critic.data_rank)
+        if peers is not None and shares is not None:
+            self._shares = shares
         self._batching = batching_of(config, batching)
         self._pass = self._batching.cut_to(config.critic.forward_mini_batch, None)
 
@@ -106,7 +120,7 @@ class CriticTraining:
             table.total_tokens,
             counted,
             self._batching,
-            data_ranks=self._critic.data_ranks,
+            data_ranks=self._shares.total,
             step=table.step,
             dealt=table.sampled,
             alike=alike,
@@ -123,7 +137,18 @@ class CriticTraining:
         """By row, what is expected of each token of this rank's samples. plan: the policy's. A collective."""
         with span(VALUE):
             batches = self._planned_pass(table, plan, alike)
-            found = self._critic.values(samples, batches[self._critic.data_rank] if batches else [])
+
+            def of_part(part: int) -> dict[int, Tensor]:
+                return self._critic.values(samples, batches[self._shares.of(part)] if batches else [])
+
+            def lengths(part: int) -> dict[int, int]:
+                rows = {row for rows in batches[self._shares.of(part)] for row in rows} if batches else ()
+                return {row: samples[row].learned_tokens for row in rows}
+
+            if self._peers is not None:
+                types = {VALUE: self._critic.place.numbers}
+                return self._peers.columns(lambda part: {VALUE: of_part(part)}, types, lengths)[VALUE]
+            found = of_part(0)
             return self._critic.place.to_all_ranks(found, lengths_of(table, plan)) if self._is_own else found
 
     def train_on(
@@ -155,11 +180,16 @@ class CriticTraining:
             rows = mini_batch.rows
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
             loss_of = partial(self._loss_of, table, norm, sums)
-            critic.learn(samples, mini_batch.ranks[critic.data_rank], loss_of, columns)
-            sums.end_step(critic.step(table.step))
+            compute = partial(self._learn_part, samples, mini_batch, loss_of, columns)
+            if self._peers is None:
+                compute(0)
+                critic.end_part()
+            else:
+                self._peers.learn(critic, compute, SumNotes(sums, critic.group))
+            sums.end_step(critic.apply(table.step))
             tokens.append(norm.tokens)
         found = sums.reduce(critic.group)
-        mine = sorted(row for row, rank in owners_of(own).items() if rank == critic.data_rank)
+        mine = sorted(row for row, rank in owners_of(own).items() if self._shares.has(rank))
         n = max(len(found), 1)
         return {
             "critic/lr": critic.lr(table.step),
@@ -168,6 +198,16 @@ class CriticTraining:
             **{f"critic/{k}": value for k, value in (mean_norm(found) | critic.scale_metrics()).items()},
             **self._fit([columns[VALUE][row] for row in mine], [columns[RETURN][row] for row in mine]),
         }
+
+    def _learn_part(
+        self,
+        samples: Mapping[int, TrainSample],
+        mini_batch: MiniBatch,
+        loss_of: LossOf,
+        columns: Mapping[str, Mapping[int, Tensor]],
+        part: int,
+    ) -> None:
+        self._critic.learn(samples, mini_batch.ranks[self._shares.of(part)], loss_of, columns)
 
     def _loss_of(
         self, table: StepTable, norm: Normalizers, sums: PartSums, batch: MicroBatch, values: Tensor

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -44,14 +44,16 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import Head, TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
-from policy_worker.model.routing import KEY
+from policy_worker.model.routing import KEY, Replay
 from policy_worker.parallel.group import Group
+from policy_worker.peers import Peers
 from policy_worker.ranges import span
-from policy_worker.trainer import HIDDEN, EarlierPolicy, Trainer
+from policy_worker.trainer import HIDDEN, EarlierPolicy, LossOf, Trainer
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,
     Rows,
+    Shares,
     alike_of,
     owners_of,
     plan_pass,
@@ -105,7 +107,8 @@ class Lesson:
     """What the policy learns from in a step, and where what is found of it goes.
 
     samples: of this rank. columns: what passes found of them. head: the reference model's, where a KL is over the
-    whole vocabulary. tokens: of each row of the table, those that count.
+    whole vocabulary. tokens: of each row of the table, those that count. seen: recorded choices of experts, and those
+    that the model would have made otherwise, of the parts of all replicas where there are several.
     """
 
     table: StepTable
@@ -116,14 +119,45 @@ class Lesson:
     tokens: Sequence[int]
     metrics: StepMetrics
     kept: KeptSamples
+    seen: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+
+class LessonNotes:
+    """What policy replicas tell each other of a lesson's parts, next to gradients. All ranks call alike."""
+
+    def __init__(self, lesson: Lesson, group: Group, replay: Replay | None) -> None:
+        self._lesson, self._group, self._replay = lesson, group, replay
+
+    def take(self, part: int) -> Any:
+        """Sums for metrics, and log-probs of samples that are kept."""
+        seen = [0.0, 0.0] if self._replay is None else self._group.reduce(self._replay.take_seen(), "total")
+        return {
+            "sums": self._lesson.metrics.take(self._group),
+            "kept": self._lesson.kept.take(),
+            "seen": seen,
+        }
+
+    def put(self, found: list[Any]) -> None:
+        """As they were taken, of all parts."""
+        self._lesson.metrics.put([one["sums"] for one in found])
+        for one in found:
+            self._lesson.kept.put(one["kept"])
+            for number, more in enumerate(one["seen"]):
+                self._lesson.seen[number] += more
 
 
 class Grpo:
     """One training step at a time; the loop around it waits for batches, commits and publishes."""
 
-    def __init__(self, config: Config, trainer: Trainer, source: Batches) -> None:
-        """Raises `SettingsError` for an estimator or a loss that is not registered."""
-        self._trainer, self._source = trainer, source
+    def __init__(self, config: Config, trainer: Trainer, source: Batches, peers: Peers | None = None) -> None:
+        """peers: policy replicas that train with this one. Every replica has all samples; models compute those of the
+        parts that are its own.
+
+        Raises:
+            SettingsError: for an estimator or a loss that is not registered.
+        """
+        self._trainer, self._source, self._peers = trainer, source, peers
+        self._shares = Shares(1 if peers is None else peers.parts, trainer.data_ranks, trainer.data_rank)
         self._advantages = advantage_config(config.grpo)
         self._loss = loss_config(config.grpo)
         self._batching = Batching.of_config(config)
@@ -138,7 +172,9 @@ class Grpo:
         self._cap = config.grpo.rollout_correction.cap
         self._min_prefix = config.grpo.min_filter_prefix_tokens
         self._critic = (
-            CriticTraining(config, trainer.critic, self._batching, trainer.group) if trainer.critic else None
+            CriticTraining(config, trainer.critic, self._batching, trainer.group, self._shares, peers)
+            if trainer.critic
+            else None
         )
         self._warmup = config.critic.warmup_steps if self._critic else 0
         self._skips_idle = (
@@ -174,7 +210,9 @@ class Grpo:
         trainer = self._trainer
         planned = self._planned(table)
         learned, masks, masked, idle, alike, plan = planned
-        mine = rows_of(plan, trainer.data_rank)
+        mine = self._rows_of(plan)
+        if self._peers is not None:
+            self._peers.batch(table.digest)
         with span("fetch"):
             fetched = self._source.payloads(table, self._needed(table, planned))
         if fetched is None or not self.teachers.prepare(table, fetched, plan, alike):
@@ -186,7 +224,7 @@ class Grpo:
         prefixes = self._prefixes(table, fetched)
         samples = {row: fetched[row] for row in mine}
         owners = owners_of(plan)  # a shuffle may deal a row to two ranks, and one of them counts it
-        own = {row: sample for row, sample in samples.items() if owners[row] == trainer.data_rank}
+        own = {row: sample for row, sample in samples.items() if self._shares.has(owners[row])}
         unreplayed = self._unreplayed(table, samples, plan)
         columns, head = self._passes(table, fetched, plan, alike)
         columns[FRESH] = {
@@ -217,12 +255,13 @@ class Grpo:
             metrics.facts |= self._critic.train_on(table, fetched, plan, planned.counted, by_row, alike)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         warms_up = table.step < self._warmup
+        lesson = Lesson(table, samples, columns, head, advantages, tokens, metrics, kept)
         if not warms_up:
-            self._learn(Lesson(table, samples, columns, head, advantages, tokens, metrics, kept), plan)
+            self._learn(lesson, plan)
             metrics.facts |= trainer.scale_metrics()
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
-        metrics.facts |= self._reward_kl(kl, own) | self.teachers.metrics(own) | self._rerouted()
+        metrics.facts |= self._reward_kl(kl, own) | self.teachers.metrics(own) | self._rerouted(lesson)
         uncomputed = range(table.n_samples) if warms_up else idle
         self.kept = kept.gather(trainer.group, advantages.by_sample, uncomputed)
         if kept.cut and trainer.group.leads and not self._said_cut:
@@ -241,17 +280,49 @@ class Grpo:
         trainer, table, tokens = self._trainer, lesson.table, lesson.tokens
         normed = ((mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan)
         for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
-            trainer.learn(
-                lesson.samples,
-                mini_batch.ranks[trainer.data_rank],
-                partial(self._loss_of, lesson, norm, number == 0),
-                lesson.columns,
-                temperature=self._temperature,
-                head=lesson.head if self._loss.kl_type == "full" else None,
-                more_of=self.teachers.more,
+            compute = partial(
+                self._learn_part, lesson, mini_batch, partial(self._loss_of, lesson, norm, number == 0)
             )
+            if self._peers is None:
+                compute(0)
+                trainer.end_part()
+            else:
+                self._peers.learn(trainer, compute, LessonNotes(lesson, trainer.group, trainer.replay))
             computed = sum(tokens[row] for row in mini_batch.computed)
-            lesson.metrics.end_step(trainer.step(table.step), computed)
+            lesson.metrics.end_step(trainer.apply(table.step), computed)
+
+    def _learn_part(self, lesson: Lesson, mini_batch: MiniBatch, loss_of: LossOf, part: int) -> None:
+        """Forward and backward of this rank's share of a part."""
+        trainer, batches = self._trainer, mini_batch.ranks[self._shares.of(part)]
+        if self._peers is not None:
+            if trainer.replay is not None:
+                trainer.replay.take_seen()  # of other forwards than those that are counted
+            if HIDDEN in lesson.columns:
+                self._see_again(lesson, batches)
+        trainer.learn(
+            lesson.samples,
+            batches,
+            loss_of,
+            lesson.columns,
+            temperature=self._temperature,
+            head=lesson.head if self._loss.kl_type == "full" else None,
+            more_of=self.teachers.more,
+        )
+
+    def _see_again(self, lesson: Lesson, batches: Sequence[Rows]) -> None:
+        """The reference model's states of a part that was another replica's: they are too large to be exchanged."""
+        trainer, hidden = self._trainer, lesson.columns[HIDDEN]
+        assert trainer.reference is not None
+        missing = trainer.place.has_outputs and any(row not in hidden for rows in batches for row in rows)
+        if trainer.group.any(missing):
+            (found,) = trainer.score(
+                trainer.reference, lesson.samples, batches, self._temperature, ["hidden"]
+            )
+            cast(dict[int, Tensor], hidden).update(found)
+
+    def _rows_of(self, plan: Sequence[MiniBatch]) -> Rows:
+        """The rows of this rank's shares."""
+        return sorted({row for share in self._shares.all for row in rows_of(plan, share)})
 
     def _loss_of(
         self, lesson: Lesson, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
@@ -283,7 +354,7 @@ class Grpo:
     def _needed(self, table: StepTable, planned: Planned) -> Sequence[int]:
         """With those that a rank of this unit computes for a model with a mesh of its own."""
         trainer = self._trainer
-        rows = self._with_peers(table, planned.learned, rows_of(planned.plan, trainer.data_rank))
+        rows = self._with_groups(table, planned.learned, self._rows_of(planned.plan))
         others: list[tuple[Group, Sequence[Collection[int]]]] = []
         if (place := trainer.reference_place).group is not trainer.group:
             passed = self._reference_pass(table, planned.plan, planned.alike)
@@ -313,7 +384,7 @@ class Grpo:
             table.total_tokens,
             learned,
             self._batching,
-            data_ranks=self._trainer.data_ranks,
+            data_ranks=self._shares.total,
             step=table.step,
             idle=idle,
             dealt=table.sampled,
@@ -321,7 +392,7 @@ class Grpo:
         )
         return Planned(learned, masks, masked, idle, alike, plan)
 
-    def _with_peers(self, table: StepTable, learned: Sequence[bool], rows: Sequence[int]) -> Sequence[int]:
+    def _with_groups(self, table: StepTable, learned: Sequence[bool], rows: Sequence[int]) -> Sequence[int]:
         """These rows and, where prefixes are compared, all others of their groups that count."""
         if self._min_prefix is None:
             return rows
@@ -416,12 +487,14 @@ class Grpo:
         made_by, fresh = batch.old_logprobs.to(logprobs.dtype), batch.columns[FRESH] > 0
         return mismatch_sums(logprobs, made_by, {"engine": fresh, "stale": ~fresh}, self._cap)
 
-    def _rerouted(self) -> Metrics:
+    def _rerouted(self, lesson: Lesson) -> Metrics:
         """The share of recorded choices of experts that this model would have made otherwise; nothing where it
         computed none. A collective."""
         if self._trainer.replay is None:
             return {}
-        recorded, otherwise = self._trainer.group.reduce(self._trainer.replay.take_seen(), "total")
+        recorded, otherwise = lesson.seen
+        if self._peers is None:
+            recorded, otherwise = self._trainer.group.reduce(self._trainer.replay.take_seen(), "total")
         return {"routing/differs": otherwise / recorded} if recorded else {}
 
     def _unreplayed(
@@ -434,7 +507,7 @@ class Grpo:
         trainer = self._trainer
         if trainer.replay is None or table.step % UNREPLAYED_EVERY or not plan:
             return {}
-        batches = plan[0].ranks[trainer.data_rank][:1]
+        batches = plan[0].ranks[self._shares.of(0)][:1]
         with trainer.replay.off(), span("unreplayed"):
             (found,) = trainer.score(trainer.model, samples, batches, self._temperature)
         rows = [row for row in found if len(found[row])]
@@ -460,10 +533,50 @@ class Grpo:
         The head only where a KL is over the whole vocabulary. samples: also those of other models' shares. A
         collective.
         """
+        trainer, full = self._trainer, self._full_kl
+        head = trainer.head_of(trainer.reference) if full and trainer.reference else None
+        if self._peers is None:
+            return self._passes_of(table, samples, plan, alike, 0, head), head
+        names = [REFERENCE] if trainer.reference else []
+        names += [REWARD_KL] if self._full_kl_in_reward else []
+        names += [OLD] if self._correction or self._rejection else []
+        if not names:
+            return {}, head
+        hidden: dict[int, Tensor] = {}
+
+        def find(part: int) -> dict[str, dict[int, Tensor]]:
+            found = self._passes_of(table, samples, plan, alike, part, head)
+            hidden.update(found.get(HIDDEN, {}))
+            return found
+
+        def lengths(part: int) -> dict[int, int]:
+            rows = rows_of(plan, self._shares.of(part))
+            return {row: samples[row].learned_tokens for row in rows}
+
+        columns = self._peers.columns(find, dict.fromkeys(names, trainer.place.numbers), lengths)
+        return columns | ({HIDDEN: hidden} if full else {}), head
+
+    @property
+    def _full_kl(self) -> bool:
+        """Whether a KL is over the whole vocabulary."""
+        return self._full_kl_in_reward or (bool(self._loss.kl_beta) and self._loss.kl_type == "full")
+
+    @property
+    def _full_kl_in_reward(self) -> bool:
+        return bool(self._kl_in_reward.beta) and self._kl_in_reward.type == "full"
+
+    def _passes_of(
+        self,
+        table: StepTable,
+        samples: Mapping[int, TrainSample],
+        plan: Sequence[MiniBatch],
+        alike: Sequence[int] | None,
+        part: int,
+        head: Head | None,
+    ) -> dict[str, dict[int, Tensor]]:
+        """Of this rank's share of a part. A collective."""
         trainer = self._trainer
         columns: dict[str, dict[int, Tensor]] = {}
-        in_reward = bool(self._kl_in_reward.beta) and self._kl_in_reward.type == "full"
-        full = in_reward or (bool(self._loss.kl_beta) and self._loss.kl_type == "full")
 
         def score(
             model: PolicyModel | EarlierPolicy,
@@ -474,25 +587,26 @@ class Grpo:
             """names: columns and what of `TokenOutputs` they are."""
             place = trainer.place_of(model)
             with span(next(iter(names))):
-                mine = batches[place.group.data_rank] if batches else []
+                apart = place.group is not trainer.group
+                share = place.group.data_rank if apart else self._shares.of(part)
+                mine = batches[share] if batches else []
                 found = trainer.score(model, samples, mine, self._temperature, list(names.values()), **more)
-                if place.group is not trainer.group:
+                if apart:
                     found = [place.to_all_ranks(one, lengths_of(table, plan)) for one in found]
                 columns.update(zip(names, found, strict=True))
 
         if trainer.reference:
-            hidden = {HIDDEN: "hidden"} if full else {}
+            hidden = {HIDDEN: "hidden"} if self._full_kl else {}
             batches = self._reference_pass(table, plan, alike)
             score(trainer.reference, batches, {REFERENCE: "logprobs"} | hidden)
-        head = trainer.head_of(trainer.reference) if full and trainer.reference else None
         wanted = {OLD: "logprobs"} if self._correction or self._rejection else {}
         names, more = wanted, dict[str, Any]()
-        if in_reward:
+        if self._full_kl_in_reward:
             names, more = {REWARD_KL: "kl"} | wanted, {"columns": {HIDDEN: columns[HIDDEN]}, "head": head}
         if names:
             batches = plan_pass(plan, table.total_tokens, self._old_batching, alike)
             score(trainer.model, batches, names, **more)
-        return columns, head
+        return columns
 
     def _token_rewards(
         self, samples: Mapping[int, TrainSample], kl: Mapping[int, Tensor] | None

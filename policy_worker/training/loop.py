@@ -3,6 +3,9 @@
     publish version t ─▶ ┌ wait ─▶ train t ─▶ commit t ─▶ publish version t + 1 ─▶ checkpoint ┐ ─▶ export ─▶ leave
                          └────────────────── until the controller says finished ──────────────┘
 
+Where several policy replicas train together, the first of them leads: it commits, publishes, saves and exports; the
+next one does so after its death (`policy_worker.peers`).
+
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
 right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs in parallel with
 the next step. Supervised training publishes nothing, so its commits travel while the next step is trained.
@@ -15,6 +18,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +27,7 @@ from controller.client import calls as api
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.parallel.group import Group
+from policy_worker.peers import BatchChanged, Peers
 from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
 from policy_worker.session import Session
@@ -88,17 +93,24 @@ class Loop:
         shutdown: ShutdownRequest,
         checkpointer: Checkpointer,
         turns: Turns | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._config, self._reply, self._trainer, self._turns = config, reply, trainer, turns
-        self._session, self._shutdown, self._checkpointer = session, shutdown, checkpointer
+        self._session, self._shutdown, self._checkpointer, self._peers = (
+            session,
+            shutdown,
+            checkpointer,
+            peers,
+        )
         self.publisher: Publisher | None = None
-        if reply.mode != "sft":  # where no replica would fetch
-            self.publisher = Publisher(config, trainer, session, reply, shutdown)
+        self._leads = False
         self._commits = Commits(trainer.group, session)
         traces = Path(reply.run_dir) / "profiles"
         self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown)
-        self._overlaps = reply.mode == "sft"
-        self._clock = None if self._overlaps else WaitClock()
+        if peers is None:
+            self._take_lead()
+        self._overlaps = reply.mode == "sft" and peers is None
+        self._clock = None if reply.mode == "sft" else WaitClock()
         self._published = -1
         self._publish_seconds = 0.0
 
@@ -108,11 +120,15 @@ class Loop:
         Raises:
             PolicyError, ControllerError, WeightError: training cannot go on.
         """
-        self._publish(step)
+        if self._peers is None:
+            self._publish(step)
+        self._lead(step)
         self._profiles.begin(step)
         finished = step >= self._reply.total_steps
         while not finished:
             self._checkpointer.check()
+            if not self._begin(step):
+                return self._leave_early(step)
             self._say(f"training step {step}")
             began = time.monotonic()
             metrics = self.train_step(algorithm, step)
@@ -127,30 +143,69 @@ class Loop:
                     break
                 self._save(step)
                 continue
-            if self.publisher is not None:
-                metrics |= self.publisher.metrics
-            metrics["publish_seconds"] = self._publish_seconds
-            metrics["step_seconds"] = time.monotonic() - began + self._publish_seconds
-            self._commits.send(step, metrics, algorithm.kept, algorithm.validations)
-            log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
+            self._report(step, metrics, algorithm, time.monotonic() - began)
             step += 1
-            last = step >= self._reply.total_steps
-            if self._overlaps:
-                checkpoint = self._checkpointer.due(step, last=last)
-                if not last and not checkpoint:
-                    continue
-                finished = self._after_commit(step).finished
-            else:
-                reply = self._after_commit(step)
-                finished = reply.finished
-                checkpoint = self._checkpointer.due(step, last=finished or last, epochs=reply.epochs)
-            if checkpoint:
+            counted = self._count(step)
+            if counted is None:
+                return self._leave_early(step)
+            finished, saves = counted
+            if saves:
                 self._save(step)
         if self._checkpointer.enabled:  # once: the data may have ended after the last commit
             self._save(step)
         if self.publisher is not None and self._published != step and self._settle():
             self._publish(step)
         return self._finish(step)
+
+    def _report(self, step: int, metrics: Metrics, algorithm: Algorithm, seconds: float) -> None:
+        """A step is trained; it took so many seconds."""
+        if self.publisher is not None:
+            metrics |= self.publisher.metrics
+        metrics["publish_seconds"] = self._publish_seconds
+        metrics["step_seconds"] = seconds + self._publish_seconds
+        self._commits.prepare(step, metrics, algorithm.kept, algorithm.validations)
+        if self._peers is None:
+            self._commits.send()
+        log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
+
+    def _count(self, step: int) -> tuple[bool, bool] | None:
+        """Whether the job is finished with `step` steps, and whether to save; None: this replica was asked to leave
+        before that is known."""
+        last, saves = step >= self._reply.total_steps, False
+        if self._overlaps:
+            saves = self._checkpointer.due(step, last=last)
+            if not last and not saves:
+                return False, False
+        reply = self._after_commit(step)
+        if reply is None:
+            return None
+        if not self._overlaps:
+            saves = self._checkpointer.due(step, last=reply.finished or last, epochs=reply.epochs)
+        return reply.finished, saves
+
+    def _begin(self, step: int) -> bool:
+        """Take part in a step, with the others that there are; False: this replica was asked to leave."""
+        if self._peers is None:
+            return True
+        self._say("waiting for the other policy replicas")
+        if not self._peers.begin(step, lambda: self._save(step, durably=True)):
+            return False
+        self._lead(step)
+        return True
+
+    def _lead(self, step: int) -> None:
+        """Begin to publish and to save, if this replica leads others since a moment ago. A collective."""
+        if self._peers is not None and self._peers.leads and not self._leads:
+            self._checkpointer.lead()
+            self._take_lead()
+            self._publish(step)
+
+    def _take_lead(self) -> None:
+        self._leads = True
+        if self._reply.mode != "sft":  # where no replica would fetch
+            self.publisher = Publisher(
+                self._config, self._trainer, self._session, self._reply, self._shutdown
+            )
 
     def train_step(self, algorithm: Algorithm, step: int) -> Metrics | StepEnd:
         """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
@@ -160,12 +215,14 @@ class Loop:
             if isinstance(batch, StepEnd):
                 return batch
             began = time.monotonic()
-            with span("step"):
+            with span("step"), suppress(BatchChanged):
                 metrics = algorithm.train_on(batch)
         if self._clock is not None:
             metrics |= self._clock.metrics(waiting_since, began, time.monotonic())
         if self._turns is not None:
             metrics |= self._turns.metrics
+        if self._peers is not None:
+            metrics |= self._peers.metrics
         return metrics
 
     def _wait(self, algorithm: Algorithm, step: int) -> Any:
@@ -180,8 +237,12 @@ class Loop:
 
     def _next(self, algorithm: Algorithm, step: int) -> Any:
         """As `_wait`; profiles begin and end here."""
-        publisher, shutdown = self.publisher, self._shutdown
+        shutdown = self._shutdown
         while True:
+            if self._peers is not None:
+                self._peers.look()
+                self._lead(step)
+            publisher = self.publisher
             signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()
             flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
             flags += self._profiles.signals()
@@ -200,17 +261,33 @@ class Loop:
             if batch is not None:
                 return batch
 
-    def _save(self, step: int) -> None:
-        self._say(f"saving checkpoint {step}")
-        self._checkpointer.save(step)
+    def _save(self, step: int, *, durably: bool = False) -> None:
+        """durably: come back when it is written."""
+        if self._leads:
+            self._say(f"saving checkpoint {step}")
+            self._checkpointer.save(step)
+            if durably:
+                self._checkpointer.wait()
 
-    def _after_commit(self, step: int) -> m.CommitReply:
-        """Wait until step `step` − 1 counts, and publish if it is due."""
-        reply = self._commits.wait()
-        assert reply is not None
+    def _after_commit(self, step: int) -> m.CommitReply | None:
+        """Wait until step `step` − 1 counts, and publish if it is due; None: see `_count`."""
+        if self._peers is None:
+            reply: m.CommitReply | None = self._commits.wait()
+            assert reply is not None
+        else:
+            reply = self._peers.trained(step - 1, self._commit)
+            if reply is None:
+                return None
+            self._lead(step)
         assert reply.committed_steps == step
         if reply.publish and self._published != step:
             self._publish(step)
+        return reply
+
+    def _commit(self) -> m.CommitReply:
+        self._commits.send()
+        reply = self._commits.wait()
+        assert reply is not None
         return reply
 
     def _publish(self, version: int) -> None:
@@ -230,7 +307,7 @@ class Loop:
 
     def _finish(self, step: int) -> str:
         self._profiles.stop(step)
-        if self._config.launcher.export_final:
+        if self._config.launcher.export_final and self._leads:
             self._say("exporting the model")
             final = Path(self._reply.run_dir) / "final"
             export_model(self._trainer, self._config, final)
@@ -246,7 +323,7 @@ class Loop:
     def _leave_early(self, step: int) -> str:
         self._profiles.stop(step)
         if self._checkpointer.enabled:
-            self._checkpointer.save(step)
+            self._save(step)
         self._settle()
         self._profiles.settle(LEAVING_SHARE * self._shutdown.grace)
         self._checkpointer.finish()
@@ -289,15 +366,16 @@ class Commits:
         self._group, self._session = group, session
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._sent: Future[m.CommitReply] | None = None
+        self._prepared: tuple[int, m.CommitRequest] | None = None
 
-    def send(
+    def prepare(
         self,
         step: int,
         metrics: Mapping[str, float],
         kept: list[m.TrainedSample],
         validations: Sequence[m.HeldOutLoss] = (),
     ) -> None:
-        """Commit a step, without waiting for the answer. Metrics that are not finite stay here: they cannot travel.
+        """What is to be said of a step. Metrics that are not finite stay here: they cannot travel.
 
         Raises:
             Whatever the commit before has raised, if it was not awaited.
@@ -311,7 +389,12 @@ class Commits:
             request = m.CommitRequest(
                 **session.identity(), metrics=finite, batch=batch, samples=kept, validations=list(validations)
             )
-            self._sent = self._pool.submit(_commit, session, step, request)
+            self._prepared = step, request
+
+    def send(self) -> None:
+        """Commit the step that was prepared, without waiting for the answer."""
+        if self._session is not None and self._prepared is not None:
+            self._sent = self._pool.submit(_commit, self._session, *self._prepared)
 
     def wait(self) -> m.CommitReply | None:
         """The answer to the last commit; None if it was had before. A collective.

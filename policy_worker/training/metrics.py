@@ -40,6 +40,8 @@ class PartSums:
         self._open: dict[str, Tensor] = {}
         self._steps: list[dict[str, Tensor]] = []
         self._grad_norms: list[float] = []
+        self._whole: list[Metrics] = []
+        """Of each step, where they were put together from parts."""
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """The sums of one micro-batch."""
@@ -57,10 +59,28 @@ class PartSums:
         self._grad_norms.append(grad_norm)
         self._open = {}
 
+    def take(self, group: Group) -> Metrics:
+        """What was added since the last step, or the last call, over all ranks. A collective."""
+        part = PartSums()
+        part._steps, part._grad_norms, self._open = [self._open], [0.0], {}
+        (found,) = part.reduce(group)
+        del found["grad_norm"]
+        return found
+
+    def put(self, parts: Sequence[Metrics]) -> None:
+        """What was taken for all parts of the batch, in order: that is the whole of the step to be ended."""
+        self._whole.append({})
+        for name in parts[0]:
+            values = [part[name] for part in parts]
+            self._whole[-1][name] = max(values) if _is_max(name) else math.fsum(values)
+
     def reduce(self, group: Group) -> list[Metrics]:
         """Of each optimizer step, over all ranks; and its `grad_norm`. A collective."""
         if not self._steps:
             return []
+        if self._whole:
+            pairs = zip(self._whole, self._grad_norms, strict=True)
+            return [{**step, "grad_norm": norm} for step, norm in pairs]
         steps = group.from_last_stage(self._summed())
         names = list(steps[0])
         for how, chosen in (
@@ -79,6 +99,21 @@ class PartSums:
             return [{} for _ in self._steps]
         rows = torch.stack([torch.stack([step[name].float() for name in names]) for step in self._steps])
         return [dict(zip(names, values, strict=True)) for values in rows.tolist()]
+
+
+class SumNotes:
+    """What policy replicas tell each other of parts of a batch, next to gradients. All ranks call alike."""
+
+    def __init__(self, sums: PartSums, group: Group) -> None:
+        self._sums, self._group = sums, group
+
+    def take(self, part: int) -> Metrics:
+        """Sums for metrics."""
+        return self._sums.take(self._group)
+
+    def put(self, found: list[Metrics]) -> None:
+        """As they were taken, of all parts."""
+        self._sums.put(found)
 
 
 def _is_max(name: str) -> bool:
@@ -114,6 +149,16 @@ class StepMetrics:
     def add_mismatch(self, sums: Mapping[str, Tensor]) -> None:
         """`mismatch_sums` of some tokens. Each rank adds some, if any does."""
         self._mismatch.add(sums)
+
+    def take(self, group: Group) -> list[Metrics]:
+        """See `PartSums.take`: of the step, and of its mismatch. A collective."""
+        return [self._sums.take(group), self._mismatch.take(group)]
+
+    def put(self, parts: Sequence[list[Metrics]]) -> None:
+        """See `PartSums.put`."""
+        self._sums.put([part[0] for part in parts])
+        if parts[0][1]:
+            self._mismatch.put([part[1] for part in parts])
 
     def end_step(self, grad_norm: float, tokens: int) -> None:
         """See `PartSums.end_step`; means are over the `tokens` that all ranks computed and that count."""
@@ -267,12 +312,24 @@ class KeptSamples:
             room -= self._rows[row] * NUMBER_BYTES
             self.cut += not fits
         self._logprobs: dict[int, Tensor] = {}
+        self._shared: set[int] = set()
 
     def add(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """The log-probs of a micro-batch, [K]; of a sample that is trained several times the first ones count."""
         for number, row in enumerate(batch.rows):
             if row in self._rows and row not in self._logprobs:
                 self._logprobs[row] = logprobs.detach()[batch.sample == number][: self._rows[row]]
+
+    def take(self) -> list[tuple[int, list[float]]]:
+        """By row what was added, and is forgotten."""
+        found = [row for row in self._logprobs if row not in self._shared]
+        return [(row, self._logprobs.pop(row).tolist()) for row in found]
+
+    def put(self, found: Iterable[tuple[int, list[float]]]) -> None:
+        """What was taken, here or elsewhere; of a row that there is already the first ones count."""
+        for row, values in found:
+            self._logprobs.setdefault(row, torch.tensor(values, dtype=torch.float64))
+            self._shared.add(row)
 
     def gather(
         self, group: Group, advantages: Sequence[float], idle: Collection[int] = ()

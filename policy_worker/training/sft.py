@@ -21,11 +21,12 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
+from policy_worker.peers import Peers
 from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
-from policy_worker.training.batch_plan import Batching, plan_step
+from policy_worker.training.batch_plan import Batching, Rows, Shares, plan_step
 from policy_worker.training.batch_source import DataEnded
-from policy_worker.training.metrics import Metrics, PartSums, mean_norm
+from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_norm
 from schema.config import Config
 from schema.wire.messages import HeldOutLoss, TrainedSample
 from schema.wire.prompts import PromptFile, PromptFileError
@@ -135,10 +136,18 @@ class Sft:
     """One training step at a time; the loop around it commits."""
 
     def __init__(
-        self, config: Config, trainer: Trainer, data_file: Path, held_out: HeldOut | None = None
+        self,
+        config: Config,
+        trainer: Trainer,
+        data_file: Path,
+        held_out: HeldOut | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Raises `SettingsError` if the data cannot be read, or is not for supervised training."""
-        self._trainer, self._batching = trainer, Batching.of_config(config)
+        """peers: policy replicas that train with this one.
+
+        Raises `SettingsError` if the data cannot be read, or is not for supervised training."""
+        self._trainer, self._batching, self._peers = trainer, Batching.of_config(config), peers
+        self._shares = Shares(1 if peers is None else peers.parts, trainer.data_ranks, trainer.data_rank)
         self._batch = config.samples_per_step
         self.kept: list[TrainedSample] = []
         self.validations: list[HeldOutLoss] = []
@@ -173,7 +182,7 @@ class Sft:
         tokens = [len(sample.segments[0].token_ids) for sample in samples.values()]
         n_tokens = sum(learned)
         plan = plan_step(
-            tokens, [count > 0 for count in learned], self._batching, data_ranks=trainer.data_ranks
+            tokens, [count > 0 for count in learned], self._batching, data_ranks=self._shares.total
         )
         sums = PartSums()
 
@@ -183,8 +192,17 @@ class Sft:
             return loss
 
         for mini_batch in plan:
-            trainer.learn(samples, mini_batch.ranks[trainer.data_rank], loss_of)
-            sums.end_step(trainer.step(batch.step))
+            ranks = mini_batch.ranks
+
+            def compute(part: int, ranks: list[list[Rows]] = ranks) -> None:
+                trainer.learn(samples, ranks[self._shares.of(part)], loss_of)
+
+            if self._peers is None:
+                compute(0)
+                trainer.end_part()
+            else:
+                self._peers.learn(trainer, compute, SumNotes(sums, trainer.group))
+            sums.end_step(trainer.apply(batch.step))
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
         metrics |= trainer.scale_metrics()
         for found in sums.reduce(trainer.group):

@@ -120,6 +120,11 @@ watch(
         "placement.rollout": ([2], [3]),
     },
 )
+watch(
+    processes,
+    changed(vllm, {"train.ckpt.enable_checkpoint": True}),
+    {"policy.parallelism.n_init_replicas": (1, 2)},
+)
 watch(nodes_awaited, changed(vllm, {"train.output_dir": "/shared/runs"}), {"placement.nodes": (1, 3)})
 watch(processes, changed(vllm, {"train.train_policy.kl_beta": 0.1}), {"placement.reference": ([2], [3])})
 gae = {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}

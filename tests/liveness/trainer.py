@@ -32,6 +32,7 @@ from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import SettingsError
+from policy_worker.exchange.base import Exchange, Round
 from policy_worker.memory import offload
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
@@ -45,7 +46,8 @@ from policy_worker.parallel.fsdp import apply_fsdp, local_of
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.tensor import apply_tp
-from policy_worker.process import Environment, ShutdownRequest
+from policy_worker.peers import Peers
+from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trainer import Critic, TrainedModel, Trainer
 from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
@@ -65,6 +67,7 @@ from schema.config.rules.training import TRAINING_RULES
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.wire import messages as m
 from schema.wire.batch_file import folder_of, recorded
+from schema.wire.messages.members import MemberReply
 from schema.wire.prompts import write_prompts
 from schema.wire.sample import Sample
 from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
@@ -1162,14 +1165,14 @@ def after_backward(config: Config, place: Place) -> list[tuple[int, list[int]]]:
         steps: list[int] = []
         found.append((0, steps))
 
-        def step(number: int, one: TrainedModel = trained, at: int = len(found) - 1) -> float:
+        def end_part(one: TrainedModel = trained, at: int = len(found) - 1) -> None:
             found[at] = sum(p.grad is not None for p in one.model.parameters()), found[at][1]
-            return type(one).step(one, number)
+            type(one).end_part(one)
 
         def count(optimizer: Any, *_: Any, steps: list[int] = steps) -> None:
             steps.append(sum(len(group["params"]) for group in optimizer.param_groups))
 
-        trained.step = step
+        trained.end_part = end_part
         trained.optimizer.optimizers[0].register_step_pre_hook(count)
     with patch.object(offload, "NUMBERS", 3000):
         train_step(algorithm, 0)
@@ -1411,6 +1414,27 @@ def _registered(config: Config, place: Place) -> Iterator[tuple[ServedController
             session.leave("done")
 
 
+def gradients_in_the_store(config: Config, place: Place) -> list[str]:
+    """What a policy replica writes into the weight store for others to fetch, of whom none comes."""
+    with _registered(config, place) as (served, session):
+        environment = Environment(served.url, TOKENS["policy"], "policy-0", None, None)
+        trainer, shutdown = _trainer(config, place), ShutdownRequest()
+        peers = Peers(config, session.reply, trainer, session, environment, RankEnvironment(), shutdown)
+        order = {"epoch": 1, "parts": [0], "members": [session.reply.replica_id, "other"], "counts": [1, 1]}
+        peers._order = MemberReply(action="exchange", step=0, leads=True, **order)
+        found: list[str] = []
+
+        def exchange(transport: Exchange, round_: Round) -> None:
+            try:
+                transport.notes(round_, {0: b"a note"})
+            finally:
+                written = Path(session.reply.weight_store).glob("*-gradients.*")
+                found.extend(path.name.partition(".")[2] for path in written)
+
+        assert peers._attempt(exchange) is None
+        return found
+
+
 def files_of_a_checkpoint(config: Config, place: Place) -> list[str]:
     """What is in the directory of checkpoints after one is saved."""
     with _registered(config, place) as (_, session):
@@ -1491,6 +1515,19 @@ def _older_run(place: Place) -> Path:
     return root / "step-00000003" if root.exists() else make_checkpoint(root, 3, latest=True)
 
 
+watch(
+    gradients_in_the_store,
+    changed(
+        grpo,
+        {
+            "train.ckpt.enable_checkpoint": True,
+            "policy.parallelism.n_init_replicas": 2,
+            "controller.heartbeat_interval": 0.2,
+            "controller.heartbeat_timeout": 0.5,
+        },
+    ),
+    {"policy.exchange": ("collective", "store")},
+)
 saving = changed(grpo, {"train.ckpt.enable_checkpoint": True, "train.ckpt.save_mode": "sync"})
 watch(
     files_of_a_checkpoint,

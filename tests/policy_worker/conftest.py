@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
+from schema.config import Config
+from tests.policy_worker.job import Job
 from tests.support.devices import DEVICE
 from tests.support.objects import ObjectStore, running_objects
+from tests.support.valkey import ValkeyServer, running_valkey
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,3 +43,25 @@ def object_store() -> Iterator[ObjectStore]:
     """One server for all tests that only need buckets of their own."""
     with running_objects("cosmos-tests", "cosmos-proofs") as store:
         yield store
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with running_valkey() as server:
+        yield server
+
+
+@pytest.fixture
+def start(tmp_path: Path, valkey: ValkeyServer) -> Iterator[Any]:
+    """Starts a job with a config; ends its controller after the test."""
+    jobs: list[Job] = []
+
+    def starter(config: Config, name: str = "a") -> Job:
+        job = Job(tmp_path / name, config, valkey.url)
+        jobs.append(job)
+        job.controller.start()
+        return job
+
+    yield starter
+    for job in jobs:
+        job.stop()

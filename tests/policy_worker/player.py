@@ -31,7 +31,6 @@ class Player:
         self._limit = groups
         self._stop, self._go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._rng = np.random.default_rng(0)
         self.error: BaseException | None = None
         self.versions: list[int] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -118,8 +117,9 @@ class Player:
     def _push(self, group: m.LeasedGroup, replica_id: str, version: int) -> None:
         pushes, frames = [], []
         for index in range(len(group.seeds)):
-            response = self._rng.integers(3, VOCABULARY, self._rng.integers(1, 9)).tolist()
-            score = float(self._rng.integers(0, 2))
+            chance = np.random.default_rng(group.seeds[index])
+            response = chance.integers(3, VOCABULARY, chance.integers(1, 9)).tolist()
+            score = float(chance.integers(0, 2))
             logprobs = [-4.0] * len(response)
             sample = make_sample(index, group.prompt_token_ids, response, logprobs, score, version)
             frames.append(encode_sample(sample))

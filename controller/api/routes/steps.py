@@ -1,13 +1,14 @@
-"""`/v1/steps` and `/v1/checkpoints`: batches, commits and checkpoints of the trainer, records for everybody."""
+"""`/v1/steps`, `/v1/checkpoints`, `…/member`: what trainers do with the controller; records for everybody."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from controller.api.auth import POLICY, USER, require
+from controller.api.auth import POLICY, USER, require, require_own
 from controller.api.openapi import FRAME_ANSWER, models
 from controller.api.routes.base import (
+    Identifier,
     Number,
     Since,
     WaitSeconds,
@@ -17,11 +18,13 @@ from controller.api.routes.base import (
     read,
     reply,
     reply_list,
+    reply_or_nothing,
     unless_gone,
 )  # fmt: skip
 from controller.errors import ApiError
 from controller.services.controller import Controller
 from schema.wire import messages as m
+from schema.wire.messages.members import MemberReply, MemberRequest
 
 MOST_ROWS = 65_536
 """Of one request: the rest of a longer list is not read as numbers."""
@@ -50,6 +53,13 @@ def router(controller: Controller) -> APIRouter:
     async def commit(request: Request, step: Number) -> Response:
         require(request, POLICY)
         return reply(await service.commit(step, await read(request, m.CommitRequest)))
+
+    @api.post("/replicas/{replica_id}/member", **models(MemberReply, MemberRequest))
+    async def member(request: Request, replica_id: Identifier) -> Response:
+        require(request, POLICY)
+        require_own(request, job.registry, replica_id)
+        body = await read(request, MemberRequest)
+        return reply_or_nothing(await unless_gone(request, controller.members.ask(replica_id, body)))
 
     @api.get("/steps", **models(list[m.StepRecord]))
     async def records(request: Request, since: Since = 0) -> Response:

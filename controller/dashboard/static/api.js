@@ -34,7 +34,7 @@ export const get = (run, path) => answer(`${run.base}${path}`);
 export const post = (run, path, body) => answer(`${run.base}${path}`, { method: "POST",
   ...(body === undefined ? {} : { headers: { "content-type": "application/json" }, body: JSON.stringify(body) }) });
 
-const KINDS = ["step", "validation", "publication", "replica", "drop", "reward", "checkpoint", "rewind", "job", "alarm", "scale", "controller"];
+const KINDS = ["step", "validation", "publication", "replica", "drop", "reward", "checkpoint", "rewind", "job", "alarm", "scale", "members", "controller"];
 // Milliseconds until what failed is tried again.
 export const AGAIN = 3000;
 

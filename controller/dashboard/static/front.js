@@ -149,6 +149,7 @@ function overview(box, found, name) {
     ledger?.created ? section("Groups", bar(ledger)) : null,
     ledger && Object.keys(ledger.staleness ?? {}).length ? section("Staleness of trained samples", histogram(ledger)) : null,
     faults(job, ledger),
+    job.members ? section("Trainers", trainers(job.members)) : null,
     section(job.unknown ? "Replicas, as last heard of" : "Replicas", replicaTable(replicas)),
   ]);
 }
@@ -188,6 +189,13 @@ function faults(job, ledger) {
     ...Object.entries(ledger?.dropped ?? {}).map(([reason, n]) => [`groups dropped: ${reason}`, String(n)]),
   ];
   return rows.length ? section("Errors", table(["kind", "count"], rows), el("p", {}, el("a", { href: "#/samples/errors" }, "samples that failed"))) : null;
+}
+
+function trainers(found) {
+  const rows = found.members.map((one, i) => [one.replica_id, `${one.parts} of ${found.parts}`, one.seconds ? duration(one.seconds) : "–", i ? "" : "leads: commits, publishes, saves"]);
+  rows.push(...found.waiting.map((name) => [name, "–", "–", "waits for the next step"]));
+  return el("div", {}, rows.length ? table(["replica", "parts of each batch", "for a part", ""], rows) : nothing("No trainer is there."),
+    el("p", { class: "legend" }, `epoch ${found.epoch}: counts how often members or their parts have changed`));
 }
 
 function replicaTable(replicas) {

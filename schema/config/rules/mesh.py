@@ -8,12 +8,13 @@ all.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from schema.config.base import MOST_RANKS
 from schema.config.layout import (
     apart_layouts,
     layouts,
+    mesh_of,
     mesh_text,
     own_mesh,
     policy_layout,
@@ -301,7 +302,41 @@ def ranks_are_countable(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, role.replicas, hint, related=(section,))
 
 
+def several_trainers_share_their_work(config: Config) -> Iterator[Problem]:
+    """Policy replicas exchange gradients and log-probs of parts of a batch, and load each other's checkpoints."""
+    key, replicas = "policy.parallelism.n_init_replicas", config.policy.parallelism.n_init_replicas
+    if replicas == 1 or config.is_evaluation:
+        for name, value in written(config.policy, "exchange"):
+            message = f"{key} = {replicas}: there is nobody to exchange gradients with"
+            yield Problem(f"policy.{name}", message, value, "leave it out", related=(key,))
+        return
+    for other, value, why in _kept_alone(config):
+        message = f"{replicas} policy replicas do not share {why}: {other} = {toml_value(value)}"
+        hint = f"write {key} = 1 with more ranks of that one (dp_shard_size, dp_replicate_size)"
+        yield Problem(key, message, replicas, hint, related=(other,))
+    if not config.train.ckpt.enable_checkpoint:
+        other = "train.ckpt.enable_checkpoint"
+        message = (
+            f"false, and of {replicas} policy replicas one that comes back loads a checkpoint of the others"
+        )
+        yield Problem(other, message, False, f"write {other} = true", related=(key,))
+
+
+def _kept_alone(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, what it is) of what is computed by one policy replica alone."""
+    if not config.is_grpo:
+        return
+    if config.teacher:
+        yield "teacher", [one.name for one in config.teacher], "the answers of teachers"
+    if config.takes_turns:
+        yield "placement.share", config.placement.share, "devices with rollout replicas"
+    for role in ("reference", "critic"):
+        if getattr(config, f"has_{role}") and own_mesh(config, role):
+            yield f"{role}.parallelism", mesh_text(mesh_of(config, role)), f"a {role} with a mesh of its own"
+
+
 MESH_RULES = (
+    several_trainers_share_their_work,
     roles_have_the_policys_ranks,
     own_meshes_stand_alone,
     ranks_are_countable,

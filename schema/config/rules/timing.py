@@ -95,10 +95,6 @@ def the_same_bits_are_possible(config: Config) -> Iterator[Problem]:
 
 def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, why, remedy) of everything that lets chance in."""
-    replicas = config.policy.parallelism.n_init_replicas
-    if replicas > 1:
-        key = "policy.parallelism.n_init_replicas"
-        yield key, f"{replicas} policy replicas add up gradients in the order they come", f"write {key} = 1"
     if config.train.compile:
         key = "train.compile"
         yield key, f"{key} = true makes code for the lengths that it meets first", f"write {key} = false"

@@ -25,7 +25,10 @@ class ParallelismConfig(Section):
     """`[policy.parallelism]`: how many replicas there are, and the mesh of each."""
 
     n_init_replicas: Ranks = cosmos_key(
-        1, "Replicas started at the beginning.", unbuilt="several policy replicas"
+        1,
+        "Replicas that train together. Each batch is cut into so many parts, whoever is there to compute them: if "
+        "one dies the others go on with its parts, from the same optimizer step, and its successor joins them.",
+        acts="process: How many policy replicas are started.",
     )
     tp_size: Ranks = cosmos_key(
         2,
@@ -178,6 +181,12 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
     """`[policy]`: the model that is trained and how one replica is sharded."""
 
     parallelism: ParallelismConfig = cosmos_key(ParallelismConfig, "Replicas and their mesh.")
+    exchange: Literal["collective", "store"] = key(
+        "collective",
+        "How several policy replicas exchange the gradients of their parts: directly (gloo, NCCL), or through "
+        "weight_sync.store, for which they need not reach each other.",
+        acts="file: Gradients in the weight store.",
+    )
     model_name_or_path: NonEmptyStr = cosmos_key(
         "Qwen/Qwen2.5-VL-7B-Instruct",
         "Model: a local directory (relative to the current directory) or a Hugging Face model name.",

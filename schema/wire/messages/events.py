@@ -22,6 +22,9 @@ class EventKind(StrEnum):
     """A published weight version: `id`, `version`, `kind`, `n_bytes`, `timeline`."""
     REPLICA = "replica"
     """A replica's new state: `name`, `replica_id`, `role`, `state`, `host`, `pid`, `ranks`, `why`."""
+    MEMBERS = "members"
+    """Other policy replicas train together, or have other parts: `epoch`, `step`, `parts`, `members` (parts of
+    each)."""
     DROP = "drop"
     """Groups dropped for one reason: `reason`, `count`, `groups` (the first few), `error`."""
     REWARD = "reward"

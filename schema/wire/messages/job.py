@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from schema.wire.messages.base import Message
+from schema.wire.messages.members import MembersStatus
 from schema.wire.messages.publications import WeightsStatus
 
 
@@ -117,6 +118,9 @@ class JobStatus(Message):
     outstanding: int
     replicas: dict[str, int] = Field(description="Live replicas by role.")
     idle: dict[str, float] = Field(description="Fraction of time idle since training began, by role.")
+    members: MembersStatus | None = Field(
+        default=None, description="Several policy replicas that train together; null where there is one."
+    )
     metrics: dict[str, float] = Field(description="Metrics of the last committed step.")
     last_error: str | None
     note: str = Field(

@@ -84,6 +84,9 @@ class RegisterReply(Message):
     weight_store: str = Field(description="Root of the weight store: a directory, or `s3://bucket/prefix`.")
     data_file: str = Field(description="Prepared training data (see schema.wire.prompts); SFT reads it.")
     publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
+    members: int = Field(
+        default=0, description="Policy replicas that train already, where there are several."
+    )
 
 
 MOST_PROFILED = 4096
@@ -190,6 +193,7 @@ class HeartbeatReply(Message):
     profile: ProfileOrder | None = Field(
         default=None, description="A profile to take, for a trainer that has not reported it yet."
     )
+    members_epoch: int = Field(default=0, description="Of several policy replicas: the present one.")
 
 
 class DrainReply(Message):

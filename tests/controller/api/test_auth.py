@@ -31,6 +31,7 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("POST", "/v1/replicas/policy-0.1/profile", USER),
     ("DELETE", "/v1/replicas/rollout-0.1?incarnation=9", ROLLOUT),
     ("POST", "/v1/replicas/rollout-0.1/turn", ROLLOUT),
+    ("POST", "/v1/replicas/policy-0.1/member", POLICY),
     ("GET", "/v1/autoscale", USER | ROLLOUT | POLICY),
     ("POST", "/v1/autoscale", USER),
     ("POST", "/v1/leases", ROLLOUT),

@@ -5,8 +5,7 @@ Ledger, publications and policy epoch are what the store keeps; after each event
 step, and which weights made each sample. Against that truth everything is judged, never against the ledger's claims.
 
 Trainers use the real `History`; decisions are those of `controller.ledger.reconcile`; what the service does around
-them (`controller.services.recovery`, `controller.services.replicas`, `controller.services.steps`) is repeated here
-in few lines.
+them (`controller.services`: `recovery`, `replicas`, `trainers.steps`) is repeated here in few lines.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from controller.state.membership import Membership, Order, dealt
+from controller.state.membership import PATIENCE, Membership, Order, dealt
 from tests.support.effort import examples
 
 
@@ -129,7 +129,9 @@ def test_who_computes_other_numbers_is_out():
     found = pair()
     found.committed(5)
     assert found.begin("b", 6, "false").action == "wait"
-    assert found.begin("a", 6, "u") == Order("train", 3, (0, 1), ("a",), (2,), 6), "two differ: the leader's count"
+    assert found.begin("a", 6, "u") == Order("train", 3, (0, 1), ("a",), (2,), 6), (
+        "two differ: the leader's count"
+    )
     calls = [found.begin("b", 6, "u"), found.holds("b", 2, 6, 0), found.join("b", 6, "u")]
     assert {order.action for order in calls} == {"differs"}
     found = pair()
@@ -151,11 +153,12 @@ def test_the_slower_one_gets_fewer_parts():
     assert dealt(2, [1.0, 9.0]) == [2, 0]
     assert dealt(3, []) == []
     found = pair(parts=4)
-    found.ready("a", 2, 5, 0, seconds=1.0)
-    found.ready("b", 2, 5, 0, seconds=4.0)
-    found.committed(5)
-    orders = [found.begin(name, 6, "u").parts for name in "aba"]
-    assert orders[1:] == [(3,), (0, 1, 2)]
+    for step in range(5, 5 + PATIENCE):
+        assert [found.begin(name, step, "v").parts for name in "aba"][1:] == [(2, 3), (0, 1)]
+        found.ready("a", 2, step, 0, seconds=1.0)
+        found.ready("b", 2, step, 0, seconds=4.0)
+        found.committed(step)
+    assert [found.begin(name, step + 1, "v").parts for name in "aba"][1:] == [(3,), (0, 1, 2)]
 
 
 # ---- whole jobs ----------------------------------------------------------------------------------------------
@@ -254,7 +257,12 @@ class Jobs:
     def _begin(self, one: Replica) -> None:
         others = self.control.members.keys() - {one.name}
         last = one.step == self.control.step and others == self.control._said.keys() - {one.name}
-        if last and one.name != self.control.leader and not self.control.weights and self.chance.random() < self.rot:
+        if (
+            last
+            and one.name != self.control.leader
+            and not self.control.weights
+            and self.chance.random() < self.rot
+        ):
             one.weights = mixed(one.weights, "a bit has turned")  # and a leader with the right ones is there
             self.rotten.add(one.name)
         order = self.control.begin(one.name, one.step, one.weights)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from controller.client import calls as api
 from policy_worker.checkpoints.layout import look
+from tests.policy_worker.job import Job
 from tests.policy_worker.material import write_model
 from tests.policy_worker.ranks import wait_ranks
-from tests.policy_worker.test_worker import Job, grpo_config, start, supervised, valkey
+from tests.policy_worker.test_worker import grpo_config, supervised
 
 pytestmark = pytest.mark.slow
-__all__ = ["start", "valkey"]
 
 ASYNC = {"enable_checkpoint": True, "save_freq": 4, "save_mode": "async", "export_safetensors": False}
 

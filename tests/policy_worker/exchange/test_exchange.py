@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from policy_worker.exchange import base
 from policy_worker.exchange.base import Exchange, ExchangeEnded, Round, Watch
-from policy_worker.exchange.collective import CollectiveExchange
 from policy_worker.exchange.gradients import PartGradients
-from policy_worker.exchange.stored import StoredExchange
+from policy_worker.exchange.transports import CollectiveExchange, StoredExchange
 from tests.support.waiting import PATIENCE
 from weight_sync.stores.directory import DirectoryStore
 
@@ -71,7 +70,9 @@ class Member:
         self.parts, self.exchange = PartGradients(self.parameters), exchange
 
     def compute(self, parts: list[int], number: int = 0) -> None:
-        for part in self.parts.keep(parts):
+        for part in parts:
+            if part in self.parts._rows:
+                continue
             for parameter, gradient in zip(self.parameters, gradients(part, number), strict=True):
                 parameter.grad = gradient
             self.parts.take(part)
@@ -148,7 +149,7 @@ def test_what_is_stored_is_proven_and_removed(tmp_path: Path) -> None:
     one, other = (Member(place.exchange(me, 2, 2.0)) for me in (0, 1))
     one.compute([0])
     round_ = Round(0, 5, 0, 1, (1, 1), 0)
-    name = f"{round_.name}-p1-r0"
+    name = f"gradients.{round_.name}-p1-r0"
     other.compute([1])
     assert isinstance(other.exchange, StoredExchange)
     other.exchange._write(name, other.parts._rows[1])
@@ -161,9 +162,9 @@ def test_what_is_stored_is_proven_and_removed(tmp_path: Path) -> None:
     for number in range(4):
         alone.step(Round(0, 6, number, 1, (2,), 0))
         alone.parts.forget()
-    assert len(list(tmp_path.glob("t0-s6-*"))) == 4, "those of the last two rounds"
+    assert len(list(tmp_path.glob("*.t0-s6-*"))) == 4, "those of the last two rounds"
     alone.exchange.close()
-    assert list(tmp_path.glob("t0-s6-*")) == []
+    assert list(tmp_path.glob("*.t0-s6-*")) == []
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -171,6 +172,6 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     one, other = Member(place.exchange(0, 2)), place.exchange(1, 2)
     round_ = Round(0, 5, 0, 1, (1, 1), 0)
     assert isinstance(other, StoredExchange)
-    other._write(f"{round_.name}-p1-r0", torch.zeros(7))
+    other._write(f"gradients.{round_.name}-p1-r0", torch.zeros(7))
     with pytest.raises(ExchangeEnded, match="is of another model or mesh"):
         one.step(round_)

@@ -44,6 +44,7 @@ class Publishing:
 @pytest.fixture
 def loop(group: Group) -> Loop:
     loop = Loop.__new__(Loop)  # only what a wait reads
+    loop._peers = None
     loop._trainer = SimpleNamespace(group=group)  # type: ignore[assignment]
     loop._shutdown, loop.publisher, loop._clock, loop._turns = ShutdownRequest(), None, None, None
     loop._profiles = Profiles(ProfilerConfig(), loop._trainer, Path(), None, loop._shutdown)

@@ -36,6 +36,7 @@ FROM_CONTROLLER = {
     "Alarm", "RewardStatus", "LedgerStatus", "JobStatus", "PublishReply", "ReplicaUpdate", "PublicationInfo",
     "WeightsStatus", "DeclareReply", "DeclaredLeases", "ShownRun", "SessionReply", "Overview", "Curve", "Curves",
     "Span", "Lane", "Mark", "Fault", "Timeline", "LogFile", "LogText", "KeptSamples",
+    "MemberReply", "MemberStatus", "MembersStatus",
 }  # fmt: skip
 """What nobody but the controller sends; it may quote others, which outputs make visible."""
 PROSE = {

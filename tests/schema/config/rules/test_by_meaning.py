@@ -32,6 +32,7 @@ FIX, KL, PENALTY = f"{P}.rollout_correction", f"{P}.kl_in_reward", f"{P}.overlon
 ESTIMATOR, OPTIMIZE = f"{P}.advantage_estimator", "batch_size_per_optimize"
 CRITIC = {"critic.enable": True, ESTIMATOR: "gae"}
 REFERENCE = {f"{P}.kl_beta": 0.1}
+PAIR = {f"{M}.n_init_replicas": 2, "train.ckpt.enable_checkpoint": True}
 FOUR = {f"{M}.dp_shard_size": 4}
 """Ranks of the policy."""
 VLLM = {"rollout.backend": "vllm"}
@@ -542,6 +543,17 @@ FAULTS = {
             {f"{REF}.n_init_replicas": 2, f"{REF}.dp_shard_size": 4, f"{REF}.tp_size": 1} | FOUR | REFERENCE,
             f"{M}.n_init_replicas = 1",
         ),
+    ],
+    mesh.several_trainers_share_their_work: [
+        (
+            {"train.ckpt.enable_checkpoint": False, f"{M}.n_init_replicas": 2},
+            "of 2 policy replicas one that comes back loads a checkpoint",
+        ),
+        ({"policy.exchange": "store"}, "there is nobody to exchange gradients with"),
+        ({**PAIR, REF: {"tp_size": 4}} | FOUR | REFERENCE, "a reference with a mesh of its own"),
+        ({**PAIR, C: {"tp_size": 4}} | FOUR | CRITIC, "a critic with a mesh of its own"),
+        ({**PAIR, "teacher": [{"name": "t", "model": "/m"}]}, "the answers of teachers"),
+        ({**PAIR, "placement.share": "time"}, "devices with rollout replicas"),
     ],
     mesh.own_meshes_stand_alone: [
         ({REF: {"tp_size": 4}, **more} | FOUR, *words)

@@ -38,6 +38,7 @@ def test_a_bare_configuration_names_what_it_needs() -> None:
 )
 def test_batches_hold_whole_groups(batch: int, replicas: int, generation: int, hint: str) -> None:
     values = {"policy__parallelism__n_init_replicas": replicas, "rollout__n_generation": generation}
+    values["train__ckpt__enable_checkpoint"] = True
     problem = only(train__train_batch_per_replica=batch, **values)
     assert problem.key == "train.train_batch_per_replica"
     assert hint in problem.hint

@@ -33,6 +33,7 @@ SHARED = VLLM | {"placement.share": "memory"}
 TURNS = {"placement.share": "time"}
 P, R, REF = "placement.policy", "placement.rollout", "placement.reference"
 CRITIC, GAE = "placement.critic", {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}
+SAVES = {"train.ckpt.enable_checkpoint": True}
 KL = {"train.train_policy.kl_beta": 0.1}
 SHARDS = "policy.parallelism.dp_shard_size"
 
@@ -86,7 +87,7 @@ FAULTS = {
             {P: [0, 1, 2], "policy.parallelism.tp_size": 2, "policy.parallelism.dp_shard_size": -1},
             *("names 3 devices", "tp_size 2", "2 or a multiple"),
         ),
-        ({P: [[0], [1]]}, "devices of 2 replicas", "policy.parallelism.n_init_replicas = 1"),
+        ({P: [[0], [1]]} | SAVES, "devices of 2 replicas", "policy.parallelism.n_init_replicas = 1"),
         ({R: [[0, 1], [2]], "rollout.parallelism.n_init_replicas": 2}, "2, 1 devices"),
         ({R: [[1, 2]]} | VLLM, "names 2 devices", "n_init_replicas = 1 of 1"),
         ({R: [1, 2, 3]}, "names 3 devices", "take 1"),

@@ -39,7 +39,6 @@ def test_an_exact_run_is_not_warned_of() -> None:
         ("train.train_policy.allowed_outdated_steps", 2),
         ("controller.oversample", 1.5),
         ("controller.on_stale", "drop"),
-        ("policy.parallelism.n_init_replicas", 2),
         ("train.compile", True),
     ],
 )

@@ -56,12 +56,19 @@ class StepService:
             )
 
     def check(self, replica_id: str, incarnation: int, epoch: int) -> Replica:
+        """The trainer, if it may commit, publish and save. Raises `ApiError`, `StoreUnavailable`."""
         job = self._job
         job.store.require()
         if job.facts.ended is Phase.FAILED:
             raise ApiError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
         self.check_epoch(epoch)
-        return job.acting(replica_id, incarnation, "policy")
+        replica = job.acting(replica_id, incarnation, "policy")
+        if job.membership is not None and not job.leads(replica_id):
+            leader = job.membership.leader or "nobody"
+            raise ApiError(
+                ErrorCode.STALE_INCARNATION, f"{replica_id} does not lead the trainers: {leader} does"
+            )
+        return replica
 
     # ---- batch --------------------------------------------------------------------------------------------
 
@@ -197,6 +204,9 @@ class StepService:
         log.error("payloads of %d groups are not in the store: they are made again", len(gone))
         lost_payloads(ledger.table, sorted(gone))
         self._batch = None
+        if job.membership is not None:
+            job.membership.renew()
+            job.member_signal.notify()
         job.lease_signal.notify()
         job.batch_signal.notify()
 
@@ -213,6 +223,9 @@ class StepService:
         groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
             job.batch_signal.notify()  # requests for a forecast of the next step end
+            if job.membership is not None:
+                job.membership.committed(step)
+                job.member_signal.notify()
             job.scaling.committed(job.clock(), len(groups))
             job.samples.trained(step, job.progress.timeline, groups, request.samples)
             record = m.StepRecord(step=step, at=job.wall(), metrics=request.metrics)

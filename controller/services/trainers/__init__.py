@@ -1,0 +1,1 @@
+"""The calls of policy replicas: who trains (`members`), and batches and commits (`steps`)."""

@@ -1,0 +1,135 @@
+"""What policy replicas that train together say while they do (see `controller.state.membership`).
+
+Each call is a long-poll: it is answered when there is something to do. What is decided is stored before it is said,
+so that a successor of this controller decides nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from controller.errors import ApiError
+from controller.state.job import Job
+from controller.state.membership import Membership, Order
+from schema.wire.batch import batch_digest
+from schema.wire.messages import CommitReply, ErrorCode, Phase
+from schema.wire.messages.members import MemberReply, MemberRequest
+
+log = logging.getLogger(__name__)
+
+
+class MemberService:
+    """See the module's docstring."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._asked: tuple[int, float] = (-1, 0.0)
+        """The step at whose beginning others wait for those who load, and since when."""
+
+    def tick(self, now: float) -> None:
+        """Go on without those who take too long to load the others' weights: they join at another step."""
+        membership = self._job.membership
+        if membership is None or not any(membership.waiting.values()):
+            return
+        if self._asked[0] != membership.step:
+            self._asked = membership.step, now
+        elif now - self._asked[1] > (limit := self._job.config.controller.start_timeout):
+            late = ", ".join(membership.give_up())
+            log.warning("training goes on without %s, which did not load within %g s", late, limit)
+            self._job.member_signal.notify()
+
+    async def ask(self, replica_id: str, request: MemberRequest) -> MemberReply:
+        """What the replica is to do; `wait` after `wait_s` seconds in which there was nothing.
+
+        Raises:
+            ApiError: it cannot take part.
+        """
+        job, loop = self._job, asyncio.get_running_loop()
+        membership = job.membership
+        if membership is None:
+            detail = "policy.parallelism.n_init_replicas = 1: there is one trainer, and nobody to train with"
+            raise ApiError(ErrorCode.CONFLICT, detail)
+        give_up = loop.time() + request.wait_s
+        while True:
+            job.acting(replica_id, request.incarnation, "policy")
+            if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
+                raise ApiError(
+                    ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}: {job.facts.last_error or ''}"
+                )
+            seen = job.member_signal.generation
+            order = self._decide(membership, replica_id, request)
+            if order.action != "wait":
+                job.member_signal.notify()
+            await job.save()
+            left = give_up - loop.time()
+            over = job.progress.finished and request.at == "begin"  # who follows need not wait for the leader
+            if order.action != "wait" or left <= 0 or over or job.closing:
+                return self._reply(membership, replica_id, order)
+            await job.member_signal.wait(seen, left)
+
+    def _decide(self, membership: Membership, name: str, request: MemberRequest) -> Order:
+        at, step, number = request.at, request.step, request.number
+        if request.policy_epoch != self._job.facts.policy_epoch:
+            return Order("heal", membership.epoch)
+        if at == "join":
+            self._check_kind(membership, name, request.kind)
+            return membership.join(name, step, request.weights)
+        if at == "healed":
+            return membership.healed(name, step, request.weights)
+        if at == "begin":
+            return membership.begin(name, step, request.weights)
+        if at == "saved":
+            membership.save(step)
+            return membership.begin(name, step, request.weights)
+        if at == "ready":
+            if number == 0 and step == membership.step and self._is_another(step, request.batch):
+                return Order("batch", membership.epoch)
+            return membership.ready(name, request.epoch, step, number, request.seconds)
+        if at == "broken":
+            membership.broken(name, request.epoch)
+            return membership.ready(name, request.epoch, step, number)
+        return membership.holds(name, request.epoch, step, number)
+
+    def _check_kind(self, membership: Membership, name: str, kind: dict[str, str]) -> None:
+        """Raises `ApiError`: it is of another kind than the members."""
+        known = membership.kind
+        if name in membership.members:
+            membership.kind = dict(kind)
+        elif known and known != kind:
+            names = sorted(name for name in {*known, *kind} if known.get(name) != kind.get(name))
+            faults = "; ".join(
+                f"{name}: {kind.get(name, 'none')}, not {known.get(name, 'none')}" for name in names
+            )
+            detail = f"{name} cannot train with {membership.leader}, it is of another kind: {faults}"
+            log.error("%s", detail)
+            self._job.facts.last_error = detail
+            raise ApiError(ErrorCode.CONFLICT, detail)
+
+    def _is_another(self, step: int, digest: str) -> bool:
+        """Whether the batch that it trains on is not the one of the step: payloads of it were lost meanwhile."""
+        job = self._job
+        if not job.config.is_grpo or not digest:
+            return False
+        names = [group.id for group in job.ledger.batch(step) or []]
+        return batch_digest(job.progress.timeline, step, names) != digest
+
+    def _reply(self, membership: Membership, name: str, order: Order) -> MemberReply:
+        leads = membership.leader == name
+        return MemberReply(
+            action=order.action,
+            epoch=order.epoch,
+            parts=list(order.parts),
+            members=list(order.members),
+            counts=list(order.counts),
+            step=order.step,
+            leads=leads,
+            committed=self._committed(),
+            publication=self._job.publications.newest if leads else None,
+        )
+
+    def _committed(self) -> CommitReply:
+        job = self._job
+        reply = job.commit_reply(publish=False)
+        due = reply.committed_steps % job.config.train.sync_weight_interval == 0
+        return reply.model_copy(update={"publish": reply.finished or due})
