@@ -79,6 +79,7 @@ def line(view: View) -> str:
         ("queue", str(status.queue_ready) if status.mode == "grpo" else None),
         ("replicas", "+".join(f"{count}{role}" for role, count in sorted(status.replicas.items())) or "0"),
         *((f"idle_{role}", f"{share:.0%}") for role, share in sorted(status.idle.items())),
+        ("trainers", _quoted(members_text(status))),
         ("eta", duration(status.eta_s) if status.eta_s is not None else None),
         ("redis", view.redis or None),
         ("controller", _controller(view)),
@@ -236,6 +237,8 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
         rows.append(("queue", f"{status.queue_ready} ready, {status.outstanding} outstanding"))
         rows.append(("policy", _policy(status)))
         rows += [("rewards", text) for text in [rewards_text(status)] if text]
+    if members := members_text(status):
+        rows.append(("trainers", members))
     rows.append(("speed", f"{status.samples_per_s:.1f} samples/s, {status.tokens_per_s:.0f} tokens/s"))
     idle = ", ".join(f"{role} {share:.0%}" for role, share in sorted(status.idle.items()))
     replicas = ", ".join(f"{count} {role}" for role, count in sorted(status.replicas.items())) or "none yet"
@@ -259,6 +262,17 @@ def _policy(status: JobStatus) -> str:
         ", ".join(f"{name} {form.format(known[key])}" for name, key, form in SHOWN_METRICS if key in known)
         or "–"
     )
+
+
+def members_text(status: JobStatus) -> str:
+    """Who trains together, in one line; empty where one trainer is all there is to be."""
+    found = status.members
+    if found is None:
+        return ""
+    shares = [f"{one.replica_id} {one.parts} of {found.parts} parts" for one in found.members] or ["none yet"]
+    shares[0] += " (leads)" if found.members else ""
+    waiting = f"; {', '.join(found.waiting)} from one of the next steps on" if found.waiting else ""
+    return f"{', '.join(shares)}{waiting}  (epoch {found.epoch})"
 
 
 def rewards_text(status: JobStatus) -> str:

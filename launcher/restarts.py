@@ -2,7 +2,7 @@
 
                ┌───────────── restart after back-off ◀─── any other end, budget left
                ▼                                      │
-    spawn ─▶ running ─ exit ─▶ is the job over? ─ no ─┼─ exit 0 and not needed ──────▶ left
+    spawn ─▶ running ─ exit ─▶ is the job over? ─ no ─┼─ exit 0 and not needed, or 6 ▶ left
                                      │ yes            ├─ exit 2, 3, 4: no use trying ─▶ the job ends
                                      ▼                └─ budget used up ─────────────▶ the job ends
                                    left
@@ -25,7 +25,7 @@ HEALTHY_AFTER = 300.0
 """Seconds up after which a replica counts as healthy: more than any engine needs to load and fail."""
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
-EXIT_FENCED, EXIT_NO_CHECKPOINT, EXIT_NAME_TAKEN = 3, 4, 5
+EXIT_FENCED, EXIT_NO_CHECKPOINT, EXIT_NAME_TAKEN, EXIT_UNLIKE = 3, 4, 5, 6
 SIGNALLED = 128
 """Exit codes above it are signals, as in a shell."""
 ROLLOUT_PATIENCE, POLICY_PATIENCE = 60.0, 300.0
@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The process has left in order and is not started again."""
+    """The process has left in order, or is of no use to the others, and is not started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,10 @@ class Restarts:
         self.total += 1
         return Restart(self.budget.delay(self.streak), self.streak, limit, how)
 
-    def _final(self, code: int) -> EndJob | None:
+    def _final(self, code: int) -> EndJob | Left | None:
         """The ends that a restart cannot help."""
+        if self.role is Role.POLICY and code == EXIT_UNLIKE:  # it was refused by others, which go on
+            return Left()
         if code == EXIT_CONFIG:
             return EndJob(EXIT_CONFIG, f"{self.name} cannot work with this configuration (exit code 2)")
         # The same rows would fail again; a killed one is repeated.

@@ -312,6 +312,8 @@ class Job:
     def _needed(self, exit_: Exit, status: JobStatus) -> bool:
         """Whether a replica that left with code 0 is missed."""
         if exit_.replica.role is Role.POLICY:
+            if status.members is not None and status.replicas.get("policy", 0):
+                return False  # it was asked to leave, and the others go on
             return status.phase not in OVER and status.step < status.total_steps
         if exit_.replica.role is Role.ROLLOUT:
             if exit_.replica.name in self.scaling.leaving:

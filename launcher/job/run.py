@@ -223,7 +223,7 @@ def _run(
     written = run.write_config(config)
     run.write_origins(checked.origins)
     tokens = Tokens.fresh()
-    run.write_tokens(tokens)
+    run.write_tokens(tokens, trainers=config.policy.parallelism.n_init_replicas > 1)
 
     def planned(host: str, port: int, url: str, address: str, others: Sequence[Machine]) -> Plan:
         try:

@@ -1,4 +1,4 @@
-"""`cosmos-launch join`: one more rollout replica for a job that runs, on a machine that shares its run directory."""
+"""`cosmos-launch join`: one more replica for a job that runs, on a machine that shares its run directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
-from launcher.restarts import EXIT_FAILED, EXIT_OK
+from launcher.restarts import EXIT_FAILED, EXIT_OK, Role
 
 if TYPE_CHECKING:
     from launcher.plan.rundir import RunDir
@@ -34,6 +35,13 @@ def join(
             "--name", help="Name of the replica, the same when it comes back. Unset: by host and process."
         ),
     ] = "",
+    policy: Annotated[
+        bool,
+        typer.Option(
+            "--policy",
+            help="A policy replica, of a job that has several (policy.parallelism.n_init_replicas).",
+        ),
+    ] = False,
     wait: Annotated[
         float,
         typer.Option("--wait", min=0.0, metavar="SECONDS", help="Wait so long for the job to be there."),
@@ -41,17 +49,18 @@ def join(
 ) -> None:
     """Add a rollout replica to a job that runs, on the GPUs of CUDA_VISIBLE_DEVICES; Ctrl-C lets it leave.
 
-    It is started again when it crashes, as the job's own are, and ends with the job. Its log is in the run directory.
+    With --policy a trainer, which gets parts of each batch from one of the next steps on. A replica is started again
+    when it crashes, as the job's own are, and ends with the job. Its log is in the run directory.
     """
     with ended_at_once():
         import asyncio
 
         from launcher.plan.rundir import RunDir
 
-    place = RunDir(Path(run).expanduser().absolute())
+    place, role = RunDir(Path(run).expanduser().absolute()), Role.POLICY if policy else Role.ROLLOUT
     name, code = name or f"{socket.gethostname()}-{os.getpid()}", None
     while code is None:
-        found = _wait_for(place, wait)
+        found = _wait_for(place, role, wait)
         code = EXIT_OK if found is None else asyncio.run(_serve(place, found, name, os.environ))
     raise typer.Exit(code)
 
@@ -62,20 +71,21 @@ class _Controller:
 
     url: str
     token: str
+    role: Role
 
     @classmethod
-    def of(cls, run: RunDir) -> _Controller | None:
+    def of(cls, run: RunDir, role: Role) -> _Controller | None:
         from launcher.plan.rundir import read_json
 
-        found, token = read_json(run.controller_json) or {}, run.read_token("rollout")
-        return cls(str(found["url"]), token) if token and "url" in found else None
+        found, token = read_json(run.controller_json) or {}, run.read_token(role)
+        return cls(str(found["url"]), token, role) if token and "url" in found else None
 
 
-def _wait_for(run: RunDir, wait: float) -> _Controller | None:
+def _wait_for(run: RunDir, role: Role, wait: float) -> _Controller | None:
     """The controller once it answers; None: the job has finished. Raises LaunchError: there is none in time."""
     give_up, said = time.monotonic() + wait, ""
     while True:
-        found = _Controller.of(run)
+        found = _Controller.of(run, role)
         phase, trouble = (None, "it has no controller yet") if found is None else _look(run, found)
         if phase == "finished":
             typer.echo(f"the job in {run.path} has finished")
@@ -128,25 +138,48 @@ class _Observer:
         typer.echo(f"{time.strftime('%H:%M:%S')} {text}")
 
 
+def own_address(url: str) -> str:
+    """The address of this machine from which the controller is reached."""
+    target = urlsplit(url)
+    family = socket.AF_INET6 if ":" in (target.hostname or "") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target.hostname, target.port or 80))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[str, str]) -> int | None:
     """Keep the replica up until it leaves; the exit code, or None if it left in order: with this start of the job."""
     import asyncio
 
     from launcher.plan import nsight
     from launcher.plan.credentials import given_to
-    from launcher.plan.placement import ProcessSpec, joined
+    from launcher.plan.machine import find_machine
+    from launcher.plan.placement import PlacementError, ProcessSpec, another_policy, joined
     from launcher.plan.rundir import Tokens, environment
     from launcher.processes.host import Folders
     from launcher.processes.signals import stop_signals
     from launcher.processes.supervisor import Setting, Supervisor
     from launcher.restarts import Budget
-    from schema.config import Config
+    from schema.config import Config, ConfigError
 
     config = Config.model_validate(_config(run))
-    tokens = Tokens("", joined_to.token, "")
+    tokens, role = Tokens("", joined_to.token, joined_to.token), joined_to.role
+    if role is Role.POLICY and config.policy.parallelism.n_init_replicas == 1:
+        raise LaunchError(
+            f"{run.path} has one trainer: policy.parallelism.n_init_replicas = 1",
+            "resume it with --set policy.parallelism.n_init_replicas=2",
+        )
+    try:
+        replica = (
+            joined(config, name) if role is Role.ROLLOUT else another_policy(config, name, find_machine(env))
+        )
+    except PlacementError as error:
+        raise ConfigError([error.problem]) from None
 
     def whole(spec: ProcessSpec) -> dict[str, str]:
         own = environment(spec.role, tokens, joined_to.url, "", "", config.controller.tls_ca)
+        if role is Role.POLICY:  # by which it is reached by the others
+            own["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
         return {**given_to(spec.role, config, env), **spec.env, **own}
 
     launcher, observer = config.launcher, _Observer()
@@ -156,11 +189,11 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
     loop, asked = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in stop_signals():
         loop.add_signal_handler(number, asked.put_nowait, int(number))
-    kept = supervisor.launch(joined(config, name))
+    kept = supervisor.launch(replica)
     observer.event(f"{name} joins {joined_to.url}; its log: {folders.log_of(kept.replica.processes[0])}")
     left, interrupted = asyncio.create_task(kept.done.wait()), asyncio.create_task(asked.get())
     try:
-        while not (left.done() or interrupted.done()) and _Controller.of(run) == joined_to:
+        while not (left.done() or interrupted.done()) and _Controller.of(run, joined_to.role) == joined_to:
             await asyncio.wait({left, interrupted}, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
         if left.done():
             if supervisor.ended.done():

@@ -18,7 +18,8 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from launcher.plan.machine import Machine
 from launcher.restarts import Role
@@ -452,6 +453,26 @@ def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...], node: int
     env = {**env, "COSMOS_REPLICA_NAME": name}
     spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), env, node=node, profiled=profiled)
     return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
+
+
+def another_policy(config: Config, name: str, *machines: Machine) -> Replica:
+    """A policy replica of its own on all GPUs of these machines, whichever it is. Raises PlacementError."""
+    mesh = config.policy.parallelism.model_copy(update={"n_init_replicas": 1})
+    bare: dict[str, Any] = {"nodes": len(machines), "gpus_per_node": None, "policy": [], "rollout": []}
+    alone = config.model_copy(
+        update={
+            "placement": config.placement.model_copy(update=bare),
+            "policy": config.policy.model_copy(update={"parallelism": mesh}),
+        }
+    )
+    (one,) = place(alone, *machines, rollouts=False)
+    processes = tuple(
+        replace(
+            spec, name=spec.name.replace(one.name, name, 1), env={**spec.env, "COSMOS_REPLICA_NAME": name}
+        )
+        for spec in one.processes
+    )
+    return replace(one, name=name, processes=processes)
 
 
 def joined(config: Config, name: str) -> Replica:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, ProcessSpec, follower, joined, needs, place
+from launcher.plan.placement import PlacementError, ProcessSpec, another_policy, follower, joined, needs
 from schema.config import Config, ConfigError
 
 
@@ -100,34 +100,18 @@ def _check_engine(config: Config, gpus: int, count: int) -> None:
 def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
     """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
     found = pods(config)
-    if not 0 <= replica < found.replicas or not 0 <= pod < found.each:
+    more = found.replicas > 1  # of several there may be more than at the start
+    if not 0 <= replica < (replica + 1 if more else 1) or not 0 <= pod < found.each:
         raise LaunchError(
             f"policy-{replica} has no pod {pod}: the job has {found.replicas} policy replicas of {found.each} pods",
             "render the manifests again, and apply them",
         )
-    mesh = config.policy.parallelism
-    layout = mesh.model_copy(update={"n_init_replicas": 1})
-    alone = config.placement.model_copy(update={"nodes": found.each, "gpus_per_node": None})
-    policy = config.policy.model_copy(update={"parallelism": layout})
     machine = Machine(config.kubernetes.pod_cpus, tuple(map(str, range(found.gpus))))
-    alike = config.model_copy(update={"placement": alone, "policy": policy})
     try:
-        (one,) = place(alike, *[machine] * found.each, rollouts=False)
+        one = another_policy(config, f"policy-{replica}", *[machine] * found.each)
     except PlacementError as error:
         raise ConfigError([error.problem]) from None
-    name = f"policy-{replica}"
-    return [
-        ProcessSpec(
-            name=spec.name.replace("policy-0", name, 1),
-            role=spec.role,
-            argv=spec.argv,
-            env={**spec.env, "COSMOS_REPLICA_NAME": name},
-            rank=spec.rank,
-            node=spec.node,
-        )
-        for spec in one.processes
-        if spec.node == pod
-    ]
+    return [spec for spec in one.processes if spec.node == pod]
 
 
 @dataclass(frozen=True)

@@ -145,9 +145,12 @@ class RunDir:
         """config.json of an earlier start, or None."""
         return read_json(self.config_json)
 
-    def write_tokens(self, tokens: Tokens) -> None:
-        """Leave the tokens that people need: `user` to look and operate, `rollout` to join a replica by hand."""
-        for name in ("user", "rollout"):
+    def write_tokens(self, tokens: Tokens, *, trainers: bool = False) -> None:
+        """Leave the tokens that people need: `user` to look and operate, the others to join a replica by hand.
+
+        trainers: whether policy replicas may join.
+        """
+        for name in ("user", "rollout", *(["policy"] if trainers else [])):
             write_text(self.path / ".tokens" / name, getattr(tokens, name), mode=0o600)
 
     def read_token(self, name: str = "user") -> str | None:

@@ -34,6 +34,7 @@ from launcher.processes.host import (
 from launcher.restarts import (
     EXIT_FAILED,
     EXIT_OK,
+    EXIT_UNLIKE,
     SIGNALLED,
     Budget,
     EndJob,
@@ -114,6 +115,10 @@ class Observer(Protocol):
     async def exited(self, exit_: Exit) -> Situation: ...
 
     def event(self, text: str) -> None: ...
+
+
+ELASTIC = (Role.POLICY, Role.ROLLOUT)
+"""Roles whose replicas go on without one of theirs, if there are others."""
 
 
 def _loopback() -> dict[str, str]:
@@ -256,11 +261,15 @@ class Supervisor:
                 if isinstance(verdict, EndJob):
                     return self.end(verdict, exit_)
                 if isinstance(verdict, Left):
+                    if exit_.code == EXIT_UNLIKE:
+                        self.observer.event(
+                            f"{replica.name} was refused by the other policy replicas, which go on"
+                        )
                     return
                 await self._back_off(supervised, verdict, exit_)
         except HostLostError as error:
             others = (kept.replica for kept in self.running() if kept is not supervised)
-            if replica.role is Role.ROLLOUT and any(other.role is Role.ROLLOUT for other in others):
+            if replica.role in ELASTIC and any(other.role is replica.role for other in others):
                 return self.observer.event(f"{replica.name} is given up: {error}")
             self.end(EndJob(EXIT_FAILED, f"{replica.name} cannot go on: {error}"), supervised.last_exit)
         finally:

@@ -67,6 +67,23 @@ def test_a_redis_that_hangs_is_shown_and_the_controller_is_not_blamed():
     assert "unreachable" not in line(view)
 
 
+def test_those_who_train_together_are_shown():
+    members = {
+        "epoch": 7, "parts": 3, "waiting": ["policy-2.4"],
+        "members": [
+            {"replica_id": "policy-1.2", "parts": 2, "seconds": 0.5},
+            {"replica_id": "policy-0.1", "parts": 1, "seconds": 0.9},
+        ],
+    }  # fmt: skip
+    text = (
+        "policy-1.2 2 of 3 parts (leads), policy-0.1 1 of 3 parts; policy-2.4 from one of the next steps on"
+    )
+    view = View(status=job_status(members=members))
+    assert f'trainers="{text}  (epoch 7)"' in line(view)
+    assert "trainers" in drawn(view)
+    assert "trainers" not in line(View(status=job_status()))
+
+
 def test_the_panel_has_every_figure():
     view = View(
         status=job_status(validation=validation(10, 0.875), last_error="[bold]odd[/] text"),

@@ -68,13 +68,13 @@ def _job_set(job: ClusterJob) -> Manifest:
         },
         "template": pod,
     }
+    rules: list[Manifest] = [
+        {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    if job.pods.replicas > 1:
+        rules.append({"name": "alone", "action": "RestartJob"})  # the other replicas go on
     spec = {
-        "failurePolicy": {
-            "maxRestarts": job.config.launcher.max_restarts,
-            "rules": [
-                {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-            ],
-        },
+        "failurePolicy": {"maxRestarts": job.config.launcher.max_restarts, "rules": rules},
         "replicatedJobs": [{"name": "rank", "replicas": job.pods.replicas, "template": {"spec": work}}],
     }
     return manifest("jobset.x-k8s.io/v1alpha2", "JobSet", job, "policy", spec=spec)

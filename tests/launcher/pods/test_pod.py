@@ -48,6 +48,19 @@ def test_ranks_are_dealt_over_the_pods_of_a_replica() -> None:
         pods.of_policy(whole, 0, 2)
 
 
+def test_of_several_policy_replicas_there_may_be_more() -> None:
+    several = {"parallelism": {"n_init_replicas": 2, "dp_shard_size": 2}}
+    whole = config(
+        placement={"gpus_per_node": 2, "nodes": 3},
+        policy=several,
+        train={"ckpt": {"enable_checkpoint": True}},
+    )
+    assert pods.pods(whole).replicas == 2
+    for replica in (1, 7):
+        names = [spec.name for spec in pods.of_policy(whole, replica, 0)]
+        assert names == [f"policy-{replica}-rank0", f"policy-{replica}-rank1"]
+
+
 def test_ranks_that_do_not_fill_pods_are_refused() -> None:
     odd = config(placement={"gpus_per_node": 4, "nodes": 4}, policy={"parallelism": {"dp_shard_size": 10}})
     with pytest.raises(LaunchError, match="10 ranks of the policy cannot be dealt evenly to 3 pods"):

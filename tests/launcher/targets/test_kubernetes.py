@@ -44,7 +44,13 @@ ENGINE = {
 CASES: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "cpu": SMALL | {"placement.gpus_per_node": 0, "kubernetes.policy_kind": "statefulset"},
-    "keda": ELASTIC | {"policy.parallelism.dp_shard_size": 16, "placement.nodes": 3},
+    "keda": ELASTIC
+    | {
+        "policy.parallelism.dp_shard_size": 16,
+        "policy.parallelism.n_init_replicas": 2,
+        "placement.nodes": 5,
+        "train.ckpt.enable_checkpoint": True,
+    },
     "hpa": ELASTIC
     | {
         "autoscale.min_replicas": 1,
@@ -195,8 +201,10 @@ def test_every_selector_finds_its_pods(rendered: Rendered) -> None:
 
 def test_gpus_and_pods_follow_the_mesh(tmp_path: Path) -> None:
     rendered = Rendered(tmp_path, CASES["keda"])
-    (job,) = rendered.one("JobSet")["spec"]["replicatedJobs"]
-    assert (job["replicas"], job["template"]["spec"]["completions"]) == (1, 2)
+    jobs = rendered.one("JobSet")["spec"]
+    (job,) = jobs["replicatedJobs"]
+    assert (job["replicas"], job["template"]["spec"]["completions"]) == (2, 2)
+    assert [rule["action"] for rule in jobs["failurePolicy"]["rules"]] == ["FailJobSet", "RestartJob"]
     assert rendered.container("policy")["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert rendered.container("rollout")["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "replicas" not in rendered.one("Deployment", "rollout")["spec"]
