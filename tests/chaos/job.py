@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.judge import Evidence, judge, parse
+from tests.chaos.judge import Batch, Evidence, judge, parse
 from tests.chaos.plan import FOR_GOOD, LONGEST_STOP, JobPlan, Role, Strike
 from tests.chaos.servers import NamedRedis, ObjectStore
 from tests.chaos.setting import ROOT, Setting
@@ -90,6 +91,7 @@ class StruckJob:
             self.model,
             seed=self.plan.seed,
             ranks=self.plan.ranks,
+            policies=self.plan.policies,
             redis="" if self.redis is None else self.redis.keys,
             upload="" if self.store is None else self.store.keys,
         )
@@ -278,11 +280,17 @@ class StruckJob:
             self._end_all()
         left = self.traces.left_behind(self.run_dir)
         summary = self._summary()
-        logs = [self.run_dir / "logs" / f"policy-0{rank}.log" for rank in ("", "-rank0")]
-        lines = [
-            line for log in logs if log.exists() for line in log.read_text(errors="replace").splitlines()
+        logs = [
+            *(self.run_dir / "logs").glob("policy-?.log"),
+            *(self.run_dir / "logs").glob("policy-?-rank0.log"),
         ]
-        evidence = Evidence(code, summary, parse(lines), left, self.errors + self._unfinished())
+        each = [log.read_text(errors="replace").splitlines() for log in sorted(logs)]
+        events, lives = parse(chain(*each)), []
+        if self.plan.policies > 1:  # one that comes back says so, and the others go on
+            lives = [parse(lines) for lines in each]
+            together = parse(sorted(chain(*each)))
+            events = [event for event in together if isinstance(event, Batch)]
+        evidence = Evidence(code, summary, events, left, self.errors + self._unfinished(), lives)
         violations = judge(evidence, self.setting.shape)
         ledger = (summary or {}).get("ledger") or {}
         return Verdict(

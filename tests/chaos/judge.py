@@ -60,7 +60,10 @@ class Shape:
 
 @dataclass(slots=True)
 class Evidence:
-    """What is left of a job. `left_behind` names what should not be there any more."""
+    """What is left of a job. `left_behind` names what should not be there any more.
+
+    lives: the events of each of several trainers, where `events` are those of all of them in the order of time.
+    """
 
     exit_code: int | None
     summary: Mapping[str, Any] | None
@@ -68,6 +71,7 @@ class Evidence:
     left_behind: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """What went wrong while the job ran."""
+    lives: Sequence[Sequence[Event]] = ()
 
 
 def parse(log: Iterable[str]) -> list[Event]:
@@ -106,7 +110,8 @@ def judge(evidence: Evidence, shape: Shape) -> list[str]:
         return [*found, "there is no summary.json", *evidence.left_behind]
     final = history(evidence.events)
     found += _judge_history(final, shape, Counter(_dropped(evidence.summary)).total())
-    found += _judge_lives(evidence.events)
+    for life in evidence.lives or [evidence.events]:
+        found += _judge_lives(life)
     found += _judge_summary(evidence.summary, final, shape)
     return found + evidence.left_behind
 

@@ -67,11 +67,12 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One job: its own seed, its ranks, and the strikes that it takes in order."""
+    """One job: its own seed, its ranks, the strikes that it takes in order, and its policy replicas."""
 
     seed: int
     ranks: int
     strikes: tuple[Strike, ...]
+    policies: int = 1
 
 
 def plan(seed: int, kills: int, roles: Sequence[Role], per_job: int) -> Iterator[JobPlan]:
@@ -85,7 +86,8 @@ def plan(seed: int, kills: int, roles: Sequence[Role], per_job: int) -> Iterator
     while True:
         rng = random.Random(f"{seed}/{number}")
         chosen = [next(deck) for _ in range(min(per_job, kills))]
-        yield JobPlan(seed * 1000 + number, 2 if number % 3 == 2 else 1, tuple(_strikes(rng, chosen)))
+        ranks, policies = ((1, 1), (1, 2), (2, 1))[number % 3]
+        yield JobPlan(seed * 1000 + number, ranks, tuple(_strikes(rng, chosen)), policies)
         number += 1
 
 

@@ -1,8 +1,8 @@
 """The job that is struck: a small asynchronous GRPO run with everything on that can be lost.
 
 Several rollout replicas with reward processes of their own, checkpoints (written beside the training) with an export,
-validation rounds, two epochs, two policy ranks in some jobs. Its work is cheap but not instant: the reward function
-sleeps, so that kills find processes at work.
+validation rounds, two epochs, two policy ranks or replicas in some jobs. Its work is cheap but not instant: the
+reward function sleeps, so that kills find processes at work.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ model_gradient_checkpointing = false
 [policy.parallelism]
 tp_size = 1
 dp_shard_size = {ranks}
+n_init_replicas = {policies}
 
 [rollout]
 backend = "{engine}"
@@ -134,7 +135,15 @@ class Setting:
         return Shape(self.rows, self.epochs, self.groups_per_step, self.samples, self.bound)
 
     def write(
-        self, folder: Path, model: Path, *, seed: int, ranks: int, redis: str = "", upload: str = ""
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        seed: int,
+        ranks: int,
+        policies: int = 1,
+        redis: str = "",
+        upload: str = "",
     ) -> Path:
         """The job's configuration and its reward function below `folder`; the configuration's path."""
         (folder / "reward.py").write_text(REWARD)
@@ -143,6 +152,7 @@ class Setting:
             CONFIG.format(
                 model=model,
                 ranks=ranks,
+                policies=policies,
                 engine=self.engine,
                 samples=self.samples,
                 rollout=VLLM if self.engine == "vllm" else "",
@@ -151,7 +161,7 @@ class Setting:
                 out=folder,
                 seed=seed,
                 epochs=self.epochs,
-                batch=self.groups_per_step * self.samples,
+                batch=self.groups_per_step * self.samples // policies,
                 bound=self.bound,
                 rows=self.rows,
                 save_freq=self.save_freq,

@@ -68,7 +68,7 @@ def strikes(seed: int, roles: tuple[Role, ...]) -> tuple[Strike, ...]:
 
 def test_whoever_is_killed_nothing_is_lost(tmp_path: Path, model: Path) -> None:
     roles = ROLES
-    plan = JobPlan(seed=1, ranks=1, strikes=strikes(1, roles))
+    plan = JobPlan(seed=1, ranks=1, strikes=strikes(1, roles), policies=2)
     setting = Setting(rows=160, epochs=1, save_freq=4)
     with ObjectStore() as store:
         job = StruckJob(plan, setting, tmp_path / "job", model, lambda kill: None, len(roles), store=store)
