@@ -27,6 +27,7 @@ from tests.support.forked import Forked
 from tests.support.waiting import PATIENCE
 
 STEPS = 60
+PIPELINE = {"pp_size": 2, "pp_micro_batch_size": 2, "dp_shard_size": 1}
 
 
 def several(
@@ -195,13 +196,18 @@ def test_who_is_of_another_kind_or_computes_other_numbers_is_out_and_the_job_goe
 
 
 @pytest.mark.soak
-def test_replicas_of_two_ranks_share_parts_as_those_of_one(tmp_path: Path, crews: Any, model: Path) -> None:
-    """Each shards its weights over two processes (FSDP2); whole replicas die, or one rank of one."""
+@pytest.mark.parametrize(
+    "mesh", [{}, {"tp_size": 2, "dp_shard_size": 1}, {"cp_size": 2, "dp_shard_size": 1}, PIPELINE], ids=str
+)
+def test_replicas_of_two_ranks_share_parts_as_those_of_one(
+    tmp_path: Path, crews: Any, model: Path, mesh: dict[str, int]
+) -> None:
+    """Shards, tensors, sequences or layers are cut over two processes; whole replicas die."""
     steps = 60
-    alone = crews(several(model, steps=steps), "alone", 2)
+    alone = crews(several(model, steps=steps, **mesh), "alone", 2)
     alone.start("policy-0")
     alone.finish()
-    crew = crews(several(model, steps=steps), "crew", 2)
+    crew = crews(several(model, steps=steps, **mesh), "crew", 2)
     crew.start("policy-0")
     crew.start("policy-1")
     assert disturb(crew, 4, seed=2) >= 1

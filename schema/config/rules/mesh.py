@@ -29,6 +29,8 @@ from schema.config.root import Config
 from schema.config.rules.idle import written
 from schema.config.sections.policy import ParallelismConfig
 
+_WHOLE = ("model", "optimizer", "extra")
+"""Contents of a checkpoint from which training goes on as if nothing had happened."""
 _POLICY, _CAP = "train.train_policy", "max_token_len_per_mini_batch"
 
 
@@ -320,6 +322,12 @@ def several_trainers_share_their_work(config: Config) -> Iterator[Problem]:
             f"false, and of {replicas} policy replicas one that comes back loads a checkpoint of the others"
         )
         yield Problem(other, message, False, f"write {other} = true", related=(key,))
+    if missing := [name for name in _WHOLE if name not in config.train.ckpt.save_contents]:
+        other = "train.ckpt.save_contents"
+        lacks = " and ".join(missing)
+        message = f"of {replicas} policy replicas one that comes back would not have the others' {lacks}"
+        hint = f"write {other} = {toml_value(list(_WHOLE))}"
+        yield Problem(other, message, config.train.ckpt.save_contents, hint, related=(key,))
 
 
 def _kept_alone(config: Config) -> Iterator[tuple[str, Any, str]]:

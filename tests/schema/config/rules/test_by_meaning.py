@@ -549,6 +549,7 @@ FAULTS = {
             {"train.ckpt.enable_checkpoint": False, f"{M}.n_init_replicas": 2},
             "of 2 policy replicas one that comes back loads a checkpoint",
         ),
+        ({"train.ckpt.save_contents": ["model", "extra"], **PAIR}, "would not have the others' optimizer"),
         ({"policy.exchange": "store"}, "there is nobody to exchange gradients with"),
         ({**PAIR, REF: {"tp_size": 4}} | FOUR | REFERENCE, "a reference with a mesh of its own"),
         ({**PAIR, C: {"tp_size": 4}} | FOUR | CRITIC, "a critic with a mesh of its own"),
