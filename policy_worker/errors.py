@@ -60,7 +60,8 @@ class ExchangeFailedError(PolicyError):
 
 
 class UnlikeError(PolicyError):
-    """This replica is of another code, model or mesh than the policy replicas that train already."""
+    """This replica is of another code, model or mesh than the policy replicas that train already, or cannot load
+    their weights."""
 
     exit_code = 6
 

@@ -21,6 +21,7 @@ from policy_worker.errors import (
     LeftBehindError,
     NoCheckpointError,
     SettingsError,
+    UnlikeError,
 )
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.lr_schedule import Schedule
@@ -131,12 +132,15 @@ def _enter(
     def heal(wanted: int) -> None:
         if session is not None:
             session.status = f"loading the weights of step {wanted}"
-        found = before_step(group, config, run_dir, wanted, reply.timeline, "")
-        if found is None or found.step != wanted:
-            raise CheckpointError(
-                f"the checkpoint of step {wanted} that was just written is not in {run_dir}"
-            )
-        checkpointer.restore(found)
+        try:
+            found = before_step(group, config, run_dir, wanted, reply.timeline, "")
+            if found is None or found.step != wanted:
+                raise CheckpointError(f"it is not in {run_dir}, which all machines must share")
+            checkpointer.restore(found)
+        except CheckpointError as error:
+            raise UnlikeError(
+                f"the checkpoint of step {wanted} that the other policy replicas have saved cannot be loaded: {error}"
+            ) from error
 
     if session is not None:
         session.status = "waiting for the other policy replicas"

@@ -188,7 +188,12 @@ class Loop:
         if self._peers is None:
             return True
         self._say("waiting for the other policy replicas")
-        if not self._peers.begin(step, lambda: self._save(step, durably=True)):
+
+        def save() -> None:
+            self._lead(step)
+            self._save(step, durably=True)
+
+        if not self._peers.begin(step, save):
             return False
         self._lead(step)
         return True
@@ -268,6 +273,8 @@ class Loop:
             self._checkpointer.save(step)
             if durably:
                 self._checkpointer.wait()
+        else:
+            self._shutdown.checkpoint_asked = False  # the one that leads is asked by the controller
 
     def _after_commit(self, step: int) -> m.CommitReply | None:
         """Wait until step `step` − 1 counts, and publish if it is due; None: see `_count`."""
