@@ -192,7 +192,7 @@ function faults(job, ledger) {
 }
 
 function trainers(found) {
-  const rows = found.members.map((one, i) => [one.replica_id, `${one.parts} of ${found.parts}`, one.seconds ? duration(one.seconds) : "–", i ? "" : "leads: commits, publishes, saves"]);
+  const rows = found.members.map((one, i) => [one.replica_id, `${one.parts} of ${found.parts}`, one.seconds ? `${number(one.seconds)} s` : "–", i ? "" : "leads: commits, publishes, saves"]);
   rows.push(...found.waiting.map((name) => [name, "–", "–", "waits for the next step"]));
   return el("div", {}, rows.length ? table(["replica", "parts of each batch", "for a part", ""], rows) : nothing("No trainer is there."),
     el("p", { class: "legend" }, `epoch ${found.epoch}: counts how often members or their parts have changed`));
