@@ -192,7 +192,7 @@ def test_who_is_of_another_kind_or_computes_other_numbers_is_out_and_the_job_goe
     epochs = [list(event["data"]["members"].values()) for event in found if event["kind"] == "members"]
     assert epochs[0] == [4]
     assert [2, 2] in epochs
-    assert [2, 1, 1] in epochs
+    assert any(len(shares) == 3 and sum(shares) == 4 for shares in epochs), "dealt by how fast each is"
 
 
 @pytest.mark.soak
