@@ -111,7 +111,8 @@ def check_ranges(processes: dict[int, Noted], groups: int, steps: int) -> None:
     """What trainer and replica say of themselves to an NVTX tool."""
     (trainer,) = [found for found in processes.values() if ("step",) in found.nested]
     (replica,) = [found for found in processes.values() if "generate" in found.counts]
-    step = {("step", part) for part in ("fetch", "forward", "loss", "backward", "optimizer")}
+    parts = ("fetch", "forward", "loss", "backward", "gradients", "optimizer")
+    step = {("step", part) for part in parts}
     assert trainer.nested == {("wait",), ("step",), ("publish",), ("step", "fetch", "decode"), *step}
     assert replica.counts.keys() == {"generate", "score", "update"}
     assert replica.counts["generate"] >= groups, "a group that was leased twice is generated twice"
