@@ -470,6 +470,17 @@ class Peers:
                 sweep(open_store(self._reply.weight_store, timeout=1.0), f"{self._reply.job_id}-gradients")
 
 
+def learn_together(
+    peers: Peers | None, trained: TrainedModel, compute: Callable[[int], None], notes: Notes
+) -> None:
+    """The gradients of an optimizer step: of the only part, or of all parts by `Peers.learn`. A collective."""
+    if peers is None:
+        compute(0)
+        trained.end_part()
+    else:
+        peers.learn(trained, compute, notes)
+
+
 def _gradients(trained: TrainedModel) -> PartGradients:
     kinds = {str(parameter.dtype) for parameter in trained.optimizer.parameters}
     if len(kinds) > 1:

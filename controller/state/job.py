@@ -445,6 +445,11 @@ class Job:
         present = bool(self.registry.present("policy"))
         return self.config.takes_turns and self.turns.of_policy(self.facts.policy_epoch, present)
 
+    def is_published(self, version: int) -> bool:
+        """Whether a trainer is to publish the weights of so many steps."""
+        due = version % self.config.train.sync_weight_interval == 0
+        return due or self.progress.finished or self.ended
+
     def commit_reply(self, *, publish: bool) -> CommitReply:
         return CommitReply(
             committed_steps=self.progress.committed,

@@ -100,8 +100,10 @@ def _check_engine(config: Config, gpus: int, count: int) -> None:
 def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
     """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
     found = pods(config)
-    more = found.replicas > 1  # of several there may be more than at the start
-    if not 0 <= replica < (replica + 1 if more else 1) or not 0 <= pod < found.each:
+    known = replica == 0 or (
+        replica > 0 and found.replicas > 1
+    )  # of several there may be more than at the start
+    if not known or not 0 <= pod < found.each:
         raise LaunchError(
             f"policy-{replica} has no pod {pod}: the job has {found.replicas} policy replicas of {found.each} pods",
             "render the manifests again, and apply them",

@@ -22,7 +22,7 @@ from torch import Tensor
 from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.peers import Peers
+from policy_worker.peers import Peers, learn_together
 from policy_worker.ranges import span
 from policy_worker.trainer import Critic, LossOf
 from policy_worker.training.batch_plan import (
@@ -181,11 +181,7 @@ class CriticTraining:
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
             loss_of = partial(self._loss_of, table, norm, sums)
             compute = partial(self._learn_part, samples, mini_batch, loss_of, columns)
-            if self._peers is None:
-                compute(0)
-                critic.end_part()
-            else:
-                self._peers.learn(critic, compute, SumNotes(sums, critic.group))
+            learn_together(self._peers, critic, compute, SumNotes(sums, critic.group))
             sums.end_step(critic.apply(table.step))
             tokens.append(norm.tokens)
         found = sums.reduce(critic.group)

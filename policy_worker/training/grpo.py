@@ -46,7 +46,7 @@ from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.routing import KEY, Replay
 from policy_worker.parallel.group import Group
-from policy_worker.peers import Peers
+from policy_worker.peers import Peers, learn_together
 from policy_worker.ranges import span
 from policy_worker.trainer import HIDDEN, EarlierPolicy, LossOf, Trainer
 from policy_worker.training.batch_plan import (
@@ -283,11 +283,8 @@ class Grpo:
             compute = partial(
                 self._learn_part, lesson, mini_batch, partial(self._loss_of, lesson, norm, number == 0)
             )
-            if self._peers is None:
-                compute(0)
-                trainer.end_part()
-            else:
-                self._peers.learn(trainer, compute, LessonNotes(lesson, trainer.group, trainer.replay))
+            notes = LessonNotes(lesson, trainer.group, trainer.replay)
+            learn_together(self._peers, trainer, compute, notes)
             computed = sum(tokens[row] for row in mini_batch.computed)
             lesson.metrics.end_step(trainer.apply(table.step), computed)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
-from policy_worker.peers import Peers
+from policy_worker.peers import Peers, learn_together
 from policy_worker.ranges import span
 from policy_worker.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, Rows, Shares, plan_step
@@ -197,11 +197,7 @@ class Sft:
             def compute(part: int, ranks: list[list[Rows]] = ranks) -> None:
                 trainer.learn(samples, ranks[self._shares.of(part)], loss_of)
 
-            if self._peers is None:
-                compute(0)
-                trainer.end_part()
-            else:
-                self._peers.learn(trainer, compute, SumNotes(sums, trainer.group))
+            learn_together(self._peers, trainer, compute, SumNotes(sums, trainer.group))
             sums.end_step(trainer.apply(batch.step))
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
         metrics |= trainer.scale_metrics()

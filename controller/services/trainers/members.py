@@ -13,7 +13,7 @@ from controller.errors import ApiError
 from controller.state.job import Job
 from controller.state.membership import Membership, Order
 from schema.wire.batch import batch_digest
-from schema.wire.messages import CommitReply, ErrorCode, Phase
+from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.members import MemberReply, MemberRequest
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class MemberService:
         return batch_digest(job.progress.timeline, step, names) != digest
 
     def _reply(self, membership: Membership, name: str, order: Order) -> MemberReply:
-        leads = membership.leader == name
+        job, leads = self._job, membership.leader == name
         return MemberReply(
             action=order.action,
             epoch=order.epoch,
@@ -124,12 +124,6 @@ class MemberService:
             counts=list(order.counts),
             step=order.step,
             leads=leads,
-            committed=self._committed(),
-            publication=self._job.publications.newest if leads else None,
+            committed=job.commit_reply(publish=job.is_published(job.progress.committed)),
+            publication=job.publications.newest if leads else None,
         )
-
-    def _committed(self) -> CommitReply:
-        job = self._job
-        reply = job.commit_reply(publish=False)
-        due = reply.committed_steps % job.config.train.sync_weight_interval == 0
-        return reply.model_copy(update={"publish": reply.finished or due})

@@ -230,9 +230,7 @@ class StepService:
             job.samples.trained(step, job.progress.timeline, groups, request.samples)
             record = m.StepRecord(step=step, at=job.wall(), metrics=request.metrics)
             job.trained(record, *work, request.validations)
-        finished = job.progress.finished or job.ended
-        due = (step + 1) % job.config.train.sync_weight_interval == 0
-        reply = job.commit_reply(publish=finished or due)
+        reply = job.commit_reply(publish=job.is_published(step + 1))
         await job.save_durably()
         durable = (
             reply.committed_steps if job.store.facts.keeps_what_it_acknowledges else job.progress.durable
