@@ -1,4 +1,4 @@
-"""What several policy replicas cost: a step of two of them, beside one replica of twice the ranks, and of one rank.
+"""The step time of two policy replicas, compared with one replica of two ranks and with a single rank.
 
     python benchmarks/peers.py [--steps 30] [--rounds 3] [--width 512] [--layers 6]
 

@@ -113,6 +113,7 @@ class Peers:
             action="wait", epoch=0, parts=[], members=[], counts=[], step=-1, leads=False
         )
         self._step = self._number = 0
+        self._own_kind: dict[str, str] = {}
         self._known = (-1, "")
         """The checksum of the weights before a step."""
         self._exchange: Exchange = NoExchange()
@@ -131,9 +132,9 @@ class Peers:
             UnlikeError: it is of another kind than the others.
         """
         self._step, at = step, "join"
-        kind, weights = self._kind(), self._weights()
+        self._own_kind, weights = self._kind(), self._weights()
         while True:
-            order = self._ask(at, weights=weights, kind=kind if at == "join" else {})
+            order = self._ask(at, weights=weights, kind=self._own_kind if at == "join" else {})
             if order.action in ("train", "save") or (order.action == "wait" and order.leads):
                 return self._step
             at = "join"
@@ -157,7 +158,7 @@ class Peers:
             gradients.forget()
         weights, at = self._weights_at(step), "begin"
         while True:
-            order = self._ask(at, step=step, weights=weights)
+            order = self._ask(at, step=step, weights=weights, kind=self._own_kind)
             at = "begin"
             if order.action == "train":
                 self._take(order, step)

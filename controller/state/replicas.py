@@ -159,7 +159,7 @@ class Registry:
     def __init__(
         self, heartbeat_timeout: float, records: Iterable[Mapping[str, Any]] = (), *, trainers: int = 1
     ) -> None:
-        """trainers: policy replicas of the job. One alone has a single name at a time, several are told apart."""
+        """trainers: policy replicas of the job. Several register side by side; of one the next takes its place."""
         self._timeout, self._several = heartbeat_timeout, trainers > 1
         self._by_name = {record["name"]: Replica(**record) for record in records}
         self._by_id = {replica.replica_id: replica for replica in self._by_name.values()}

@@ -78,6 +78,8 @@ class MemberService:
         if at == "healed":
             return membership.healed(name, step, request.weights)
         if at == "begin":
+            if request.kind and name in membership.members:  # it was forgotten with the history of the store
+                membership.kind = dict(request.kind)
             return membership.begin(name, step, request.weights)
         if at == "saved":
             membership.save(step)

@@ -26,8 +26,8 @@ class ParallelismConfig(Section):
 
     n_init_replicas: Ranks = cosmos_key(
         1,
-        "Replicas that train together. Each batch is cut into so many parts, whoever is there to compute them: if "
-        "one dies the others go on with its parts, from the same optimizer step, and its successor joins them.",
+        "Replicas that train together. Each batch is cut into this many parts. If a replica dies, the others compute "
+        "its parts and continue with the same optimizer step; its successor joins them.",
         acts="process: How many policy replicas are started.",
     )
     tp_size: Ranks = cosmos_key(

@@ -35,7 +35,9 @@ class MemberRequest(Message):
     weights: Text = Field(default="", description="Checksum of its weights before the step.")
     batch: Text = Field(default="", description="Digest of the batch that it trains on.")
     kind: dict[MetricName, Text] = Field(
-        default_factory=dict, max_length=16, description="What all members have in common, with join."
+        default_factory=dict,
+        max_length=16,
+        description="What all members have in common, with join and begin.",
     )
     wait_s: float = Field(default=0.0, ge=0, le=60, description="Long-poll: how long `wait` may take.")
 
