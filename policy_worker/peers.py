@@ -312,6 +312,7 @@ class Peers:
             self._check(order)
             if order.action == "again":
                 self._order = order
+                self.metrics |= _shares_of(order)
                 self.metrics["rounds_again"] = self.metrics.get("rounds_again", 0.0) + 1
 
     def _attempt(self, exchange: Callable[[Exchange, Round], T]) -> tuple[T] | None:
@@ -379,7 +380,7 @@ class Peers:
 
     def _take(self, order: MemberReply, step: int) -> None:
         self._order, self._step, self._number, self._batch = order, step, 0, ""
-        self.metrics = {"members": float(len(order.members)), "own_parts": float(len(order.parts))}
+        self.metrics = _shares_of(order)
 
     def _weights_at(self, step: int) -> str:
         if self._known[0] != step:
@@ -469,6 +470,11 @@ class Peers:
         if self.leads and self._group.leads and self._config.policy.exchange == "store":
             with suppress(WeightError, OSError):
                 sweep(open_store(self._reply.weight_store, timeout=1.0), f"{self._reply.job_id}-gradients")
+
+
+def _shares_of(order: MemberReply) -> dict[str, float]:
+    """How many replicas train together, and how many parts of the batch are this one's."""
+    return {"members": float(len(order.members)), "own_parts": float(len(order.parts))}
 
 
 def learn_together(

@@ -30,8 +30,8 @@ class JobCollector(Collector):
             ("total_steps", "Steps of the job", status.total_steps),
             ("timeline", "Rewinds so far", status.timeline),
             ("weight_version", "Newest published weight version, -1 before the first", status.version),
-            ("samples_per_second", "Trained samples per second", status.samples_per_s),
-            ("tokens_per_second", "Trained generated tokens per second", status.tokens_per_s),
+            ("samples_per_second", "Samples of committed steps per second", status.samples_per_s),
+            ("tokens_per_second", "Tokens of committed steps per second", status.tokens_per_s),
             ("staleness_max", "Largest staleness ever trained, in steps", status.staleness_max),
             ("store_available", "Whether Redis takes writes", int(self._controller.job.store.available)),
         ):

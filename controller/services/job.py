@@ -135,13 +135,13 @@ class JobService:
         stats = self._job.reward_stats
         gauges = [replica.gauges for replica in self._job.registry.present("rollout")]
         total = self._job.registry.total
-        n, lived = stats.scored + stats.failed.total(), total("leased_seconds")
+        lived = total("leased_seconds")
         waited, attempts = total("reward_wait_seconds"), total("reward_attempts")
         return m.RewardStatus(
             scored=stats.scored,
             failed=dict(stats.failed.most_common()),
             timeouts=stats.timeouts,
-            seconds_mean=stats.seconds / n if n else None,
+            seconds_mean=stats.seconds / stats.timed if stats.timed else None,
             retried=int(total("reward_retried")),
             attempt_seconds_mean=total("reward_seconds") / attempts if attempts else None,
             scoring=int(sum(found.get("scoring", 0.0) for found in gauges)),

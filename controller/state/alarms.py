@@ -2,6 +2,8 @@
 
 None of them ends a run. Each looks at a window of the newest steps, begins when its condition holds and is over when
 it does not hold any more; both are events. A controller that starts again learns them anew from what is stored.
+
+An alarm in `ONCE` begins once in a run, however often its condition holds: the job stores which ones have.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ CERTAIN = 3.0
 """Standard errors by which a validation is below its best, and the reward above what it was then."""
 ROUNDS = 2
 """Validations in a row that are so far below."""
+ONCE = frozenset({"cut_unpunished"})
+"""Alarms about the configuration, which does not change during a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,13 @@ class Alarms:
         self._rounds: list[tuple[int, Mean, Mean]] = []
         """Version and score of each validation, and the reward around it."""
         self.active: dict[str, str] = {}
+        self.shown: frozenset[str] = frozenset()
+        """Those of `ONCE` that have begun."""
 
-    def restore(self, steps: Iterable[StepRecord], validations: Iterable[ValidationRecord]) -> None:
-        """Look at what is stored of a job; nothing of it is news."""
+    def restore(
+        self, steps: Iterable[StepRecord], validations: Iterable[ValidationRecord], shown: Iterable[str] = ()
+    ) -> None:
+        """Look at what is stored of a job; nothing of it is news. shown: see `Alarms.shown`."""
         rounds = sorted(validations, key=lambda record: record.version)
         for record in steps:
             while rounds and rounds[0].version <= record.step:
@@ -75,6 +83,8 @@ class Alarms:
             self.step(record)
         for left in rounds:
             self.validation(left)
+        self.shown = ONCE.intersection(shown)  # what was found just now is news unless the job says otherwise
+        self.active = {name: text for name, text in self.active.items() if name not in ONCE - self.shown}
 
     def rewind(self, step: int) -> None:
         """Steps from `step` on are undone: look at what comes."""
@@ -106,12 +116,15 @@ class Alarms:
             "length": lambda: self._collapsed("length", "response_tokens_mean", "the length of the answers"),
             "no_variance": self._no_variance,
             "cut_off": self._cut_off,
+            "cut_unpunished": self._cut_unpunished,
             "dominance": self._dominance,
             "overfitting": self._overfitting,
         }
 
     def _change(self, found: dict[str, str]) -> list[Change]:
-        before, self.active = self.active, found
+        before = self.active
+        found = {name: text for name, text in found.items() if name in before or name not in self.shown}
+        self.active, self.shown = found, self.shown | ONCE.intersection(found)
         begun = [Change(name, text, True) for name, text in found.items() if name not in before]
         return begun + [Change(name, text, False) for name, text in before.items() if name not in found]
 
@@ -149,6 +162,21 @@ class Alarms:
         return (
             f"{share:.0%} of the answers are cut off at their longest: raise rollout.max_response_length, "
             f"or reward brevity"
+        )
+
+    def _cut_unpunished(self) -> str:
+        """Answers that were cut and have no score: no mean of a group and no loss says anything against them."""
+        name = "truncated_unscored_fraction"
+        record = next((record for record in self._recent if record.metrics.get(name)), None)
+        if record is None:
+            return ""
+        return (
+            f"{record.metrics[name]:.1%} of the answers of step {record.step} were cut and have no score: they are "
+            f"left out of the mean of their group and of the loss, so nothing is learned against answers that are "
+            f"too long. Answers that are longer than policy.model_max_length (or rollout.max_model_len) with their "
+            f"prompt are overlong: raise it, or lower rollout.max_response_length, so that a cut answer gets a "
+            f"score; train.train_policy.overlong_reward punishes length before that. Where a reward function fails "
+            f'on cut answers, let it return a number, or write reward.on_error = "drop"'
         )
 
     def _dominance(self) -> str:

@@ -135,7 +135,9 @@ class Job:
         # A teacher teaches where scores are alike.
         compares = config.is_grpo and config.group_size > 1 and not config.teacher
         self.alarms = Alarms(_short_weights(config), compares=compares)
-        self.alarms.restore(self.steps.ends(BEGINNING, LOOKED_BACK), self.validation.records.values())
+        self.alarms.restore(
+            self.steps.ends(BEGINNING, LOOKED_BACK), self.validation.records.values(), self.facts.alarms_shown
+        )
         known = headers.get("rewards")
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
@@ -319,6 +321,7 @@ class Job:
         return text, self._waits[1]
 
     def _note_alarms(self, changes: Iterable[Change]) -> None:
+        self.facts.alarms_shown = sorted(self.alarms.shown)
         for change in changes:
             text = change.text if change.on else f"over: {change.text}"
             log.warning("%s", text) if change.on else log.info("%s", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from controller.autoscale.policy import Limits
@@ -39,6 +39,8 @@ class JobFacts:
     """See `controller.state.turns.Turns`."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
+    alarms_shown: list[str] = field(default_factory=list)
+    """Alarms that are shown once in a run, and were: see `controller.state.alarms.ONCE`."""
 
     def to_record(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -32,16 +32,19 @@ OTHERS = "others"
 
 @dataclass(slots=True)
 class RewardStats:
-    """Counts of samples. seconds: that scoring took in all, waiting for a reward process included."""
+    """Counts of samples. seconds: that scoring took in all, waiting for a reward process included. timed: samples whose
+    scoring was begun, and took these seconds."""
 
     scored: int = 0
     timeouts: int = 0
     seconds: float = 0.0
     failed: Counter[str] = field(default_factory=Counter)
+    timed: int = 0
 
     def observe(self, header: SampleHeader, kind: str) -> bool:
         """A sample arrived; whether it is the first that failed in this way."""
         self.seconds += header.seconds or 0.0
+        self.timed += header.seconds is not None
         if header.error is None:
             self.scored += 1
             return False
@@ -57,11 +60,14 @@ class RewardStats:
             "timeouts": self.timeouts,
             "seconds": self.seconds,
             "failed": dict(self.failed),
+            "timed": self.timed,
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        return cls(record["scored"], record["timeouts"], record["seconds"], Counter(record["failed"]))
+        failed = Counter[str](record["failed"])
+        timed = record.get("timed", record["scored"] + failed.total())
+        return cls(record["scored"], record["timeouts"], record["seconds"], failed, timed)
 
 
 class SampleLog:

@@ -49,13 +49,13 @@ class Phase:
 
     @property
     def samples_s(self) -> float:
-        """Samples per second in the steady state: trained between the first and the last commit."""
-        return self._rate(lambda metrics: metrics["samples"])
+        """Samples per second in the steady state: those of the steps between the first and the last commit."""
+        return self._rate(lambda metrics: metrics["sampled"])
 
     @property
     def tokens_s(self) -> float:
         """Response tokens per second in the steady state."""
-        return self._rate(lambda metrics: metrics["samples"] * metrics["response_tokens_mean"])
+        return self._rate(lambda metrics: metrics["sampled"] * metrics["response_tokens_mean"])
 
     def _rate(self, count: Callable[[dict[str, float]], float]) -> float:
         first, *rest = self.steps

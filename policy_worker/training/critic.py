@@ -186,11 +186,13 @@ class CriticTraining:
             tokens.append(norm.tokens)
         found = sums.reduce(critic.group)
         mine = sorted(row for row, rank in owners_of(own).items() if self._shares.has(rank))
-        n = max(len(found), 1)
+        learned = {
+            "critic/loss": sum(one["loss"] for one in found) / len(found),
+            "critic/clip_fraction": sum(one["clipped"] for one in found) / sum(tokens),
+        } if found else {}  # fmt: skip
         return {
             "critic/lr": critic.lr(table.step),
-            "critic/loss": sum(one["loss"] for one in found) / n,
-            "critic/clip_fraction": sum(o["clipped"] / t for o, t in zip(found, tokens, strict=True)) / n,
+            **learned,
             **{f"critic/{k}": value for k, value in (mean_norm(found) | critic.scale_metrics()).items()},
             **self._fit([columns[VALUE][row] for row in mine], [columns[RETURN][row] for row in mine]),
         }

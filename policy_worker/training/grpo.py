@@ -55,6 +55,7 @@ from policy_worker.training.batch_plan import (
     Rows,
     Shares,
     alike_of,
+    computed_rows,
     owners_of,
     plan_pass,
     plan_step,
@@ -248,7 +249,7 @@ class Grpo:
         if (ahead := self._source.ahead_fraction) is not None:
             metrics.facts["ahead_fraction"] = ahead
         metrics.facts |= unreplayed | {
-            f"masked_fraction/{name}": len(rows) / max(sum(learned), 1) for name, rows in masks.items()
+            f"masked_fraction/{name}": len(rows) / max(len(table.sampled), 1) for name, rows in masks.items()
         }
         if self._critic and values is not None:
             by_row = {VALUE: values, RETURN: advantages.returns}
@@ -468,15 +469,15 @@ class Grpo:
     ) -> Metrics:
         """Shares of samples that are computed, of tokens that shared prompts spare, and that the loss leaves out."""
         rows = [row for row in range(table.n_samples) if learned[row]]
-        computed = {row for mini_batch in plan for row in mini_batch.computed}
-        facts = {"computed_fraction": len(computed) / max(len(rows), 1), "shared_fraction": 0.0}
+        computed = len(computed_rows(plan)) / max(len(table.sampled), 1)
+        facts = {"computed_fraction": computed, "shared_fraction": 0.0}
         if alike is not None:
             batches = [rows for mini_batch in plan for rank in mini_batch.ranks for rows in rank]
             total = sum(table.total_tokens[row] for rows in batches for row in rows)
             facts["shared_fraction"] = spared_tokens(batches, alike, table.prompt_tokens) / max(total, 1)
-        if self._leaves_out or self._masks != SampleMasks():
-            whole = sum(table.response_tokens[row] for row in rows)
-            facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / max(whole, 1)
+        whole = sum(table.response_tokens[row] for row in rows)
+        if whole and (self._leaves_out or self._masks != SampleMasks()):
+            facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / whole
         return facts
 
     def _mismatch(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
@@ -647,7 +648,7 @@ class Grpo:
         kl = total / max(samples, 1)
         if trainer.adapts_kl:
             trainer.kl_coefficient = adapted(beta, kl, term.target, int(samples), term.horizon)
-        return {"kl_coefficient": beta, "reward_kl": kl}
+        return {"kl_coefficient": beta} | ({"reward_kl": kl} if samples else {})
 
 
 def advantage_config(config: GrpoConfig) -> AdvantageConfig:

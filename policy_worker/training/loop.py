@@ -84,6 +84,9 @@ class Algorithm(Protocol):
 class Loop:
     """See the module's docstring. `session` on rank 0 only."""
 
+    _waited_before = 0.0
+    """Seconds of waits for the batch of the step that is next which ended without it."""
+
     def __init__(
         self,
         config: Config,
@@ -113,6 +116,7 @@ class Loop:
         self._clock = None if reply.mode == "sft" else WaitClock()
         self._published = -1
         self._publish_seconds = 0.0
+        """Publications before the step that is next."""
 
     def run(self, algorithm: Algorithm, step: int) -> str:
         """Train from `step` committed steps to the end; why this replica leaves ("finished", a signal, …).
@@ -130,7 +134,7 @@ class Loop:
             if not self._begin(step):
                 return self._leave_early(step)
             self._say(f"training step {step}")
-            began = time.monotonic()
+            began = time.monotonic() - self._waited_before
             metrics = self.train_step(algorithm, step)
             if metrics is StepEnd.PUBLISH:
                 self._publish(step)
@@ -163,6 +167,7 @@ class Loop:
             metrics |= self.publisher.metrics
         metrics["publish_seconds"] = self._publish_seconds
         metrics["step_seconds"] = seconds + self._publish_seconds
+        self._publish_seconds = self._waited_before = 0.0  # they are parts of one step
         self._commits.prepare(step, metrics, algorithm.kept, algorithm.validations)
         if self._peers is None:
             self._commits.send()
@@ -218,12 +223,13 @@ class Loop:
         while metrics is None:
             batch = self._wait(algorithm, step)
             if isinstance(batch, StepEnd):
+                self._waited_before += time.monotonic() - waiting_since
                 return batch
             began = time.monotonic()
             with span("step"), suppress(BatchChanged):
                 metrics = algorithm.train_on(batch)
         if self._clock is not None:
-            metrics |= self._clock.metrics(waiting_since, began, time.monotonic())
+            metrics |= self._clock.metrics(waiting_since - self._waited_before, began, time.monotonic())
         if self._turns is not None:
             metrics |= self._turns.metrics
         if self._peers is not None:
@@ -306,7 +312,7 @@ class Loop:
             begun = self.publisher.publish(version)
         if begun:
             self._published = version
-        self._publish_seconds = time.monotonic() - began
+        self._publish_seconds += time.monotonic() - began
 
     def _settle(self) -> bool:
         """Wait for what is being published; False if this replica was asked to leave meanwhile."""

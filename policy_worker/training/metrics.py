@@ -25,6 +25,10 @@ from schema.wire.messages import MOST_PIECES, MOST_TRAINED, TrainedSample
 
 Metrics = dict[str, float]
 
+PER_TOKEN = ("entropy", "clip_fraction", "behaviour_kl", "reference_kl", "correction_weight")
+"""Sums over tokens that are reported as means per token."""
+CUT = ("length", "overlong")
+"""Finish reasons of answers that did not end by themselves, or that are too long for training."""
 MOST_STALENESS = 16
 """The age of tokens is reported step by step up to here; a larger bound puts all older tokens into this one."""
 MOST_BYTES = 32 * 1024 * 1024
@@ -161,48 +165,41 @@ class StepMetrics:
             self._mismatch.put([part[1] for part in parts])
 
     def end_step(self, grad_norm: float, tokens: int) -> None:
-        """See `PartSums.end_step`; means are over the `tokens` that all ranks computed and that count."""
+        """See `PartSums.end_step`. tokens: those that all ranks computed and that count."""
         self._sums.end_step(grad_norm)
         self._tokens.append(tokens)
 
     def reduce(self, group: Group) -> Metrics:
         """All metrics of the step, the same on every rank. A collective."""
         ages = group.reduce(self._ages, "sum")
-        steps = zip(self._sums.reduce(group), self._tokens, strict=True)
+        steps = self._sums.reduce(group)
         if self._tokens:
             self._mismatch.end_step(0.0)
         mismatch = self._mismatch.reduce(group)
         return {
             **self.facts,
             **(mismatch_metrics(mismatch[0]) if mismatch else {}),
-            **_mean([_per_token(sums, tokens) for sums, tokens in steps]),
+            **_of_updates(steps, self._tokens),
             **table_metrics(self._table, self._advantages, self._names),
             **age_metrics(ages, self._bound),
             "optimizer_steps": len(self._tokens) - self.facts.get("skipped_steps", 0.0),
         }
 
 
-def _per_token(sums: Metrics, tokens: int) -> Metrics:
-    """Means per token; the loss, the maximum and the norm as is."""
-    n = max(tokens, 1)
-    reference = {name: sums[name] / n for name in ("reference_kl", "correction_weight") if name in sums}
-    return reference | {
-        "loss": sums["loss"],
-        "entropy": sums["entropy"] / n,
-        "clip_fraction": sums["clip_fraction"] / n,
-        "behaviour_kl": sums["behaviour_kl"] / n,
-        "ratio_max": sums["max_ratio"],
-        "grad_norm": sums["grad_norm"],
-    }
+def _of_updates(steps: Sequence[Metrics], tokens: Sequence[int]) -> Metrics:
+    """Metrics of the optimizer steps of a training step; nothing without one.
 
-
-def _mean(steps: Sequence[Metrics]) -> Metrics:
-    """Means over optimizer steps of what each reported; nothing without one."""
+    tokens: of each optimizer step, those that were computed and that count. Means per token weigh each of them alike,
+    whatever step it was in; without any token there are none.
+    """
     if not steps:
         return {}
-    mean = {name: math.fsum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    mean.pop("grad_norm")
-    return {**mean, "ratio_max": max(step["ratio_max"] for step in steps), **mean_norm(steps)}
+    found = {"loss": math.fsum(step["loss"] for step in steps) / len(steps), **mean_norm(steps)}
+    if total := sum(tokens):
+        names = [name for name in PER_TOKEN if name in steps[0]]
+        found |= {name: math.fsum(step[name] for step in steps) / total for name in names}
+        found["ratio_max"] = max(step["max_ratio"] for step in steps)
+    return found
 
 
 def mean_norm(steps: Sequence[Metrics]) -> Metrics:
@@ -212,41 +209,67 @@ def mean_norm(steps: Sequence[Metrics]) -> Metrics:
 
 
 def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[str, str]) -> Metrics:
-    """What the table alone says of the samples that count."""
-    rows = [row for row in range(table.n_samples) if counts(table, row)]
-    staleness = [table.step - table.oldest_version[row] for row in rows]
-    n = max(len(rows), 1)
+    """What the table alone says of a step. Each name is defined in docs/metrics.md; one whose denominator is 0 is
+    absent."""
+    scored = [row for row in table.sampled if counts(table, row)]
     metrics = {
-        "samples": float(len(rows)),
-        "tokens": float(sum(table.total_tokens[row] for row in rows)),
-        "response_tokens_mean": sum(table.response_tokens[row] for row in rows) / n,
-        "advantage_abs_mean": math.fsum(abs(advantages[row]) for row in rows) / n,
-        "staleness_mean": sum(staleness) / n,
-        "staleness_max": float(max(staleness, default=0)),
-        "truncated_fraction": sum(table.finish_reason[row] in ("length", "overlong") for row in rows) / n,
-        "zero_variance_fraction": _without_variance(table, rows),
+        "sampled": float(len(table.sampled)),
+        "samples": float(len(scored)),
+        "tokens": float(sum(table.total_tokens[row] for row in scored)),
+        **_of_sampled(table),
+        **_of_scored(table, scored, advantages),
     }
-    if rows:
-        metrics["reward_mean"] = math.fsum(table.score[row] or 0.0 for row in rows) / n
-    bases = _baselines(table)
-    if bases:
+    if bases := _baselines(table):
         metrics["greedy_score"] = math.fsum(bases.values()) / len(bases)
     for name, column in table.rewards.items():
-        values = [column[row] for row in rows if column[row] is not None]
+        values = [value for row in scored if (value := column[row]) is not None]
         if values:
-            metrics[f"reward/{names.get(name, name)}"] = math.fsum(value or 0.0 for value in values) / len(
-                values
-            )
+            metrics[f"reward/{names.get(name, name)}"] = math.fsum(values) / len(values)
     return metrics
 
 
+def _of_sampled(table: StepTable) -> Metrics:
+    """Shares of all samples of the step, whatever became of them, and the mean length of what was generated."""
+    sampled = table.sampled
+    if not sampled:
+        return {}
+    cut = {row for row in sampled if table.finish_reason[row] in CUT}
+    overlong = {row for row in cut if table.finish_reason[row] == "overlong"}
+    unscored = {row for row in sampled if table.score[row] is None}
+    shares = {
+        "truncated_fraction": cut,
+        "truncated_unscored_fraction": cut & unscored,
+        "overlong_fraction": overlong,
+        "failed_fraction": unscored - overlong,
+    }
+    metrics = {name: len(rows) / len(sampled) for name, rows in shares.items()}
+    lengths = [length for row in sampled if (length := table.response_tokens[row])]
+    if lengths:
+        metrics["response_tokens_mean"] = sum(lengths) / len(lengths)
+    return metrics
+
+
+def _of_scored(table: StepTable, rows: Sequence[int], advantages: Sequence[float]) -> Metrics:
+    """Means over the samples that have a score. rows: of these."""
+    if not rows:
+        return {}
+    n, staleness = len(rows), [table.step - table.oldest_version[row] for row in rows]
+    return {
+        "reward_mean": math.fsum(table.score[row] or 0.0 for row in rows) / n,
+        "advantage_abs_mean": math.fsum(abs(advantages[row]) for row in rows) / n,
+        "staleness_mean": sum(staleness) / n,
+        "staleness_max": float(max(staleness)),
+        "zero_variance_fraction": _without_variance(table, rows),
+    }
+
+
 def _without_variance(table: StepTable, rows: Sequence[int]) -> float:
-    """Share of the groups all of whose samples, the greedy one included, have the same score."""
+    """Share of the groups with a sample in `rows` in which all of these, and the greedy one, have the same score."""
     bases = _baselines(table)
     scores = {table.group[row]: {bases[table.group[row]]} for row in rows if table.group[row] in bases}
     for row in rows:
         scores.setdefault(table.group[row], set()).add(table.score[row] or 0.0)
-    return sum(len(found) == 1 for found in scores.values()) / max(len(scores), 1)
+    return sum(len(found) == 1 for found in scores.values()) / len(scores)
 
 
 def _baselines(table: StepTable) -> dict[int, float]:
@@ -259,7 +282,7 @@ def _baselines(table: StepTable) -> dict[int, float]:
 
 
 def age_sums(step: int, samples: Iterable[TrainSample], bound: int) -> list[float]:
-    """What ranks add up of how many learned tokens are how many steps old: by age, then the sum of all ages.
+    """What ranks add up of how many generated tokens are how many steps old: by age, then the sum of all ages.
 
     Returns [n + 2] numbers for ages 0 to n = min(bound, `MOST_STALENESS`); the last age has all older tokens too.
     """

@@ -37,7 +37,9 @@ class StepTable(BaseModel):
     group_ids: Names = Field(description="Groups of the batch, in order.")
     group: Integers = Field(description="For each sample, which entry of group_ids it belongs to.")
     index: Integers = Field(description="Index of the sample inside its group.")
-    score: Numbers = Field(description="Null where the reward failed: the sample is masked.")
+    score: Numbers = Field(
+        description="Null where the reward failed, nothing was generated, or the answer is overlong: it is not trained."
+    )
     rewards: dict[Annotated[str, Field(pattern=PLAIN)], Numbers] = Field(max_length=MOST_REWARDS)
     prompt_tokens: Integers
     response_tokens: Integers

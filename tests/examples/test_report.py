@@ -14,7 +14,7 @@ from schema.wire.messages import JobStatus, LedgerStatus, StepRecord, Validation
 
 def summary(steps: int = 5) -> dict:
     """A summary of a run of 10 samples and 300 tokens a step, one step every half second, from t = 1000."""
-    metrics = {"samples": 10.0, "tokens": 300.0, "response_tokens_mean": 30.0, "staleness_mean": 0.5}
+    metrics = {"sampled": 10.0, "tokens": 300.0, "response_tokens_mean": 30.0, "staleness_mean": 0.5}
     records = [
         StepRecord(
             step=i, at=1000 + i / 2, metrics={**metrics, "reward_mean": i / steps, "staleness_max": 1.0}

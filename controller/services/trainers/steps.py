@@ -248,13 +248,16 @@ class StepService:
             raise ApiError(ErrorCode.WRONG_STEP, detail)
 
     def _work(self, step: int, metrics: dict[str, float]) -> tuple[int, int, float | None]:
-        """Samples, generated tokens and mean score of a step; a supervised trainer counts for itself."""
+        """All samples of a step, their generated tokens, and the mean score of those whose score counts; a supervised
+        trainer counts for itself."""
         if not self._job.config.is_grpo:
             return *own_counts(metrics), None
         batch = self._job.ledger.batch(step) or []
-        headers = [meta.header for group in batch for meta in group.samples.values() if not meta.baseline]
+        samples = [meta for group in batch for meta in group.samples.values() if not meta.baseline]
+        headers = [meta.header for meta in samples]
         tokens = sum(header.response_tokens for header in headers)
-        return len(headers), tokens, mean_score([header.score for header in headers])
+        scores = [header.score for meta, header in zip(samples, headers, strict=True) if meta.usable]
+        return len(headers), tokens, mean_score(scores)
 
     async def checkpoint(self, request: m.CheckpointRequest) -> m.CheckpointReply:
         """A complete checkpoint covers `step` committed steps: they are durable now."""

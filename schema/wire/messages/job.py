@@ -74,7 +74,9 @@ class RewardStatus(Message):
     scored: int = Field(description="Samples that have a score.")
     failed: dict[str, int] = Field(description="Samples without one, by kind of failure.")
     timeouts: int = Field(description="Of these, by time-outs and connection errors.")
-    seconds_mean: float | None = Field(description="That a sample waits for its score, scoring included.")
+    seconds_mean: float | None = Field(
+        description="That a sample waits for its score, scoring included; over samples that were scored or failed in it."
+    )
     retried: int = Field(default=0, description="Attempts that failed and were followed by another.")
     attempt_seconds_mean: float | None = Field(
         default=None, description="That an attempt keeps a reward process busy: no waiting for a process."

@@ -761,7 +761,7 @@ def test_metrics_of_the_table(group: Group):
     metrics = train_step(make_grpo(group, config, encode_step(samples, step=4)), 4)
     expected = {
         "samples": 3.0, "tokens": 5.0 + 3.0 + 4.0, "reward_mean": 0.5, "reward/right": 0.5,
-        "response_tokens_mean": 2.0, "staleness_mean": 1.0, "staleness_max": 2.0, "lr": 1e-3,
+        "response_tokens_mean": 7 / 4, "staleness_mean": 1.0, "staleness_max": 2.0, "lr": 1e-3,
         "advantage_abs_mean": 2 / 3, "optimizer_steps": 1.0,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)

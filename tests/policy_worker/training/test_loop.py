@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,19 @@ def test_a_deferred_version_is_published_as_soon_as_the_one_before_is_through(
     loop.publisher, algorithm = publisher, Scripted("batch")
     assert (loop.train_step(algorithm, 0) is StepEnd.PUBLISH) == publishes
     assert algorithm.waits == ([] if publishes else [POLL_OWED if publisher.owed else POLL])
+
+
+def test_a_wait_that_a_publication_ends_is_a_part_of_the_steps_wait(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+):
+    """The clock ticks once for each question, so a wait takes as many seconds as there were questions meanwhile."""
+    ticks = itertools.count()
+    monkeypatch.setattr("policy_worker.training.loop.time.monotonic", lambda: float(next(ticks)))
+    loop._clock, loop.publisher = WaitClock(), Publishing(owed=True)
+    assert loop.train_step(Scripted("batch"), 0) is StepEnd.PUBLISH  # asked for at 0, given up at 1
+    loop.publisher = None
+    metrics = loop.train_step(Scripted("batch"), 0)  # asked for at 2, there at 3, trained at 4
+    assert metrics == {"trained": 1.0, "wait_seconds": 2.0, "train_seconds": 1.0, "idle_fraction": 0.0}
 
 
 def test_the_idle_fraction_leaves_out_the_first_wait():
