@@ -312,7 +312,7 @@ class Peers:
             self._check(order)
             if order.action == "again":
                 self._order = order
-                self.metrics |= _shares_of(order)
+                self.metrics |= _metrics_of(order)
                 self.metrics["rounds_again"] = self.metrics.get("rounds_again", 0.0) + 1
 
     def _attempt(self, exchange: Callable[[Exchange, Round], T]) -> tuple[T] | None:
@@ -380,7 +380,7 @@ class Peers:
 
     def _take(self, order: MemberReply, step: int) -> None:
         self._order, self._step, self._number, self._batch = order, step, 0, ""
-        self.metrics = _shares_of(order)
+        self.metrics = _metrics_of(order)
 
     def _weights_at(self, step: int) -> str:
         if self._known[0] != step:
@@ -472,7 +472,7 @@ class Peers:
                 sweep(open_store(self._reply.weight_store, timeout=1.0), f"{self._reply.job_id}-gradients")
 
 
-def _shares_of(order: MemberReply) -> dict[str, float]:
+def _metrics_of(order: MemberReply) -> dict[str, float]:
     """How many replicas train together, and how many parts of the batch are this one's."""
     return {"members": float(len(order.members)), "own_parts": float(len(order.parts))}
 

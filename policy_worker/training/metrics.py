@@ -216,7 +216,7 @@ def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[
         "sampled": float(len(table.sampled)),
         "samples": float(len(scored)),
         "tokens": float(sum(table.total_tokens[row] for row in scored)),
-        **_of_sampled(table),
+        **_of_sampled(table, scored),
         **_of_scored(table, scored, advantages),
     }
     if bases := _baselines(table):
@@ -228,7 +228,7 @@ def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[
     return metrics
 
 
-def _of_sampled(table: StepTable) -> Metrics:
+def _of_sampled(table: StepTable, scored: Sequence[int]) -> Metrics:
     """Shares of all samples of the step, whatever became of them, and the mean length of what was generated."""
     sampled = table.sampled
     if not sampled:
@@ -240,7 +240,7 @@ def _of_sampled(table: StepTable) -> Metrics:
         "truncated_fraction": cut,
         "truncated_unscored_fraction": cut & unscored,
         "overlong_fraction": overlong,
-        "failed_fraction": unscored - overlong,
+        "failed_fraction": set(sampled) - overlong - set(scored),
     }
     metrics = {name: len(rows) / len(sampled) for name, rows in shares.items()}
     lengths = [length for row in sampled if (length := table.response_tokens[row])]

@@ -38,7 +38,7 @@ class StepTable(BaseModel):
     group: Integers = Field(description="For each sample, which entry of group_ids it belongs to.")
     index: Integers = Field(description="Index of the sample inside its group.")
     score: Numbers = Field(
-        description="Null where the reward failed, nothing was generated, or the answer is overlong: it is not trained."
+        description="Null where the sample failed or is overlong: it is in the table, and not trained."
     )
     rewards: dict[Annotated[str, Field(pattern=PLAIN)], Numbers] = Field(max_length=MOST_REWARDS)
     prompt_tokens: Integers

@@ -19,6 +19,7 @@ from controller.client import Client, ControllerError
 from controller.client import calls as api
 from schema.wire.messages import JobStatus, LedgerStatus
 from tests.chaos.traces import is_keeper
+from tests.support.metric_names import undocumented
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,7 +263,9 @@ class Program:
             assert time.monotonic() < give_up, f"the job does not end:\n{self.output()[-5000:]}"
             time.sleep(0.2)
         assert self.process.returncode == 0, self.output()[-8000:]
-        return json.loads((self.run_dir / "summary.json").read_text())  # type: ignore[no-any-return]
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        assert undocumented(name for step in summary["steps"] for name in step["metrics"]) == set()
+        return summary
 
 
 def _traces(process: psutil.Process) -> str:

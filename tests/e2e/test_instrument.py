@@ -21,6 +21,7 @@ from schema.wire import event_file, sample_file
 from schema.wire.messages import EventKind, JobStatus
 from tests.e2e.program import Program, check_ledger, command, write_config
 from tests.launcher.trackers.test_process import in_tensorboard, in_wandb
+from tests.support.metric_names import undocumented_families
 
 pytestmark = pytest.mark.e2e
 
@@ -96,7 +97,9 @@ def alive(program: Program) -> JobStatus:
     url = json.loads((program.run_dir / "controller.json").read_text())["url"]
     token = (program.run_dir / ".tokens" / "user").read_text().strip()
     with httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, trust_env=False) as http:
-        assert f'kind="{kind}"' in http.get("/metrics").text
+        scraped = http.get("/metrics").text
+        assert f'kind="{kind}"' in scraped
+        assert undocumented_families(scraped) == set()
         errors = http.get("/v1/samples", params={"order": "errors", "limit": 3}).json()
         assert "the judge is not well" in errors[0]["error"]
         events = http.get("/v1/events", params={"follow": False, "kind": ["reward", "rewind"]}).text

@@ -29,6 +29,7 @@ from policy_worker.training.loop import Algorithm
 from schema.config import Config
 from schema.wire.batch import StepTable, encode_batch
 from schema.wire.sample import Sample, SampleHeader, encode_sample
+from tests.support.metric_names import undocumented
 
 VOCABULARY = 61
 
@@ -350,12 +351,13 @@ def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, ti
 
 
 def train_step(algorithm: Algorithm, step: int) -> dict[str, float]:
-    """What the loop does on a controller that always has a batch."""
+    """What the loop does on a controller that always has a batch. docs/metrics.md defines all that is reported."""
     metrics = None
     while metrics is None:
         batch = algorithm.poll(step, 0.0)
         if batch is not None:
             metrics = algorithm.train_on(batch)
+    assert undocumented(metrics) == set()
     return metrics
 
 

@@ -75,7 +75,7 @@ class RewardStatus(Message):
     failed: dict[str, int] = Field(description="Samples without one, by kind of failure.")
     timeouts: int = Field(description="Of these, by time-outs and connection errors.")
     seconds_mean: float | None = Field(
-        description="That a sample waits for its score, scoring included; over samples that were scored or failed in it."
+        description="That a sample waits for its score, scoring included. Answers that were not scored do not count."
     )
     retried: int = Field(default=0, description="Attempts that failed and were followed by another.")
     attempt_seconds_mean: float | None = Field(

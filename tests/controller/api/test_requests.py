@@ -20,6 +20,7 @@ from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage, asking, refused
 from tests.controller.drivers import make_frame, make_header, request_id, train_step
 from tests.support.controller import TOKENS, make_config
+from tests.support.metric_names import undocumented_families
 from tests.support.served import ServedController
 from tests.support.waiting import PATIENCE, until
 
@@ -303,6 +304,7 @@ def test_people_can_look_at_groups_and_samples(stage: Stage) -> None:
         assert http.get(f"/v1/samples/{done.group_id}/0").content == frame
         assert http.get(f"/v1/samples/{other.group_id}/0").status_code == 404
         text = http.get("/metrics").text
+        assert undocumented_families(text) == set()
         job_id = served.job.job_id
         assert f'cosmos_groups{{job="{job_id}",state="ready"}} 1.0' in text
         assert f'cosmos_phase{{job="{job_id}",phase="training"}} 1.0' in text

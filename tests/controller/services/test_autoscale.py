@@ -10,6 +10,7 @@ from schema.wire.messages.autoscale import AutoscaleStatus
 from tests.controller.conftest import PATIENT, Stage, asking, refused
 from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import make_config
+from tests.support.metric_names import undocumented_families
 from tests.support.served import ServedController
 
 SCALED = make_config(
@@ -57,6 +58,7 @@ def test_a_trainer_that_waits_gets_more_replicas_and_the_number_outlives_the_con
     assert raised[0].text.startswith("1 → 2 rollout replicas: the trainer waits")
     with asking(served.url) as http:
         metrics = http.get("/metrics").text
+    assert undocumented_families(metrics) == set()
     assert f'cosmos_autoscale_desired{{job="{served.job.job_id}"}} 4.0' in metrics
     served.restart()
     assert number(stage, served).desired == 4

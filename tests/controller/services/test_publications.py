@@ -23,6 +23,7 @@ from schema.wire.weights import Publication
 from tests.controller.conftest import Stage, asking, refused
 from tests.controller.drivers import Rollout, Trainer, train_step
 from tests.support.controller import make_config
+from tests.support.metric_names import undocumented_families
 from tests.support.waiting import until
 
 
@@ -152,7 +153,9 @@ def test_other_weights_than_the_trainers_are_an_error_that_is_shown(stage: Stage
 
 def metrics(url: str) -> str:
     with asking(url) as http:
-        return http.get("/metrics").raise_for_status().text
+        text = http.get("/metrics").raise_for_status().text
+    assert undocumented_families(text) == set()
+    return text
 
 
 def test_metrics_of_weights_and_of_staleness(stage: Stage) -> None:
