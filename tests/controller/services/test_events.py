@@ -8,12 +8,13 @@ from typing import Any
 
 import httpx
 
+from controller.client import calls as api
 from controller.services import events as service
 from controller.state.event_log import KEPT, EventLog
 from schema.wire import event_file
 from schema.wire.messages import ErrorCode, Event, EventKind
 from tests.controller.conftest import Stage, asking
-from tests.controller.drivers import train_step
+from tests.controller.drivers import make_header, train_step
 from tests.support.controller import make_config
 from tests.support.served import ServedController
 from tests.support.waiting import until
@@ -118,6 +119,36 @@ def test_an_event_file_that_cannot_be_written_stops_nothing_and_is_completed(sta
     trainer.register(0)
     until(lambda: len(filed(served)) == served.job.events.highest, "all events are filed")
     assert EventKind.STEP in [event.kind for event in filed(served)]
+
+
+def test_cut_answers_that_leave_their_groups_mean_are_warned_of_once(stage: Stage) -> None:
+    """Half of the answers are overlong: their scores count nowhere."""
+    served, trainer, rollout = stage.at_work()
+
+    def step(number: int) -> None:
+        for group in rollout.lease(2).groups:
+            for index, (reason, score) in enumerate((("stop", 0.25), ("overlong", 1.0))):
+                header = make_header(index, rollout.version, finish_reason=reason, score=score)
+                assert rollout.push(group, header).accepted
+        assert trainer.batch(number) is not None
+        trainer.commit(number, truncated_unscored_fraction=0.5)
+        trainer.publish(number + 1)
+        rollout.update()
+
+    step(0)
+    served.restart()
+    step(1)
+    step(2)
+    events = [
+        event for event in served.job.events.after(0) if event.kind in (EventKind.STEP, EventKind.ALARM)
+    ]
+    assert [event.text for event in events if event.kind is EventKind.STEP] == [
+        f"step {number} is trained, reward 0.250" for number in range(3)
+    ]
+    (alarm,) = (event for event in events if event.kind is EventKind.ALARM)
+    assert (alarm.data["name"], alarm.data["on"], alarm.data["step"]) == ("cut_unpunished", True, 1)
+    assert alarm.text.startswith("50.0% of the answers of step 0 were cut")
+    assert [one.name for one in stage.client(served).send(api.job()).alarms] == ["cut_unpunished"]
 
 
 def filed_bytes(data: bytes) -> list[Event]:

@@ -110,6 +110,25 @@ def test_what_is_stored_is_known_again() -> None:
     assert again.active.keys() == {"entropy"}
 
 
+def test_cut_answers_without_a_score_are_an_alarm_once_in_a_run() -> None:
+    alarms = Alarms({})
+    assert feed(alarms, 3, truncated_fraction=0.4, truncated_unscored_fraction=0.0) == []
+    (begun,) = feed(alarms, 2, 3, truncated_fraction=0.4, truncated_unscored_fraction=0.375)
+    assert (begun.name, begun.on) == ("cut_unpunished", True)
+    for words in (
+        "37.5% of the answers of step 3", "mean of their group", "policy.model_max_length", "max_response_length",
+        "overlong_reward", "reward.on_error",
+    ):  # fmt: skip
+        assert words in begun.text
+    assert len(begun.text) <= 1024, "an event takes no more"
+    assert [change.on for change in feed(alarms, WINDOW, 5)] == [False]
+    assert feed(alarms, 20, 20, truncated_unscored_fraction=1.0) == [], "it has been shown"
+    again, stored = Alarms({}), [StepRecord(step=9, at=1.0, metrics={"truncated_unscored_fraction": 1.0})]
+    again.restore(stored, [], alarms.shown)
+    assert feed(again, 1, 10, truncated_unscored_fraction=1.0) == []
+    assert again.active.keys() == {"cut_unpunished"}, "it holds, and is no news"
+
+
 def test_steps_without_metrics_raise_nothing() -> None:
     alarms = Alarms({"right": 1.0, "format": 1.0})
     assert alarms.step(StepRecord(step=0, at=1.0, metrics={})) == []
