@@ -66,6 +66,9 @@ def test_a_failed_sample_is_found_at_once_and_its_failure_counted(stage: Stage) 
     push_text(rollout, 1, score=None, error=error, ending="reward_error", outage=True)
     stats = served.job.reward_stats
     assert (stats.scored, stats.timeouts, stats.failed.total()) == (0, 2, 4)
+    assert served.controller.job_service.status().rewards.seconds_mean is None, "none of them was scored"
+    push_text(rollout, 1, seconds=1.5)
+    assert served.controller.job_service.status().rewards.seconds_mean == 1.5
     events = list(event_file.read(served.job.event_file))
     (first,) = (event for event in events if event.kind is EventKind.REWARD)
     assert first.data["error"] == error
