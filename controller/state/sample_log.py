@@ -32,8 +32,8 @@ OTHERS = "others"
 
 @dataclass(slots=True)
 class RewardStats:
-    """Counts of samples. seconds: that scoring took in all, waiting for a reward process included. timed: samples that
-    were scored, or failed while they were: those of these seconds."""
+    """Counts of samples. seconds: that scoring took in all, waiting for a reward process included. timed: samples whose
+    scoring was begun."""
 
     scored: int = 0
     timeouts: int = 0
