@@ -63,6 +63,7 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | /config, /config/…              | nothing                               | (routes)         |                       |
 | /openapi.json, /metrics, /docs  | nothing                               | (routes)         |                       |
 | /healthz, /readyz               | nothing                               | (routes)         |                       |
+| GET /proof                      | nothing: what the controller proves   | proof            |                       |
 | every half second               | leases expire, replicas are lost;     | reaper           | ledger, replicas,     |
 |                                 | their number is decided               |                  | autoscale             |
 """

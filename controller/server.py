@@ -212,7 +212,7 @@ async def serve(settings: Settings) -> int:
     While another controller is in charge this one stands by. Raises `StartError`, and what a part of it fails with.
     """
     gc.set_threshold(*GC_THRESHOLDS)
-    door = FrontDoor()
+    door = FrontDoor(settings.tokens)
     options = _options(door, settings.config)
     listener = bind(settings.host, settings.port)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

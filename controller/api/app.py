@@ -31,6 +31,7 @@ from controller.api.routes import (
     health,
     job,
     leases,
+    proof,
     publications,
     recovery,
     replicas,
@@ -43,7 +44,7 @@ from controller.services.controller import Controller
 
 CONCERNS = (
     *(replicas, leases, samples, publications, steps, recovery, job, autoscale),
-    *(events, dashboard, config, health),
+    *(events, dashboard, config, health, proof),
 )
 HOT = (("POST", "/v1/leases"), ("POST", "/v1/samples"), ("POST", "/v1/replicas/{replica_id}/heartbeat"))
 """Method and path of the routes, as FastAPI knows them, with at most one parameter."""

@@ -7,13 +7,14 @@ A browser that has traded the user's token for a session (`controller.dashboard.
 The launcher makes one token per role and hands each process its own. The user's token reads everything and
 operates the job; the replicas' tokens reach the calls of their role. Behind the middleware there is always a caller
 with a role, whatever the path, so a caller without a token never learns which paths, parameters or jobs
-there are. Health is public.
+there are. Health is public, and so is the proof that this is the controller of the job (`/v1/proof`), which a client
+asks for before it sends its token. Public paths take no body, so an unknown caller can fill no memory.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from starlette.datastructures import Headers
@@ -23,8 +24,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from controller.dashboard.session import SAFE, Sessions, is_own_page
 from controller.errors import ApiError
 from controller.services.errors import problem, refusal
+from controller.services.proof import ProofService
 from controller.state.replicas import Registry
 from schema.wire.messages import ErrorCode
+from schema.wire.messages.proof import PATH as PROOF
 from schema.wire.secret import REPLICA_HEADER, fault
 
 Caller = Literal["user", "rollout", "policy"]
@@ -33,13 +36,15 @@ CALLER = "cosmos.caller"
 """Where the middleware leaves, in the scope of a request, who makes it."""
 SESSIONS = "cosmos.sessions"
 """Where it leaves the sessions of the dashboard."""
+PROVER = "cosmos.prover"
+"""Where it leaves what proves the tokens of the job."""
 ANYBODY = frozenset(CALLERS)
 USER = frozenset({"user"})
 ROLLOUT = frozenset({"rollout"})
 POLICY = frozenset({"policy"})
 REPLICAS = frozenset({"rollout", "policy"})
 
-OPEN = frozenset({"/healthz", "/readyz"})
+OPEN = frozenset({"/healthz", "/readyz", PROOF})
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 64 * 1024
 """All headers and the address together; the longest of ours names the rows of a batch one by one."""
@@ -55,6 +60,11 @@ class Tokens:
             if why := fault(tokens[caller]):
                 raise ValueError(f"the token of {caller} {why}")
         self._tokens = {caller: tokens[caller].encode() for caller in CALLERS}
+
+    @property
+    def prover(self) -> ProofService:
+        """Proves that this process has these tokens."""
+        return ProofService(token.decode() for token in self._tokens.values())
 
     @property
     def user(self) -> str:
@@ -81,10 +91,11 @@ class Tokens:
 
 
 class AuthMiddleware:
-    """ASGI middleware: 431 for heads above the limits, 401 without a valid token."""
+    """ASGI middleware: 431 for heads above the limits, 401 without a valid token, 413 for a body of an open call."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app, self._tokens, self._sessions = app, tokens, Sessions(tokens.user)
+        self._prover = tokens.prover
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +108,14 @@ class AuthMiddleware:
             )
             await problem(ErrorCode.TOO_LARGE, detail, status=431)(scope, receive, send)
             return
-        if scope["path"] not in OPEN:
+        if scope["path"] in OPEN:
+            if _has_body(headers):
+                detail = f"{scope['path']} takes no body"
+                closing = {"connection": "close"}
+                await problem(ErrorCode.TOO_LARGE, detail, headers=closing)(scope, receive, send)
+                return
+            scope[PROVER] = self._prover
+        else:
             try:
                 scope[CALLER], scope[SESSIONS] = self._caller(scope), self._sessions
             except ApiError as error:
@@ -115,6 +133,13 @@ class AuthMiddleware:
             detail = "a session changes something only from a page of this address: send a token instead"
             raise ApiError(ErrorCode.FORBIDDEN, detail)
         return "user"
+
+
+def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
+        for name, value in headers
+    )
 
 
 def require(request: Request, allowed: frozenset[str]) -> Caller:

@@ -3,20 +3,26 @@
     started ──▶ standing by (another one is in charge) ──▶ serving
         └────────────────────────────────────────────────────▲
 
-`/healthz` answers from the first moment on. Everything else is 503 with the code `standby`, with Retry-After
-where another one serves: a client that knows several addresses tries the next one.
+`/healthz` and `/v1/proof` answer from the first moment on: a client sends its token to a controller that stands by,
+too. Everything else is 503 with the code `standby`, with Retry-After where another one serves: a client that knows
+several addresses tries the next one.
 """
 
 from __future__ import annotations
 
 import logging
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from controller.services.errors import problem
+from controller.api.auth import OPEN, PROVER, Tokens
+from controller.api.routes import proof
+from controller.errors import ApiError
+from controller.services.errors import problem, refusal
 from controller.store import Holder, StateStore
 from schema.wire.messages import ErrorCode
+from schema.wire.messages.proof import PATH as PROOF
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +32,8 @@ RETRY_AFTER = {"retry-after": "1"}
 class FrontDoor:
     """The ASGI application of the process: what it is behind the door changes once, by `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Tokens) -> None:
+        self._prover = tokens.prover
         self._app: ASGIApp | None = None
         self._why = "the controller is starting"
         self._seen = ""
@@ -46,10 +53,18 @@ class FrontDoor:
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            answer = Response("ok\n", media_type="text/plain")
-            if scope["path"] != "/healthz":
-                answer = problem(ErrorCode.STANDBY, self._why, headers=RETRY_AFTER if self._seen else None)
-            await answer(scope, receive, send)
+            await self._answer(scope)(scope, receive, send)
+
+    def _answer(self, scope: Scope) -> Response:
+        if scope["path"] == "/healthz":
+            return Response("ok\n", media_type="text/plain")
+        if scope["path"] == PROOF and scope["method"] == "GET":
+            scope[PROVER] = self._prover
+            try:
+                return proof.answer(Request(scope))
+            except ApiError as error:
+                return refusal(error)
+        return problem(ErrorCode.STANDBY, self._why, headers=RETRY_AFTER if self._seen else None)
 
 
 class LeaderGate:
@@ -62,7 +77,8 @@ class LeaderGate:
         self._app, self._store = app, store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/") or self._store.in_charge:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if not path.startswith("/v1/") or path in OPEN or self._store.in_charge:
             await self._app(scope, receive, send)
             return
         detail = (

@@ -4,7 +4,8 @@
 while the others stand by. They are tried in turn, beginning with the one that answered last.
 
 The certificate of an https:// controller is verified: against the authorities of `tls_ca`, else of the file that
-COSMOS_TLS_CA names, else of the system.
+COSMOS_TLS_CA names, else of the system. One at http:// proves on each new connection that it has this client's token,
+before the first request (`controller.client.proof`).
 
 `secret` is that of a rollout replica (see `schema.wire.secret`): it goes with every call.
 """
@@ -12,18 +13,21 @@ COSMOS_TLS_CA names, else of the system.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import ssl
 import time
+from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
 
+from controller.client import proof
 from controller.client.calls import Answer, Call
 from schema.util.backoff import Backoff
 from schema.util.tls import TlsFileError, client_context
@@ -37,6 +41,9 @@ CALL_TIMEOUT = 30.0
 """Seconds for one attempt beyond its long-poll: a 256 MiB push on a slow link takes about 20."""
 BACKOFF = Backoff(0.05, 1.0)
 """A restarted controller is found within a second, a dead one is not flooded."""
+KEEP_IDLE = 30.0
+"""Seconds for which an idle connection is kept: longer than the pauses between two calls of a replica, so that a new
+connection and its proof are rare; shorter than the controller keeps it."""
 MAX_RETRY_AFTER = 5.0
 """Longest Retry-After in seconds that is obeyed: a controller that is busy says 1."""
 
@@ -62,7 +69,7 @@ class Unusable(ControllerError, ValueError):
 
 
 class Untrusted(ControllerError):
-    """What answers there cannot prove to be the controller."""
+    """What answers there cannot prove that it is the controller."""
 
 
 class Refused(ControllerError):
@@ -77,6 +84,14 @@ class Unauthorized(Refused):
     """The token is missing, wrong, or belongs to another role."""
 
 
+class UnknownToken(Unauthorized):
+    """A controller answers that does not have this token, which was not sent: token or address are of another job."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(401, ErrorCode.UNAUTHORIZED, detail)
+        self.args = (detail,)
+
+
 class _Base:
     def __init__(self, url: str, token: str, patience: float, secret: str) -> None:
         self.urls = [_address(part.strip()) for part in url.split(",") if part.strip()]
@@ -88,6 +103,7 @@ class _Base:
         self.trouble = "nothing has answered"
         """Why the newest attempt at a call got no answer; empty: it got one."""
         self._current = 0
+        self._token = token
         self._headers = {"authorization": f"Bearer {token}"}
         if secret:
             self._headers[REPLICA_HEADER] = secret
@@ -110,7 +126,12 @@ class _Base:
             content=call.body,
             headers={"content-type": call.content_type, **(call.headers or {})},
             timeout=httpx.Timeout(CALL_TIMEOUT + call.wait_s, connect=10.0),
+            extensions={} if self.url.startswith("https:") else {"trace": self._trace(self.url)},
         )
+
+    def _trace(self, url: str) -> Any:
+        """What httpcore calls for each event of a request: demands a proof of a new connection."""
+        raise NotImplementedError
 
     def _read(self, call: Call[T], response: httpx.Response) -> T:
         self.trouble = ""
@@ -137,6 +158,15 @@ def _address(url: str) -> str:
     return url.rstrip("/")
 
 
+PROVEN: set[bytes] = set()
+"""Digests of tokens that a controller has proven in this process: where another one does not have them since, it is
+not the token that is wrong."""
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
 class _Attempts:
     """The attempts at one call: all addresses in turn, then a pause, until the patience is used up."""
 
@@ -144,7 +174,20 @@ class _Attempts:
         self._client = client
         self._what = f"{call.method} {call.path}"
         self._made = 0
+        self._wrong: dict[str, ControllerError] = {}
+        """By address, what no further attempt would change."""
         self._began = time.monotonic()
+
+    def unproven(self, url: str, error: proof.Unproven) -> float:
+        """As `failed`, where the proof is missing. Raises what is wrong with the token, or the way, where no address
+        has ever proven it."""
+        client = self._client
+        cause = f"what listens at {url} does not prove that it knows the token of this job: {error}"
+        if error.is_answer and _digest(client._token) not in PROVEN:
+            self._wrong[url] = _wrong(url, error)
+            if len(self._wrong) == len(set(client.urls)):
+                raise self._wrong[url] from None
+        return self.failed(url, cause)
 
     def failed(self, url: str, cause: str, retry_after: float = 0.0, reason: str = "") -> float:
         """Seconds to wait before the next attempt. Raises `ControllerLost` when there is none.
@@ -180,6 +223,16 @@ class _Attempts:
             reason = ""
         cause = f"HTTP {response.status_code} {reason or response.text[:200]}"
         return self.failed(url, cause, _retry_after(response), reason)
+
+
+def _wrong(url: str, error: proof.Unproven) -> ControllerError:
+    if isinstance(error, proof.WrongProof):
+        return UnknownToken(
+            f"{url} is a controller that does not know this token, which was not sent: the token is that of another "
+            "job or of an earlier start (the present one is in RUN_DIR/.tokens), or the address is "
+            "(RUN_DIR/controller.json)"
+        )
+    return Untrusted(f"{url}: {error}")
 
 
 def _retry_after(response: httpx.Response) -> float:
@@ -245,8 +298,22 @@ class Client(_Base):
     ) -> None:
         super().__init__(url, token, patience, secret)
         self._http = httpx.Client(
-            base_url=self.url, headers=self._headers, trust_env=False, verify=_context(url, tls_ca)
+            base_url=self.url,
+            headers=self._headers,
+            limits=httpx.Limits(
+                max_connections=100, max_keepalive_connections=20, keepalive_expiry=KEEP_IDLE
+            ),
+            trust_env=False,
+            verify=_context(url, tls_ca),
         )
+
+    def _trace(self, url: str) -> Callable[[str, Mapping[str, Any]], None]:
+        def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event == proof.CONNECTED:
+                proof.ask(info["return_value"], url, self._token)
+                PROVEN.add(_digest(self._token))
+
+        return trace
 
     def send(self, call: Call[T]) -> T:
         """Send one call. Raises `ControllerError` as described in the module's docstring."""
@@ -258,6 +325,8 @@ class Client(_Base):
                 if not _retryable(response):
                     return self._read(call, response)
                 pause = attempts.refused(url, response)
+            except proof.Unproven as error:
+                pause = attempts.unproven(url, error)
             except httpx.TransportError as error:
                 pause = attempts.failed(url, _cause(url, error))
             time.sleep(pause)
@@ -281,7 +350,7 @@ class AsyncClient(_Base):
         self, url: str, token: str, *, patience: float = 0.0, tls_ca: str | None = None, secret: str = ""
     ) -> None:
         super().__init__(url, token, patience, secret)
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=32, keepalive_expiry=KEEP_IDLE)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=self._headers,
@@ -289,6 +358,14 @@ class AsyncClient(_Base):
             trust_env=False,
             verify=_context(url, tls_ca),
         )
+
+    def _trace(self, url: str) -> Callable[[str, Mapping[str, Any]], Coroutine[Any, Any, None]]:
+        async def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event == proof.CONNECTED:
+                await proof.ask_async(info["return_value"], url, self._token)
+                PROVEN.add(_digest(self._token))
+
+        return trace
 
     async def send(self, call: Call[T]) -> T:
         """Send one call. Raises `ControllerError` as described in the module's docstring."""
@@ -300,6 +377,8 @@ class AsyncClient(_Base):
                 if not _retryable(response):
                     return self._read(call, response)
                 pause = attempts.refused(url, response)
+            except proof.Unproven as error:
+                pause = attempts.unproven(url, error)
             except httpx.TransportError as error:
                 pause = attempts.failed(url, _cause(url, error))
             await asyncio.sleep(pause)

@@ -3,7 +3,8 @@
     client ──▶ delay? ──▶ cut | 503 ──▶ request, once, twice, again seconds later ──▶ controller
     client ◀── whole | in the middle cut | drop by drop | cut without an answer ◀────────┘
 
-In a thread of its own, one request per connection. `calm` lets everything pass; `hold` stops chosen requests.
+In a thread of its own, at the controller's port of another loopback address, since a client takes no proof from another
+port. One request per connection, and the proof before it. `calm` lets everything pass; `hold` stops chosen requests.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from contextlib import contextmanager, suppress
 from random import Random
 from urllib.parse import urlsplit
 
+from schema.wire.messages.proof import PATH
 from tests.support.waiting import PATIENCE
 
 UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 0\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
+HOST = "127.0.0.2"
+PROOF = f"GET {PATH}".encode()
 FAULTS = (
     "cut before", "cut after", "cut within", "unavailable", "duplicated", "duplicated late", "dripped", "delayed",
 )  # fmt: skip
@@ -36,19 +40,16 @@ class FaultyProxy:
         """Requests that begin so wait here until this is None again; `holding` is set when one does."""
         self.holding = threading.Event()
         self._late: set[asyncio.Task[bytes]] = set()
-        self.port = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{HOST}:{self._target.port}"
 
     def calm(self) -> None:
         self.rate = 0.0
 
     async def start(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        return server
+        return await asyncio.start_server(self._accept, HOST, self._target.port)
 
     def _fault(self) -> str:
         if self._random.random() >= self.rate:
@@ -60,21 +61,27 @@ class FaultyProxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             request = await _read_request(reader)
+            if request.startswith(PROOF):
+                if not await self._serve(request, writer):
+                    writer.close()
+                    return
+                request = await _read_request(reader)
             while self.hold is not None and request.startswith(self.hold):
                 self.holding.set()
                 await asyncio.sleep(0.01)
             await self._serve(request, writer)
         writer.close()
 
-    async def _serve(self, request: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, request: bytes, writer: asyncio.StreamWriter) -> bool:
+        """Whether all of the answer has passed."""
         fault = self._fault()
         if fault == "delayed":
             await asyncio.sleep(self._random.uniform(0.05, 1.0))
         if fault == "cut before":
-            return
+            return False
         if fault == "unavailable":
             writer.write(UNAVAILABLE)
-            return
+            return False
         if fault == "duplicated":
             await self._forward(request)
         elif fault == "duplicated late":
@@ -82,8 +89,10 @@ class FaultyProxy:
             self._late.add(late)
             late.add_done_callback(self._late.discard)
         answer = await self._forward(request)
+        if request.startswith(PROOF):
+            answer = answer.replace(b"connection: close\r\n", b"", 1)
         if fault == "cut after":
-            return
+            return False
         if fault == "cut within":
             writer.write(answer[: self._random.randrange(len(answer) or 1)])
         elif fault == "dripped":
@@ -95,6 +104,7 @@ class FaultyProxy:
         else:
             writer.write(answer)
         await writer.drain()
+        return bool(answer) and fault != "cut within"
 
     async def _again(self, request: bytes, delay: float) -> bytes:
         await asyncio.sleep(delay)

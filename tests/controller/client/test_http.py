@@ -12,6 +12,8 @@ import pytest
 
 from controller.client import AsyncClient, Client, ControllerError, ControllerLost, Refused, Unusable
 from controller.client import calls as api
+from schema.wire.messages.proof import PATH
+from tests.support.proof import proof_of
 
 PATIENCE = 60.0
 
@@ -22,10 +24,14 @@ def answering(*statuses: int) -> Iterator[tuple[str, list[int]]]:
     left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
-            self.send_response(left.pop(0))
-            self.send_header("content-length", "0")
+            proof = proof_of(self.path, ["token"], server.server_address) if PATH in self.path else b""
+            self.send_response(200 if proof else left.pop(0))
+            self.send_header("content-length", str(len(proof)))
             self.end_headers()
+            self.wfile.write(proof)
 
         def log_message(self, *_: object) -> None:
             pass
