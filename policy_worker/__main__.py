@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from controller.client import ControllerError, Unauthorized
+from controller.client import ControllerError, Unauthorized, UnknownToken
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.process import (
     Environment,
@@ -63,6 +63,9 @@ def _run(environment: Environment, ranks: RankEnvironment, shutdown: ShutdownReq
     except PolicyError as error:
         log.log(logging.ERROR if error.exit_code else logging.INFO, "%s: %s", type(error).__name__, error)
         return error.exit_code
+    except UnknownToken as error:
+        log.error("COSMOS_TOKEN, COSMOS_CONTROLLER_URL: %s", error)
+        return SettingsError.exit_code
     except Unauthorized as error:
         log.error("%s: COSMOS_TOKEN is not the policy token of this job", error)
         return SettingsError.exit_code

@@ -21,7 +21,7 @@ import sys
 
 import uvloop
 
-from controller.client import ControllerError, Unauthorized, Unusable
+from controller.client import ControllerError, Unauthorized, UnknownToken, Unusable
 from rollout_worker.engines.base import EngineConfigError, EngineError
 from rollout_worker.errors import StoreSettingsError, WeightsUnreadableError
 from rollout_worker.rewards.pool import RewardPoolError
@@ -73,6 +73,9 @@ def _run(url: str, token: str, name: str, secret: str, parent: int | None, threa
         uvloop.run(work())
     except (EngineConfigError, RewardConfigError, StoreSettingsError) as error:
         log.error("%s", error)
+        return CONFIG
+    except UnknownToken as error:
+        log.error("COSMOS_TOKEN, COSMOS_CONTROLLER_URL: %s", error)
         return CONFIG
     except Unauthorized as error:
         log.error(

@@ -76,8 +76,10 @@ class Target:
         return ((config or {}).get("controller") or {}).get("tls_ca") or None
 
     def _refused(self, url: str, error: Exception) -> LaunchError:
-        from controller.client import NotServing, Refused, Unauthorized, Untrusted
+        from controller.client import NotServing, Refused, Unauthorized, UnknownToken, Untrusted
 
+        if isinstance(error, UnknownToken):
+            return LaunchError(str(error), HOW_TO_GET_IN)
         if isinstance(error, Unauthorized):
             return LaunchError(f"{url} refuses the token: {error}", HOW_TO_GET_IN)
         if isinstance(error, Untrusted):

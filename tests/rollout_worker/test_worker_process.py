@@ -14,8 +14,9 @@ from controller.client import Client
 from controller.client import calls as api
 from schema.wire.messages import Phase
 from tests.controller.drivers import Rollout
-from tests.rollout_worker.stage import Stage
+from tests.rollout_worker.stage import Stage, secret_of
 from tests.support.controller import TOKENS
+from tests.support.proof import http, impostor
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.slow
@@ -116,6 +117,14 @@ def test_the_controller_dies_and_comes_back_and_at_last_stays_away(stage: Stage)
     worker = stage.worker_process(controller.url)
     trainer.step(0)
     controller.stop(signal.SIGKILL)
+    with impostor(
+        lambda *_: http(b"", "404 Not Found"), port=int(controller.url.rpartition(":")[2])
+    ) as taken:
+        until(lambda: taken.connections > 2, "attempts at what has taken the port")
+    assert b"GET /v1/proof" in taken.received
+    assert not [
+        secret for secret in (TOKENS["rollout"], secret_of("rollout-0")) if secret.encode() in taken.received
+    ]
     controller.start()
     for t in range(1, 3):
         trainer.step(t)

@@ -1,4 +1,4 @@
-"""What a controller proves, for servers of tests that stand in for one; and a listener that records what it is sent."""
+"""Proofs of a controller, for servers that stand in for one in a test; and a listener that records what is sent to it."""
 
 from __future__ import annotations
 

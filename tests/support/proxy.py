@@ -3,8 +3,9 @@
     client ──▶ delay? ──▶ cut | 503 ──▶ request, once, twice, again seconds later ──▶ controller
     client ◀── whole | in the middle cut | drop by drop | cut without an answer ◀────────┘
 
-In a thread of its own, at the controller's port of another loopback address, since a client takes no proof from another
-port. One request per connection, and the proof before it. `calm` lets everything pass; `hold` stops chosen requests.
+In a thread of its own, at the controller's port of another loopback address, since a client takes no proof from
+another port. One request per connection, and the proof before it. `calm` lets everything pass; `hold` stops chosen
+requests.
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ def test_one_serves_and_the_other_takes_over_when_it_leaves(stage: Stage) -> Non
         answer = httpx.post(second.url + "/v1/leases", content=b"{}")
         assert (answer.status_code, answer.json()["code"]) == (503, "standby")
         assert int(answer.headers["retry-after"]) >= 1
+        with second.client(patience=0.0) as asking, pytest.raises(NotServing):  # it has proven itself
+            asking.send(api.job())
         both = Client(f"{second.url}, {first.url}/", TOKENS["user"], patience=PATIENCE)
         assert both.send(api.job()).step == 0
         assert both.url == first.url

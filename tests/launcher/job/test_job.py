@@ -320,7 +320,8 @@ def test_everything_that_is_asked_from_another_terminal(drive: Drive):
         "policy-0: exit code 7; its log: ", "│ dying at step 2",
     )  # fmt: skip
 
-    cosmos("status", found["url"], COSMOS_TOKEN="wrong").complains(2, "refuses the token", "COSMOS_TOKEN")
+    wrong = cosmos("status", found["url"], COSMOS_TOKEN="wrong")
+    wrong.complains(2, "does not know this token, which was not sent", "COSMOS_TOKEN")
 
     # a supervised trainer reads its own data
     cosmos("pause", job.run_dir).complains(1, "stop it and resume later")
