@@ -1,4 +1,4 @@
-"""Proofs of a controller, for servers that stand in for one in a test; and a listener that records what is sent to it."""
+"""Proofs of a controller, for servers that stand in for one; and a listener that records what is sent to it."""
 
 from __future__ import annotations
 
