@@ -45,6 +45,7 @@ def validate(
 ) -> None:
     """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
     from launcher.plan.machine import Machine, count_cores
+    from launcher.plan.tls import unencrypted_addresses
     from launcher.preflight.checks import check_machine, unset_variables
     from schema.config import ConfigError, Problem, check_warnings
     from schema.config.loading.load import load
@@ -62,7 +63,8 @@ def validate(
         # The job may be meant for another machine: what this one lacks is a warning.
         here = check_machine(loaded.config, Machine(count_cores()))
         unset = unset_variables(loaded.config, os.environ)
-        found = check_warnings(loaded.config) + here.warnings + here.problems + unset
+        found = check_warnings(loaded.config) + unencrypted_addresses(loaded.config, os.environ)
+        found += here.warnings + here.problems + unset
         warnings = loaded.warnings + loaded.placed(found)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launcher.commands.options import AsJson, print_json
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, NotServingError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,11 +88,13 @@ def dashboard(
       cosmos-launch dashboard                        the newest run below ./outputs
       cosmos-launch dashboard outputs/a outputs/b    two runs over each other
     """
+    from controller.client import calls as api
     from launcher.job import remote
     from launcher.plan.rundir import base_environment
 
     chosen = [remote.run_below(path, named=bool(runs)) for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
-    live = remote.Target(chosen[0]).address() if len(chosen) == 1 else ""
+    target = remote.Target(chosen[0], token=chosen[0].read_token() or "")
+    live = target.address() if len(chosen) == 1 else ""
 
     def show(link: str) -> None:
         facts = {
@@ -101,8 +104,10 @@ def dashboard(
         }
         typer.echo(json.dumps(facts) if as_json else link)
 
-    if live and (token := chosen[0].read_token()):
-        show(f"{live}{_FRAGMENT}{token}")
+    if live and target.token:
+        with suppress(NotServingError):
+            target.ask(api.ready())  # a browser demands no proof of what gets the token
+        show(f"{live}{_FRAGMENT}{target.token}")
         return
     command = [sys.executable, "-m", "controller.dashboard", "--port", str(port)]
     command += [str(run.path) for run in chosen]

@@ -25,7 +25,13 @@ from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine, find_machine
 from launcher.plan.placement import PlacementError, place_elastic
 from launcher.plan.rundir import RunDir, Tokens, already_running, choose, newest
-from launcher.plan.tls import controller_url, reachable_elsewhere, reachable_host, url_of
+from launcher.plan.tls import (
+    controller_url,
+    reachable_elsewhere,
+    reachable_host,
+    unencrypted_addresses,
+    url_of,
+)
 from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
 from launcher.processes.signals import note_signals
 from launcher.resolved_config import values
@@ -69,7 +75,9 @@ def check(
     problems = findings.problems + redis.problems + unset_variables(config, env)
     if problems:
         raise ConfigError(loaded.placed(problems))
-    warnings = check_warnings(config) + findings.warnings + redis.warnings
+    warnings = (
+        check_warnings(config) + unencrypted_addresses(config, env) + findings.warnings + redis.warnings
+    )
     origins = {value.key: value.source for value in values(loaded, changed_only=True)}
     return Checked(config, machine, loaded.warnings + loaded.placed(warnings), origins)
 

@@ -1,11 +1,15 @@
-"""Checks of certificates and keys before a process starts, by the same code that the job uses, in memory."""
+"""Checks of certificates, keys and addresses before a process starts: files by the same code that the job uses."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from schema.config import Config, Problem
+from schema.config.rules.tls import is_this_machine
+from schema.wire.store_url import is_url
 
 if TYPE_CHECKING:
     import ssl
@@ -54,6 +58,47 @@ def check_encryption(config: Config) -> tuple[list[Problem], list[Problem]]:
         problems += _redis_faults(config)
         warnings += _exposed("redis.tls_key", redis.tls_key)
     return problems, warnings
+
+
+ENVIRONMENT = {
+    "AWS_ENDPOINT_URL_S3": "weights and checkpoints, with AWS_SESSION_TOKEN where that is set,",
+    "AWS_ENDPOINT_URL": "weights and checkpoints, with AWS_SESSION_TOKEN where that is set,",
+    "HF_ENDPOINT": "HF_TOKEN, models and data",
+    "WANDB_BASE_URL": "WANDB_API_KEY and all metrics",
+    "MLFLOW_TRACKING_URI": "MLFLOW_TRACKING_TOKEN, MLFLOW_TRACKING_PASSWORD and all metrics",
+}
+"""Addresses that libraries read from the environment, and what goes there."""
+
+
+def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Problem]:
+    """Warnings: what this job uses of `ENVIRONMENT` is at http:// on another machine, where nothing proves itself."""
+    ckpt, trackers = config.train.ckpt, config.logging.logger
+    bucket = is_url(config.weight_sync.store) or bool(ckpt.upload_s3)
+    used = {
+        "AWS_ENDPOINT_URL_S3": bucket,
+        "AWS_ENDPOINT_URL": bucket and not env.get("AWS_ENDPOINT_URL_S3"),
+        "HF_ENDPOINT": True,
+        "WANDB_BASE_URL": "wandb" in trackers,
+        "MLFLOW_TRACKING_URI": "mlflow" in trackers,
+    }
+    return [
+        Problem(
+            "", f"{name} is an http:// address: {sent} go in the clear to whatever listens there", None, HTTPS
+        )
+        for name, sent in ENVIRONMENT.items()
+        if used[name] and _is_plain(env.get(name, ""))
+    ]
+
+
+HTTPS = "name an https:// address, unless the network is trusted"
+
+
+def _is_plain(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return False  # the library that reads it says so
+    return parts.scheme.lower() == "http" and not is_this_machine(parts.hostname or "")
 
 
 def _redis_faults(config: Config) -> list[Problem]:

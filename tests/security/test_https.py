@@ -20,7 +20,7 @@ from controller.client import calls as api
 from controller.server import StartError, serve
 from launcher.plan.machine import Machine
 from launcher.plan.rundir import Tokens, environment
-from launcher.plan.tls import check_encryption, controller_url
+from launcher.plan.tls import check_encryption, controller_url, unencrypted_addresses
 from launcher.preflight.checks import check_machine
 from launcher.restarts import Role
 from schema.config import Config, check_warnings
@@ -267,10 +267,33 @@ def test_listening_for_others_without_tls_is_a_warning(host: str, warned: bool) 
     assert "controller.host" not in keys(tls_cert="a", tls_key="b")
 
 
+def test_addresses_of_the_environment_without_tls_are_warnings() -> None:
+    """Those that the job uses, on other machines."""
+    there = {
+        "AWS_ENDPOINT_URL": "http://store:9000",
+        "HF_ENDPOINT": "http://10.0.0.7",
+        "WANDB_BASE_URL": "http://w",
+    }
+
+    def named(environ: dict[str, str], **sections: Any) -> list[str]:
+        found = unencrypted_addresses(make_config(**sections), environ)
+        return [problem.message.partition(" ")[0] for problem in found]
+
+    assert named(there) == ["HF_ENDPOINT"]
+    bucket = {"weight_sync": {"store": "s3://bucket/weights"}}
+    assert named(there, logging={"logger": ["wandb"]}, **bucket) == sorted(there)
+    assert named({**there, "AWS_ENDPOINT_URL_S3": "https://store"}, **bucket) == ["HF_ENDPOINT"]
+    assert named(dict.fromkeys(there, "http://127.0.0.1:9000"), **bucket) == []
+    assert named(dict.fromkeys(there, "https://h"), **bucket) == []
+
+
 def test_an_unverified_redis_is_a_warning_and_a_broken_address_a_problem() -> None:
     def warned(url: str) -> bool:
         return "redis.url" in [warning.key for warning in check_warnings(make_config(redis={"url": url}))]
 
+    assert warned("redis://10.0.0.7:6379/0")
+    assert not warned("redis://[::1]:6379/0")
+    assert not warned("redis://localhost")
     assert warned("rediss://h:1?ssl_cert_reqs=none")
     assert warned("rediss://h:1?ssl_check_hostname=False")
     assert not warned("rediss://h:1?ssl_cert_reqs=required&db=1")

@@ -12,6 +12,7 @@ from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
 from schema.config.rules.model import directory_problems
+from schema.config.rules.tls import is_this_machine
 from schema.config.sections.teacher import TeacherConfig
 from schema.config.vocabulary import difference, vocabulary_of
 
@@ -136,12 +137,8 @@ def keys_travel_encrypted(config: Config) -> Iterator[Problem]:
     """Warning: what is sent to an http address can be read on its way."""
     for key, teacher in _numbered(config):
         parts = urlsplit(teacher.url or "")
-        if (
-            teacher.key_variable
-            and parts.scheme == "http"
-            and parts.hostname not in ("127.0.0.1", "localhost")
-        ):
-            message = f"the API key of {teacher.key_variable} is sent unencrypted"
+        if teacher.key_variable and parts.scheme == "http" and not is_this_machine(parts.hostname or ""):
+            message = f"the API key of {teacher.key_variable} is sent unencrypted, to whatever listens there"
             yield Problem(f"{key}.url", message, teacher.url, "write https://")
 
 

@@ -74,10 +74,27 @@ def redis_is_verified(config: Config) -> Iterator[Problem]:
         yield Problem("redis.url", message, None, hint)
 
 
+def redis_is_not_overheard(config: Config) -> Iterator[Problem]:
+    """Warning: a server on another machine that proves nothing, and no encryption."""
+    url = config.redis.url
+    try:
+        host = (urlsplit(url).hostname or "") if url.startswith("redis://") else ""
+    except ValueError:
+        return  # `redis_address_is_one` says so
+    if not host or is_this_machine(host):
+        return
+    message = (
+        f"without TLS the password and every sample go in the clear to whatever listens at {host}, and whatever "
+        "answers there decides the state of the job"
+    )
+    hint = "write rediss:// and redis.tls_ca, unless the network is trusted"
+    yield Problem("redis.url", message, None, hint)
+
+
 def tokens_are_not_overheard(config: Config) -> Iterator[Problem]:
     """Warning: an address that others can reach, and no encryption."""
     host = config.controller.host
-    if config.controller.tls_cert or host == "localhost" or _is_loopback(host):
+    if config.controller.tls_cert or is_this_machine(host):
         return
     message = (
         f"{host} can be reached from other machines, and without TLS tokens and samples travel in the clear"
@@ -88,8 +105,9 @@ def tokens_are_not_overheard(config: Config) -> Iterator[Problem]:
     yield Problem("controller.host", message, host, hint, related=("controller.tls_cert",))
 
 
-def _is_loopback(host: str) -> bool:
-    if host == ControllerConfig.model_fields["host"].default:
+def is_this_machine(host: str) -> bool:
+    """Whether a host is a loopback address, by its name or number."""
+    if host in ("localhost", ControllerConfig.model_fields["host"].default):
         return True
     from ipaddress import ip_address  # 10 ms that the default need not spend
 
@@ -100,4 +118,4 @@ def _is_loopback(host: str) -> bool:
 
 
 TLS_RULES = (redis_address_is_one, redis_files_act, controller_files_act)
-TLS_WARNINGS = (redis_is_verified, tokens_are_not_overheard)
+TLS_WARNINGS = (redis_is_verified, redis_is_not_overheard, tokens_are_not_overheard)

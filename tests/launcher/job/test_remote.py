@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from controller.client import Untrusted
-from launcher.job.remote import Target
+from controller.client import calls as api
+from launcher.commands import plot
+from launcher.errors import LaunchError
+from launcher.job.remote import HOW_TO_GET_IN, Target
+from launcher.nodes import join
+from launcher.plan.rundir import RunDir, Tokens
 from launcher.plan.tls import controller_url, reachable_elsewhere, url_of
+from launcher.restarts import Role
 from tests.launcher.samples import config
+from tests.support.controller import TOKENS
+from tests.support.proof import http, impostor, proof_of
 
 
 @pytest.mark.parametrize(
@@ -30,3 +41,49 @@ def test_other_machines_are_told_an_address_that_they_reach(host: str, here: str
 def test_a_certificate_that_is_not_trusted_is_no_wrong_address():
     error = Target(None, "https://h:1", "t")._refused("https://h:1", Untrusted("export COSMOS_TLS_CA"))
     assert error.render() == "export COSMOS_TLS_CA"
+
+
+def test_a_stale_run_directory_gives_no_token_away(tmp_path: Path) -> None:
+    """Another program has the port of its controller by now; `status`, `stop`, `join` and the like read its files."""
+    run, tokens = RunDir(tmp_path / "run"), Tokens.fresh()
+    run.make()
+    run.write_tokens(tokens, trainers=True)
+    with impostor(lambda *_: http(b"{}")) as there:
+        run.controller_json.write_text(json.dumps({"url": there.url, "pid": 1, "job_id": "j"}))
+        os.utime(run.controller_json, (0.0, 0.0))
+        target = Target(run, token=tokens.user)
+        with pytest.raises(LaunchError, match="is not running"):
+            target.ask(api.job())
+        run.lock()
+        try:
+            with pytest.raises(LaunchError, match="its controller is not there yet"):
+                target.ask(api.job())
+            assert there.connections == 0, "the address is of an earlier start"
+            run.controller_json.touch()
+            with pytest.raises(LaunchError, match=f"what listens at {there.url} does not prove"):
+                target.ask(api.operate("stop"))
+            with pytest.raises(LaunchError, match="does not prove"):  # a browser would hand the token over
+                plot.dashboard([run.path], port=0, as_json=False)
+            for role in (Role.ROLLOUT, Role.POLICY):
+                found = join._Controller.of(run, role)
+                assert found is not None
+                assert "does not prove" in join._look(run, found)[1]
+        finally:
+            run.unlock()
+        assert there.connections >= 3
+        assert not [token for token in vars_of(tokens) if token.encode() in there.received]
+        assert b"uthorization" not in there.received
+
+
+def test_a_token_that_the_controller_does_not_have_is_not_sent() -> None:
+    """The user hears that the token or the address may be an old one."""
+    answers = [TOKENS["policy"]]
+    with impostor(lambda head, address: http(proof_of(head.split()[1], answers, address))) as there:
+        with pytest.raises(LaunchError, match="or the address is") as caught:
+            Target(None, there.url, "the-token-of-an-earlier-start").ask(api.job())
+        assert caught.value.hint == HOW_TO_GET_IN
+        assert b"earlier-start" not in there.received
+
+
+def vars_of(tokens: Tokens) -> list[str]:
+    return [tokens.user, tokens.rollout, tokens.policy]
