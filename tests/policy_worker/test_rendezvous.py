@@ -51,6 +51,8 @@ def test_three_ranks_meet_whoever_is_first(served: ServedController) -> None:
         meeting = client.send(api.find_meeting("first"))
     assert meeting is not None
     assert (meeting.address, meeting.host) == ("127.0.0.1", socket.gethostname())
+    with pytest.raises(ConnectionRefusedError):  # torch's store lets anybody in who reaches it
+        socket.create_connection(("127.0.0.2", meeting.port), 5.0)
 
 
 def test_a_rank_0_that_cannot_be_reached_is_named(

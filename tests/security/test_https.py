@@ -21,6 +21,7 @@ from controller.server import StartError, serve
 from launcher.plan.machine import Machine
 from launcher.plan.rundir import Tokens, environment
 from launcher.plan.tls import check_encryption, controller_url, unencrypted_addresses
+from launcher.pods.api_server import ApiServer, ClusterError
 from launcher.preflight.checks import check_machine
 from launcher.restarts import Role
 from schema.config import Config, check_warnings
@@ -29,6 +30,9 @@ from schema.util.tls import client_context, faults, server_context
 from tests.security.conftest import read_settings
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
+from tests.support.proof import http as answer
+from tests.support.proof import impostor
+from tests.support.tls_proxy import tls_proxy
 from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE
 
@@ -265,6 +269,30 @@ def test_listening_for_others_without_tls_is_a_warning(host: str, warned: bool) 
 
     assert ("controller.host" in keys()) is warned
     assert "controller.host" not in keys(tls_cert="a", tls_key="b")
+
+
+def test_a_cluster_of_another_authority_gets_no_token(
+    certificates: Certificates, other_authority: Certificates, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("token-of-the-service-account")
+    (tmp_path / "ca.crt").write_bytes(certificates.ca.read_bytes())
+
+    async def call(port: int) -> None:
+        server = ApiServer(f"https://127.0.0.1:{port}", tmp_path)
+        async with server.client() as http:
+            await server.call(http, "/api")
+
+    with impostor(lambda *_: answer(b"{}")) as there:
+        target = there.url.replace("http", "tcp")
+        with (
+            tls_proxy(target, other_authority.server_context()) as port,
+            pytest.raises(ClusterError, match="certificate"),
+        ):
+            asyncio.run(call(port))
+        assert there.received == b""
+        with tls_proxy(target, certificates.server_context()) as port:
+            asyncio.run(call(port))
+        assert b"token-of-the-service-account" in there.received
 
 
 def test_addresses_of_the_environment_without_tls_are_warnings() -> None:

@@ -48,6 +48,7 @@ def test_a_stale_run_directory_gives_no_token_away(tmp_path: Path) -> None:
     run, tokens = RunDir(tmp_path / "run"), Tokens.fresh()
     run.make()
     run.write_tokens(tokens, trainers=True)
+    run.write_config(config())
     with impostor(lambda *_: http(b"{}")) as there:
         run.controller_json.write_text(json.dumps({"url": there.url, "pid": 1, "job_id": "j"}))
         os.utime(run.controller_json, (0.0, 0.0))
