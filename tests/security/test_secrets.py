@@ -93,9 +93,10 @@ def test_the_user_is_told() -> None:
     warned: dict[str, Any] = {
         p.key: p for p in check_warnings(planted()) if p.key.startswith(("custom", "redis"))
     }
+    assert all(S not in problem.render() for problem in warned.values())
+    del warned["redis.url"]  # without TLS, not that it holds a password: the job uses it
     assert set(warned) == {"custom.hook", "custom.list[0]", "custom.api_key", "custom.tokens[0]"}
     assert all("file that" in problem.hint for problem in warned.values())
-    assert all(S not in problem.render() for problem in warned.values())
 
 
 @pytest.mark.parametrize(
