@@ -253,12 +253,12 @@ class Job:
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         here = {"COSMOS_NODE_ADDRESS": self.plan.address}
-        return {**given_to(spec.role, self.plan.config, self.plan.env), **here, **spec.env, **self.own(spec)}
+        own = self.own(spec, self.plan.config.controller.tls_ca)
+        return {**given_to(spec.role, self.plan.config, self.plan.env), **here, **spec.env, **own}
 
-    def own(self, spec: ProcessSpec) -> dict[str, str]:
-        """The secrets and addresses that a process gets, wherever it runs."""
+    def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
+        """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node knows itself."""
         plan = self.plan
-        tls_ca = plan.config.controller.tls_ca
         own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
             own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))

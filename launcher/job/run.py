@@ -267,7 +267,7 @@ def _run(
                 early,
                 nodes.server.hosts,
             )
-            nodes.server.lend(job.own)
+            nodes.server.lend(job.own, [checked.machine, *nodes.machines], rollouts=rollouts)
             result = await job.run()
             await nodes.server.finish(result.outcome, result.exit_code)
             return result
@@ -310,7 +310,7 @@ async def _nodes_of(
     if wanted.tls_cert:
         tls = server_context(wanted.tls_cert, wanted.tls_key)
     named = reachable_elsewhere(config) if chosen else head.host
-    terms = Terms(config, run, facts(config, env), (named, port), nsight.grace(config), tls)
+    terms = Terms(config, run, facts(config, env), (named, port), tls)
     server = NodeServer(head, terms, screen.event)
     async with server.listening():
         machines = await server.gather(interrupts)

@@ -1,4 +1,8 @@
-"""A node's side: finds the head, joins, runs the processes that the head starts on it, and leaves with the job."""
+"""A node's side: finds the head, joins, runs the processes that the head names, and leaves with the job.
+
+The announcement in `train.output_dir` may be older than what listens at the head's address by now. Until that has
+proven the announced token, it gets nothing from the node but a nonce. What a proven head may order is in `orders`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -16,22 +19,35 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.nodes import messages as m
 from launcher.nodes.agreement import facts
-from launcher.nodes.announcement import Announcement, HeadAddress, place_of
-from launcher.nodes.link import Link, LinkClosedError, T
+from launcher.nodes.announcement import (
+    Announcement,
+    AnnouncementError,
+    HeadAddress,
+    place_of,
+    shared_directories,
+)
+from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, T
+from launcher.nodes.orders import OrderError, Orders, run_of
+from launcher.plan import nsight
 from launcher.plan.credentials import given_to
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
-from launcher.plan.rundir import RunDir
+from launcher.plan.rundir import RunDir, trust
 from launcher.processes.host import KEEPER_MARGIN, End, Folders, LocalHost, LocalProcess, Order
 from launcher.processes.keeper import KILL_TIMEOUT
 from launcher.processes.signals import stop_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
 from schema.config import Config
+from schema.util.proof_exchange import ProofError
 from schema.util.tls import client_context
 
 LOOK = 0.5
 CONNECT = 3.0
 """Seconds for one attempt to connect: a machine that is there answers at once, if only to refuse."""
+TAKEN_IN = 180.0
+"""Seconds from the proofs until the head has taken this machine in or refused it: it waits for files on NFS."""
+TROUBLES = 20
+"""Reasons to wait that are reported: what is not a head may make up many."""
 NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
 
@@ -90,7 +106,8 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
     """Try until the head takes this machine in. Raises LaunchError after `controller.start_timeout`."""
     config, head = joining.config, joining.head
     patience, place = config.controller.start_timeout, place_of(config, head)
-    give_up, said, held = time.monotonic() + patience, "", 0.0
+    give_up, held = time.monotonic() + patience, 0.0
+    said = set[str]()
     while True:
         try:
             return await _handshake(joining, known, place, event)
@@ -102,11 +119,11 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
                     f"the head refuses {socket.gethostname()}: {refusal.reason}", refusal.hint, EXIT_CONFIG
                 ) from None
             trouble = refusal.reason
-        except (LinkClosedError, OSError, TimeoutError) as error:
+        except (LinkClosedError, AnnouncementError, OrderError, OSError, TimeoutError) as error:
             trouble, held = _in_words(error), 0.0
-        if trouble != said:
+        if trouble not in said and len(said) < TROUBLES:
             event(f"waiting for the head at {head}: {trouble}")
-            said = trouble
+            said.add(trouble)
         if time.monotonic() >= give_up:
             raise LaunchError(
                 f"{socket.gethostname()} could not join the head at {head} in {patience:g} s: {trouble}",
@@ -118,6 +135,12 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
 
 
 def _in_words(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate of what listens there is refused: {error.verify_message} (controller.tls_ca)"
+    if isinstance(error, ssl.SSLError):
+        return (
+            f"what listens there does not speak TLS as controller.tls_cert demands: {error.reason or error}"
+        )
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno).lower()
     return str(error) or f"no answer in {CONNECT:g} s: is a firewall in between?"
@@ -133,28 +156,61 @@ async def _handshake(
         context = client_context(config.controller.tls_ca)
     async with asyncio.timeout(CONNECT):
         reader, writer = await asyncio.open_connection(
-            head.host, head.port, limit=2**22, ssl=context, server_hostname=head.host if context else None
+            head.host, head.port, limit=BUFFER, ssl=context, server_hostname=head.host if context else None
         )
-    link = Link(reader, writer, config.controller.heartbeat_timeout)
+    link = await _proven(announced, joining, reader, writer, place)
+    try:
+        async with asyncio.timeout(TAKEN_IN):
+            link.send(
+                m.Hello(
+                    node=joining.number, host=socket.gethostname(), address=link.address, pid=os.getpid(),
+                    clock=time.time(), machine=joining.machine, facts=dict(known),
+                )
+            )  # fmt: skip
+            challenge = await _answer(link, m.Challenge)
+            run = run_of(config, challenge.run)
+            link.send(m.Proof(faults=await _prove(challenge, shared_directories(config, run))))
+            welcome = await _answer(link, m.Welcome)
+        nodes = config.placement.nodes
+        if not 0 < welcome.node < nodes or joining.number not in (None, welcome.node):
+            raise OrderError(f"the head makes this machine node {welcome.node} of {nodes}")
+    except TimeoutError:
+        await link.close()
+        raise LinkClosedError(f"the head has not taken this machine in for {TAKEN_IN:g} s") from None
+    except BaseException:
+        await link.close()
+        raise
+    event(f"node {welcome.node} of {nodes}, run directory {run.path}")
+    return Node(joining, link, run, welcome.node, event)
+
+
+async def _proven(
+    announced: Announcement | None,
+    joining: Joining,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    place: Path,
+) -> Link:
+    """The link, once what listens has proven that it is the announced head. Raises LinkClosedError: it has not."""
+    head, why = joining.head, f"it has not proven anything for {PROVE:g} s"
     try:
         if announced is None:
             raise LinkClosedError(
                 f"it listens, but {place} is not here: train.output_dir is not shared, or just begins"
             )
-        link.send(
-            m.Hello(
-                token=announced.token, node=joining.number, host=socket.gethostname(), address=link.address,
-                pid=os.getpid(), clock=time.time(), machine=joining.machine, facts=dict(known),
-            )
-        )  # fmt: skip
-        challenge = await _answer(link, m.Challenge)
-        link.send(m.Proof(faults=await _prove(challenge)))
-        welcome = await _answer(link, m.Welcome)
+        try:
+            async with asyncio.timeout(PROVE):
+                silence = joining.config.controller.heartbeat_timeout
+                return await Link.to_head(reader, writer, silence, announced.token, head)
+        except (ProofError, TimeoutError) as error:
+            why = str(error) or why
+        raise LinkClosedError(
+            f"what listens at {head} does not know the token of the announced run: it is not its head ({why}; "
+            f"{place} was written by pid {announced.pid} on {announced.host}); it was sent nothing"
+        )
     except BaseException:
-        await link.close()
+        writer.transport.abort()
         raise
-    event(f"node {welcome.node} of {welcome.nodes}, run directory {welcome.run}")
-    return Node(joining, link, welcome, event)
 
 
 async def _answer(link: Link, kind: type[T]) -> T:
@@ -166,9 +222,9 @@ async def _answer(link: Link, kind: type[T]) -> T:
     return message
 
 
-async def _prove(challenge: m.Challenge) -> dict[str, str]:
+async def _prove(challenge: m.Challenge, directories: Mapping[str, str]) -> dict[str, str]:
     """Write what the head wants to see, and look whether the controller's port lets us through."""
-    faults = await asyncio.to_thread(_write, challenge)
+    faults = await asyncio.to_thread(_write, challenge.name, directories)
     host, port = challenge.controller
     try:
         async with asyncio.timeout(CONNECT):
@@ -183,11 +239,11 @@ async def _prove(challenge: m.Challenge) -> dict[str, str]:
     return faults
 
 
-def _write(challenge: m.Challenge) -> dict[str, str]:
+def _write(name: str, directories: Mapping[str, str]) -> dict[str, str]:
     faults = {}
-    for key, directory in challenge.directories.items():
+    for key, directory in directories.items():
         try:
-            (Path(directory) / challenge.name).touch(mode=0o600)
+            (Path(directory) / name).touch(mode=0o600)
         except OSError as error:
             faults[key] = str(error.strerror)
     return faults
@@ -203,18 +259,23 @@ class Node:
     """A machine that was taken in."""
 
     def __init__(
-        self, joining: Joining, link: Link, welcome: m.Welcome, event: Callable[[str], None]
+        self, joining: Joining, link: Link, run: RunDir, number: int, event: Callable[[str], None]
     ) -> None:
-        self._joining, self._link, self._event, self._grace = joining, link, event, welcome.grace
-        run = RunDir(Path(welcome.run))
+        """number: of the node."""
+        self._joining, self._link, self._event = joining, link, event
+        self._grace = nsight.grace(joining.config)
+        self._orders = Orders(joining.config, joining.machine, number)
         self.why = ""
-        self._host = LocalHost(Folders(run.logs, run.locks, run.profiles), welcome.grace, self._environment)
+        self._host = LocalHost(Folders(run.logs, run.locks, run.profiles), self._grace, self._environment)
         self._processes: dict[int, LocalProcess] = {}
+        self._names: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
-        given = given_to(spec.role, self._joining.config, self._joining.env)
-        return {**given, "COSMOS_NODE_ADDRESS": self._link.address, **spec.env}
+        config = self._joining.config
+        given = given_to(spec.role, config, self._joining.env)
+        own = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
+        return {**given, **own, **spec.env}
 
     async def run(self, stopping: asyncio.Task[bool]) -> int | None:
         """Obey the head; the exit code, or None when the head is gone. No process is left behind."""
@@ -240,7 +301,12 @@ class Node:
         return code
 
     def _obey(self, message: m.AnyMessage) -> int | None:
-        if isinstance(message, m.Start):
+        if isinstance(message, m.Layout):
+            try:
+                self._orders.place(message)
+            except OrderError as error:
+                raise LinkClosedError(str(error)) from None
+        elif isinstance(message, m.Start):
             self._task(self._start(message))
         elif isinstance(message, m.Signal):
             process = self._processes.get(message.number)
@@ -252,29 +318,35 @@ class Node:
         return None
 
     async def _start(self, message: m.Start) -> None:
-        spec = ProcessSpec(
-            message.name,
-            message.role,
-            (sys.executable, *message.argv),
-            message.env,
-            profiled=message.profiled,
-        )
+        name = ""
         try:
+            spec = self._orders.process(message)
+            if spec.name in self._names or message.number in self._processes:
+                raise OrderError(f"{spec.name}, number {message.number} of this connection, runs already")
+            name = spec.name
+            self._names.add(name)
             process = await self._host.spawn(Order(spec, {}))
-        except OSError as error:
-            text = f"cannot be started on {socket.gethostname()}: {error}"
-            self._link.send(m.Started(number=message.number, pid=0))
-            self._link.send(m.Ended(number=message.number, code=NOT_STARTED, lines=(text,)))
+        except (OSError, OrderError) as error:
+            self._names.discard(name)
+            self._not_started(message, error)
             return
         self._processes[message.number] = process
         self._event(f"{spec.name} is started (pid {process.pid})")
         self._link.send(m.Started(number=message.number, pid=process.pid))
         end: End = await process.wait()
         del self._processes[message.number]
+        self._names.discard(name)
         self._event(f"{spec.name} has ended (exit code {end.code})")
         self._link.send(
             m.Ended(number=message.number, code=end.code, lines=end.lines, out_of_memory=end.out_of_memory)
         )
+
+    def _not_started(self, message: m.Start, error: Exception) -> None:
+        verb = "refuses" if isinstance(error, OrderError) else "cannot start a process"
+        text = f"{socket.gethostname()} {verb}: {error}"
+        self._event(text)
+        self._link.send(m.Started(number=message.number, pid=0))
+        self._link.send(m.Ended(number=message.number, code=NOT_STARTED, lines=(text,)))
 
     def _task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,11 +1,15 @@
 """How a node finds the head's run: a file in `train.output_dir`, which all machines share.
 
-<train.output_dir>/.nodes/<address and port of the head>.json      who may read the directory's owner's files
+<train.output_dir>/.nodes/<address and port of the head>.json      0600, in a directory of 0700
+
+It holds the token that head and nodes prove to each other. One that is left of a head which was killed does no harm:
+what listens at its address by then does not know the token. One that another user has put there is not believed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,13 +19,15 @@ from pathlib import Path
 
 from launcher.errors import LaunchError
 from launcher.paths import absolute
-from launcher.plan.rundir import RunDir, read_json
+from launcher.plan.rundir import RunDir
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.wire.store_url import is_url
 
 DEFAULT_PORT = 29600
 """Of the head, where its address names none."""
+MOST_BYTES = 65536
+"""Of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +89,13 @@ class HeadAddress:
         return False
 
 
+class AnnouncementError(Exception):
+    """An announcement that cannot be believed: its writer has chosen the token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A head that waits for nodes. token: what they must show."""
+    """A head that waits for nodes. token: it is known to the head and to those who may read the file."""
 
     address: str
     run: str
@@ -100,12 +110,24 @@ class Announcement:
 
     @classmethod
     def read(cls, path: Path) -> Announcement | None:
-        """None while there is none."""
-        found = read_json(path)
+        """None while there is none. Raises AnnouncementError: another user may have written it."""
         try:
-            return None if found is None else cls(**found)
+            with path.open("rb") as file:
+                found, output = os.fstat(file.fileno()), path.parent.parent.stat()
+                data = json.loads(file.read(MOST_BYTES))
+        except (OSError, ValueError):
+            return None
+        if found.st_uid not in (os.geteuid(), output.st_uid) or found.st_mode & 0o022:
+            raise AnnouncementError(
+                f"{path} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}, and a head writes it with "
+                "mode 600 as the user who starts the nodes: remove it, and choose a train.output_dir in which nobody "
+                "else may write"
+            )
+        try:
+            made = cls(**data)
         except TypeError:
             return None
+        return made if isinstance(made.token, str) and made.token else None
 
 
 def _is_address(text: str) -> bool:

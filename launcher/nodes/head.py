@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import os
 import secrets
@@ -20,8 +19,15 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.nodes import messages as m
 from launcher.nodes.agreement import clocks_apart, difference
-from launcher.nodes.announcement import Announcement, HeadAddress, place_of, shared_directories
+from launcher.nodes.announcement import (
+    Announcement,
+    AnnouncementError,
+    HeadAddress,
+    place_of,
+    shared_directories,
+)
 from launcher.nodes.link import Link, LinkClosedError
+from launcher.nodes.listener import NodeListener
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
@@ -68,7 +74,9 @@ class NodeHost:
     """One node. patience: seconds for which a node that is gone is waited for."""
 
     own: Callable[[ProcessSpec], Mapping[str, str]]
-    """The variables that the head gives a process, secrets included."""
+    """The variables that the head gives a process, secrets included: `orders.SENT`."""
+    layout: m.Layout | None = None
+    """What processes are placed over, once that is known."""
 
     def __init__(self, number: int, patience: float, event: Callable[[str], None]) -> None:
         self.number, self._patience, self._event = number, patience, event
@@ -104,8 +112,8 @@ class NodeHost:
         self._processes[process._number] = process
         self.send(
             m.Start(
-                number=process._number, name=spec.name, role=spec.role, argv=spec.argv[1:],
-                env={**spec.env, **self.own(spec), **order.env}, profiled=spec.profiled,
+                number=process._number, role=spec.role, replica=spec.replica, rank=spec.rank,
+                env={**self.own(spec), **order.env},
             )
         )  # fmt: skip
         await process.started
@@ -120,6 +128,8 @@ class NodeHost:
         self.name, self.machine, self._link = f"node {self.number} ({hello.host})", hello.machine, link
         self._came.set()
         self.gone.clear()
+        if self.layout is not None:
+            self.send(self.layout)
         why = ""
         try:
             while not why:
@@ -163,7 +173,6 @@ class Terms:
     run: RunDir
     facts: Mapping[str, str]
     controller: tuple[str, int]
-    grace: float
     tls: ssl.SSLContext | None = None
 
 
@@ -179,9 +188,9 @@ class NodeServer:
         numbers = range(1, config.placement.nodes)
         self.hosts = {number: NodeHost(number, patience, event) for number in numbers}
         self._taken: set[int] = set()
-        self._links: set[asyncio.Task[None]] = set()
         self._silence = config.controller.heartbeat_timeout
         self._file: Path = place_of(config, head)
+        self._listener = NodeListener(head, self._token, self._silence, terms.tls, self._serve, event)
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -191,28 +200,31 @@ class NodeServer:
             "end what listens there, or name another port: --head HOST:PORT on every machine",
         )
         try:
-            server = await asyncio.start_server(
-                self._accept, head.listening_host(), head.port, limit=2**22, ssl=self._terms.tls
-            )
+            self._listener.open()
         except OSError as error:
             raise LaunchError(f"the head cannot listen at {head}: {error.strerror}", hint) from None
         mine = Announcement(
             str(head), str(self._terms.run.path), self._token, socket.gethostname(), os.getpid()
         )
         try:
-            mine.write(self._file)
+            try:
+                mine.write(self._file)
+            except OSError as error:
+                raise LaunchError(
+                    f"the head cannot write {self._file}: {error.strerror}",
+                    "remove what another user has left there, or choose another train.output_dir",
+                ) from None
+            self._listener.start()
             try:
                 yield
             except Exception:
                 await self.finish("failed", 1)
                 raise
         finally:
-            if Announcement.read(self._file) == mine:
-                self._file.unlink(missing_ok=True)
-            server.close()
-            for task in self._links:
-                task.cancel()
-            await asyncio.gather(*self._links, return_exceptions=True)
+            with contextlib.suppress(AnnouncementError):
+                if Announcement.read(self._file) == mine:
+                    self._file.unlink(missing_ok=True)
+            await self._listener.close()
 
     async def gather(self, interrupts: Sequence[int]) -> list[Machine]:
         """The machines of all nodes but the head's, once they are there. Raises LaunchError when some do not come.
@@ -239,10 +251,18 @@ class NodeServer:
             await asyncio.sleep(LOOK)
         return [host.machine for host in self.hosts.values()]
 
-    def lend(self, own: Callable[[ProcessSpec], Mapping[str, str]]) -> None:
-        """Say what the head gives its processes."""
+    def lend(
+        self,
+        own: Callable[[ProcessSpec], Mapping[str, str]],
+        machines: Sequence[Machine],
+        *,
+        rollouts: bool = True,
+    ) -> None:
+        """Say what the head gives its processes, and how they were placed: see `place_elastic`."""
+        layout = m.Layout(machines=tuple(machines), rollouts=rollouts)
         for host in self.hosts.values():
-            host.own = own
+            host.own, host.layout = own, layout
+            host.send(layout)
 
     async def finish(self, outcome: str, exit_code: int) -> None:
         """Tell all nodes that the job is over."""
@@ -254,29 +274,16 @@ class NodeServer:
 
     # ---- one machine that comes -----------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._links.add(task)
-        link = Link(reader, writer, self._silence)
+    async def _serve(self, link: Link) -> None:
+        """A machine that has proven the token, until it is gone."""
         try:
             await self._admit(link)
         except (LinkClosedError, TimeoutError) as error:
             self._event(f"a connection from {link.peer} has ended: {error or 'it did not say who it is'}")
-        except asyncio.CancelledError:
-            pass  # the head is leaving
-        finally:
-            self._links.discard(task)
-            await link.close()
 
     async def _admit(self, link: Link) -> None:
         async with asyncio.timeout(HANDSHAKE):
             hello = await link.expect(m.Hello)
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            link.send(
-                m.Refusal(reason="this is not the token of the run that the head announces", again=True)
-            )
-            return
         number, refusal = self._number_for(hello)
         if refusal is None and number in self._taken:
             refusal = self._twice(number)
@@ -288,9 +295,7 @@ class NodeServer:
                 refusal = self._disagreement(hello, number) or await self._prove(link)
             if refusal is not None:
                 return self._refuse(link, hello, refusal)
-            terms, count = self._terms, len(self.hosts) + 1
-            run = str(terms.run.path)
-            link.send(m.Welcome(node=number, nodes=count, run=run, grace=terms.grace, silence=self._silence))
+            link.send(m.Welcome(node=number))
             self.address = link.address
             self._event(f"node {number} is {hello.host} ({hello.address}, pid {hello.pid})")
             await self.hosts[number].serve(link, hello)
@@ -342,7 +347,7 @@ class NodeServer:
         """Whether what must be shared is: the machine writes a file into each directory, and we see it."""
         name, terms = f".node-{secrets.token_hex(16)}", self._terms
         directories = shared_directories(terms.config, terms.run)
-        link.send(m.Challenge(name=name, directories=dict(directories), controller=terms.controller))
+        link.send(m.Challenge(name=name, run=str(terms.run.path), controller=terms.controller))
         proof = await link.expect(m.Proof)
         try:
             for key, fault in proof.faults.items():

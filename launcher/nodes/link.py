@@ -1,4 +1,12 @@
-"""One connection between head and node: lines of JSON, beats, and an end when the other side is silent."""
+"""One connection between head and node: proofs, then sealed messages, and an end when the other side is silent.
+
+    node ─▶ nonce ─▶ head        `schema.util.proof_exchange`, with the address that was dialled as a claim
+    node ◀─ nonce, proof ◀─ head
+    node ─▶ proof ─▶ head
+    each: length, MAC, message   4 + 32 + n bytes, a JSON object; the MAC covers how many messages came before
+
+The token never crosses. Until both are proven neither side reads more than the fixed bytes of the proof.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +16,28 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from launcher.nodes.announcement import HeadAddress
 from launcher.nodes.messages import ADAPTER, AnyMessage, Beat, Message
+from schema.util.proof import Handshake, Speaker
+from schema.util.proof_exchange import (
+    ANSWER_BYTES,
+    MAC_BYTES,
+    OPENING_BYTES,
+    PROOF_BYTES,
+    ClientProof,
+    ProofError,
+    Seal,
+    ServerProof,
+)
 
 T = TypeVar("T", bound=Message)
 
+PURPOSE = "cosmos-launch: head and node"
+PROVE = 10.0
+"""Seconds for the proofs, and for TLS where it is used: machines of one job answer at once."""
+BUFFER = 1024
+"""Bytes of a `StreamReader`: longer messages are read with their length known, which takes both proofs."""
+LENGTH_BYTES = 4
 MOST_BYTES = 4 * 2**20
 """Of one message: a `Hello` with all keys of a configuration has tens of thousands."""
 BEATS = 5
@@ -23,11 +49,55 @@ class LinkClosedError(Exception):
 
 
 class Link:
-    """silence: seconds without a word after which the other side counts as gone."""
+    """A connection whose two ends are proven. Made by `to_head` and `to_node`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        silence: float,
+        handshake: Handshake,
+        mine: Speaker,
+    ) -> None:
+        """silence: seconds without a word after which the other side counts as gone. mine: which end this one is."""
         self._reader, self._writer, self.silence = reader, writer, silence
+        theirs: Speaker = "client" if mine == "server" else "server"
+        self._sending, self._receiving = Seal(handshake, mine), Seal(handshake, theirs)
         self._beating: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def to_head(
+        cls,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        silence: float,
+        token: str,
+        head: HeadAddress,
+    ) -> Link:
+        """Prove this node to the head, once that has proven itself. Raises `ProofError`; the caller closes `writer`.
+
+        head: as it was dialled.
+        """
+        mine = ClientProof(PURPOSE, token, (str(head),))
+        writer.write(mine.opening)
+        proof, handshake = mine.check(await _exactly(reader, ANSWER_BYTES))
+        writer.write(proof)
+        return cls(reader, writer, silence, handshake, "client")
+
+    @classmethod
+    async def to_node(
+        cls,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        silence: float,
+        token: str,
+        head: HeadAddress,
+    ) -> Link:
+        """Prove this head to a node, and wait for its proof. Raises `ProofError`; the caller closes `writer`."""
+        mine = ServerProof(PURPOSE, token, await _exactly(reader, OPENING_BYTES), (str(head),))
+        writer.write(mine.answer)
+        handshake = mine.check(await _exactly(reader, PROOF_BYTES))
+        return cls(reader, writer, silence, handshake, "server")
 
     @property
     def peer(self) -> str:
@@ -42,7 +112,8 @@ class Link:
     def send(self, message: Message) -> None:
         """Put a message on its way; what cannot be sent is noticed by `receive`."""
         if not self._writer.is_closing():
-            self._writer.write(message.model_dump_json().encode() + b"\n")
+            body = message.model_dump_json().encode()
+            self._writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + self._sending.mac(body) + body)
 
     async def receive(self) -> AnyMessage:
         """The next message that is not a beat. Raises LinkClosedError."""
@@ -51,20 +122,36 @@ class Link:
         while True:
             try:
                 async with asyncio.timeout(self.silence):
-                    line = await self._reader.readline()
+                    body = await self._next()
             except TimeoutError:
                 raise LinkClosedError(f"no sign of life for {self.silence:g} s") from None
-            except (OSError, ValueError) as error:  # ValueError: a line without an end
-                raise LinkClosedError(str(error) or type(error).__name__) from None
-            if not line.endswith(b"\n"):
-                raise LinkClosedError("the connection was closed")
             try:
-                message = ADAPTER.validate_json(line)
+                message = ADAPTER.validate_json(body)
             except ValidationError as error:
-                kind = error.errors(include_url=False)[0]["msg"]
-                raise LinkClosedError(f"a message that is not understood ({kind})") from None
+                first = error.errors(include_url=False)[0]
+                field = ".".join(map(str, first["loc"]))
+                raise LinkClosedError(f"a message that is not understood ({field}: {first['msg']})") from None
             if not isinstance(message, Beat):
                 return message
+
+    async def _next(self) -> bytes:
+        """The next message, whose MAC is right. Raises LinkClosedError."""
+        try:
+            head = await self._reader.readexactly(LENGTH_BYTES + MAC_BYTES)
+            size = int.from_bytes(head[:LENGTH_BYTES], "big")
+            if size > MOST_BYTES:
+                raise LinkClosedError(f"a message would have {size} bytes, more than {MOST_BYTES}")
+            body = await self._reader.readexactly(size)
+        except asyncio.IncompleteReadError:
+            raise LinkClosedError("the connection was closed") from None
+        except OSError as error:
+            raise LinkClosedError(str(error) or type(error).__name__) from None
+        if not self._receiving.holds(body, head[LENGTH_BYTES:]):
+            raise LinkClosedError(
+                f"a message from {self.peer} has a wrong MAC: something in between has changed, repeated, "
+                "reordered, added or left out a message"
+            )
+        return body
 
     async def expect(self, kind: type[T]) -> T:
         """The next message, of this kind. Raises LinkClosedError."""
@@ -86,3 +173,16 @@ class Link:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._writer.wait_closed()
+
+
+async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
+    """So many bytes within `PROVE` seconds. Raises `ProofError`."""
+    try:
+        async with asyncio.timeout(PROVE):
+            return await reader.readexactly(count)
+    except TimeoutError:
+        raise ProofError(f"it has not proven anything for {PROVE:g} s") from None
+    except asyncio.IncompleteReadError:
+        raise ProofError("it has closed the connection") from None
+    except OSError as error:
+        raise ProofError(f"it has closed the connection: {error.strerror or error}") from None

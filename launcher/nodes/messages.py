@@ -1,4 +1,4 @@
-"""What head and nodes send each other: one JSON object per line, unknown fields refused."""
+"""What head and nodes send each other once both are proven: JSON objects, unknown fields refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Hello(Message):
     """A machine that wants to be a node. node: its number; None: any that is free. clock: Unix seconds."""
 
     kind: Literal["hello"] = "hello"
-    token: Text
     node: int | None = Field(default=None, ge=1, le=65535)
     host: Text
     address: Text
@@ -35,11 +34,14 @@ class Hello(Message):
 
 
 class Challenge(Message):
-    """Write a file of this name into each directory, and see whether a port can be reached."""
+    """Write a file of this name into each directory that must be shared, and see whether a port can be reached.
+
+    The node knows the directories by its own configuration. run: the run's directory.
+    """
 
     kind: Literal["challenge"] = "challenge"
     name: Annotated[str, Field(pattern=r"^\.node-[0-9a-f]{32}$")]
-    directories: Paths
+    run: Text
     controller: tuple[Text, int]
 
 
@@ -60,34 +62,40 @@ class Refusal(Message):
 
 
 class Welcome(Message):
-    """It is a node. run: the run's directory. grace: seconds for the end of a process."""
+    """It is a node. node: its number."""
 
     kind: Literal["welcome"] = "welcome"
     node: int
-    nodes: int
-    run: Text
-    grace: float
-    silence: float
+
+
+class Layout(Message):
+    """What processes are placed over. machines: of all nodes, the head's first. rollouts: as for `place_elastic`."""
+
+    kind: Literal["layout"] = "layout"
+    machines: Annotated[tuple[Machine, ...], Field(max_length=65536)]
+    rollouts: bool
 
 
 class Start(Message):
-    """Start a process. env: on top of the node's own environment, secrets included."""
+    """Start a process of a replica; the node makes its command line itself (`launcher.nodes.orders`).
+
+    number: of the process on this connection. replica: number among those of its role. env: `orders.SENT`.
+    """
 
     kind: Literal["start"] = "start"
     number: int
-    name: Text
     role: Role
-    argv: tuple[Text, ...]
-    env: dict[str, Text]
-    profiled: bool = False
+    replica: Annotated[int, Field(ge=0)]
+    rank: Annotated[int, Field(ge=0)]
+    env: Annotated[dict[Text, Text], Field(max_length=16)]
 
 
 class Signal(Message):
-    """Send a signal to a process."""
+    """Send a process one of the signals by which a supervisor ends processes: SIGINT, SIGKILL or SIGTERM."""
 
     kind: Literal["signal"] = "signal"
     number: int
-    signal: int
+    signal: Literal[2, 9, 15]
 
 
 class Started(Message):
@@ -130,7 +138,19 @@ class Finish(Message):
 
 
 AnyMessage = Annotated[
-    Hello | Challenge | Proof | Refusal | Welcome | Start | Signal | Started | Ended | Beat | Leave | Finish,
+    Hello
+    | Challenge
+    | Proof
+    | Refusal
+    | Welcome
+    | Layout
+    | Start
+    | Signal
+    | Started
+    | Ended
+    | Beat
+    | Leave
+    | Finish,
     Field(discriminator="kind"),
 ]
 ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +39,8 @@ class ProcessSpec:
     role: Role
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    replica: int = 0
+    """Number of its replica among those of its role."""
     rank: int = 0
     node: int = 0
     """Which machine it runs on; 0 is that of the launcher."""
@@ -141,11 +143,11 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Rep
     policies = [sum(parts, ()) for parts in zip(devices["policy"], *apart, strict=True)]
     for index, mine in enumerate(policies):
         envs = [{**common[node], **_visible(gpus, node, mine)} for node in range(len(machines))]
-        replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, mine, profiled))
+        replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, mine, profiled, index=index))
     for index, mine in enumerate(devices.get("rollout", [])):
         node = nodes.rollout[index]
         env = {**common[node], **_visible(gpus, node, mine)}
-        replicas.append(_rollout(f"rollout-{index}", env, mine, node, profiled))
+        replicas.append(_rollout(f"rollout-{index}", env, mine, node, profiled, index))
     return replicas
 
 
@@ -168,6 +170,13 @@ def place_elastic(
             late = {f"rollout-{index}" for index in range(begun, count)}
             return [one for one in every if one.name not in late], [one for one in every if one.name in late]
     return first, []
+
+
+def process_of(replicas: Iterable[Replica], role: Role, replica: int, rank: int) -> ProcessSpec | None:
+    """The process of a replica, by their numbers: what a head and a node mean by them is the same."""
+    processes = (spec for one in replicas for spec in one.processes)
+    wanted = (role, replica, rank)
+    return next((spec for spec in processes if (spec.role, spec.replica, spec.rank) == wanted), None)
 
 
 def _with_rollouts(config: Config, count: int) -> Config:
@@ -424,8 +433,9 @@ def _policy(
     devices: tuple[int, ...],
     profiled: bool,
     argv: tuple[str, ...] = (),
+    index: int = 0,
 ) -> Replica:
-    """nodes: of each rank. envs: of each node."""
+    """nodes: of each rank. envs: of each node. index: of the replica among those of its role."""
     ranks, there = len(nodes), Counter(nodes)
     processes = tuple(
         ProcessSpec(
@@ -440,6 +450,7 @@ def _policy(
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(there[node]),
             },
+            replica=index,
             rank=rank,
             node=node,
             profiled=profiled,
@@ -449,9 +460,12 @@ def _policy(
     return Replica(name, Role.POLICY, processes, rendezvous=True, devices=devices)
 
 
-def _rollout(name: str, env: dict[str, str], devices: tuple[int, ...], node: int, profiled: bool) -> Replica:
-    env = {**env, "COSMOS_REPLICA_NAME": name}
-    spec = ProcessSpec(name, Role.ROLLOUT, _module("rollout_worker"), env, node=node, profiled=profiled)
+def _rollout(
+    name: str, env: dict[str, str], devices: tuple[int, ...], node: int, profiled: bool, index: int = 0
+) -> Replica:
+    """index: of the replica among those of its role."""
+    env, argv = {**env, "COSMOS_REPLICA_NAME": name}, _module("rollout_worker")
+    spec = ProcessSpec(name, Role.ROLLOUT, argv, env, replica=index, node=node, profiled=profiled)
     return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
 
 

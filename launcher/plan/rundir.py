@@ -352,8 +352,13 @@ def environment(
         return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
     if role in (Role.ROLLOUT, Role.POLICY):
         env = {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
-        return {**env, "COSMOS_TLS_CA": absolute(tls_ca)} if tls_ca else env
+        return env | trust(tls_ca)
     return {}
+
+
+def trust(tls_ca: str) -> dict[str, str]:
+    """Whom callers of the controller trust, where that is not whom the system does: `controller.tls_ca`."""
+    return {"COSMOS_TLS_CA": absolute(tls_ca)} if tls_ca else {}
 
 
 def base_environment(env: Mapping[str, str]) -> dict[str, str]:

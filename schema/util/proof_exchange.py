@@ -5,8 +5,8 @@
     client   proof                    32 bytes
     both     messages, each with the MAC of its `Seal`
 
-All sizes are fixed, so an end that has proven nothing cannot make the other one read more. Reading and writing is up to
-the caller: the same classes serve asyncio and blocking sockets.
+All sizes are fixed, so an end that has proven nothing cannot make the other one read more. The caller reads and
+writes: the same classes serve asyncio and blocking sockets.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _job(config: Config, place: Place) -> Job:
 
 def nodes_awaited(config: Config, place: Place) -> list[int]:
     """The machines that the head waits for."""
-    terms = Terms(config, RunDir(place.directory()), {}, ("127.0.0.1", 1), 1.0)
+    terms = Terms(config, RunDir(place.directory()), {}, ("127.0.0.1", 1))
     return list(NodeServer(HeadAddress("127.0.0.1", 1), terms, print).hosts)
 
 
