@@ -37,8 +37,8 @@ class OrderError(Exception):
 def run_of(config: Config, path: str) -> RunDir:
     """The run directory that the head names, where it is one of `train.output_dir`. Raises OrderError."""
     output = Path(absolute(config.train.output_dir))
-    parent, _, name = path.rpartition("/")
-    if Path(parent) != output or not _NAME.fullmatch(name):
+    name = path.rpartition("/")[2]
+    if not _NAME.fullmatch(name) or path != str(output / name):
         raise OrderError(
             f"the head names the run directory {path}, which is not one of train.output_dir = {output}"
         )
