@@ -118,12 +118,16 @@ def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
 
 @dataclass(frozen=True)
 class EnginePod:
-    """One of the pods of an engine. leader: address of the first. folder: of the engine alone, on the claim."""
+    """One of the pods of an engine. leader: address of the first. folder: of the engine alone, on the claim.
+
+    config: the file of this pod's configuration.
+    """
 
     count: int
     index: int
     leader: str
     folder: str
+    config: str
 
 
 def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> list[ProcessSpec]:
@@ -136,6 +140,7 @@ def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> list
             "COSMOS_ENGINE_NODE": str(part.index),
             "COSMOS_ENGINE_LEADER": part.leader,
             "COSMOS_ENGINE_FOLDER": part.folder,
+            "COSMOS_ENGINE_CONFIG": part.config,
         }
     made = follower(name) if part is not None and part.index else joined(config, name)
     (spec,) = made.processes

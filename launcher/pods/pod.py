@@ -90,7 +90,7 @@ def pod(
         try:
             if role == "controller":
                 _controller(_read(config))
-            code = _worker(Role(role), _read(config), stay=stay, keep=keep)
+            code = _worker(Role(role), _read(config), config, stay=stay, keep=keep)
         except LaunchError as error:
             _tell(error.render())
             raise
@@ -238,8 +238,8 @@ def _facts(config: Config) -> dict[str, str]:
 # ---- the workers ---------------------------------------------------------------------------------------------
 
 
-def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int:
-    """Run this pod's processes to their end; the exit code. Raises LaunchError."""
+def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | None) -> int:
+    """Run this pod's processes to their end; the exit code. Raises LaunchError. file: of the configuration."""
     import asyncio
 
     from controller.client import Client, ControllerError
@@ -249,7 +249,7 @@ def _worker(role: Role, config: Config, *, stay: bool, keep: Path | None) -> int
     url, token = _variable("COSMOS_CONTROLLER_URL"), _variable("COSMOS_TOKEN")
     tls_ca = config.controller.tls_ca or None
     patience = max(config.controller.start_timeout, config.controller.controller_lost_timeout)
-    specs = _specs(role, config)
+    specs = _specs(role, config, file)
     try:
         with Client(url, token, patience=patience, tls_ca=tls_ca) as client:
             client.send(api.ready())
@@ -326,18 +326,18 @@ def _verdict(role: Role, ended: Ended, status: JobStatus | None) -> tuple[int, s
     return EXIT_FAILED, "left before the job was over"
 
 
-def _specs(role: Role, config: Config) -> list[ProcessSpec]:
+def _specs(role: Role, config: Config, file: Path) -> list[ProcessSpec]:
     """The processes of this pod. Raises LaunchError."""
     from launcher.plan import pods
 
     if role is Role.ROLLOUT:
-        return pods.of_rollout(config, _variable("COSMOS_POD"), _engine_pod(config))
+        return pods.of_rollout(config, _variable("COSMOS_POD"), _engine_pod(config, file))
     ordinal = re.search(r"-(\d+)$", os.environ.get("COSMOS_POD", ""))
     replica = _number("COSMOS_POLICY", ordinal[1] if ordinal else "0")
     return pods.of_policy(config, replica, _number("JOB_COMPLETION_INDEX", "0"))
 
 
-def _engine_pod(config: Config) -> EnginePod | None:
+def _engine_pod(config: Config, file: Path) -> EnginePod | None:
     """Which part of an engine this pod is; None: it is a whole one. Raises LaunchError."""
     from launcher.plan.pods import EnginePod
 
@@ -349,7 +349,7 @@ def _engine_pod(config: Config) -> EnginePod | None:
         first = first.rpartition("-")[0]
     folder = _run_dir(config).path / "engines" / first
     leader = _variable("LWS_LEADER_ADDRESS") if index else _variable("COSMOS_NODE_ADDRESS")
-    return EnginePod(count, index, leader, str(folder))
+    return EnginePod(count, index, leader, str(folder), str(file.absolute()))
 
 
 def _environment(

@@ -1,7 +1,8 @@
 """`python -m rollout_worker.engines.vllm.follower`: vLLM's ranks on a further machine of an engine.
 
-Environment: COSMOS_ENGINE_NODES, COSMOS_ENGINE_NODE, COSMOS_ENGINE_LEADER, COSMOS_ENGINE_FOLDER and COSMOS_TOKEN (the
-rollout role's). What to run comes from the engine's first machine (see `nodes`), which alone talks to the controller.
+Environment: COSMOS_ENGINE_NODES, COSMOS_ENGINE_NODE, COSMOS_ENGINE_LEADER, COSMOS_ENGINE_FOLDER, COSMOS_ENGINE_CONFIG
+and COSMOS_TOKEN (the rollout role's). It runs what its own configuration says, the file COSMOS_ENGINE_CONFIG, if the
+engine's first machine (see `nodes`), which alone talks to the controller, runs the same.
 
 It ends with the engine: nothing follows from SIGTERM, since the first machine still drains; a second one ends it at
 once.
@@ -15,6 +16,7 @@ import logging
 import os
 import signal
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -22,7 +24,7 @@ from pydantic import ValidationError
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import processes
 from rollout_worker.engines.vllm.adapter import engine_config
-from rollout_worker.engines.vllm.nodes import Leader, NodeError, join, nodes_of
+from rollout_worker.engines.vllm.nodes import Leader, NodeError, differences, join, nodes_of
 from rollout_worker.engines.vllm.processes import boot_environment, environment
 from schema.config import Config
 from schema.util.text import configure_logging
@@ -37,10 +39,11 @@ def main() -> int:
     configure_logging(force=True)
     try:
         nodes = nodes_of(os.environ)
-        if nodes is None or not nodes.index:
+        if nodes is None or nodes.config is None:
             raise EngineConfigError(
                 "COSMOS_ENGINE_NODES and COSMOS_ENGINE_NODE do not name a further machine"
             )
+        config = _own_config(nodes.config)
     except EngineConfigError as error:
         log.error("%s", error)
         return CONFIG
@@ -50,13 +53,20 @@ def main() -> int:
         log.error("%s", error)
         return FAILED
     signal.signal(signal.SIGTERM, _heard)
-    try:
-        config = Config.model_validate(leader.config)
-    except ValidationError as error:
-        leader.tell_failure(f"it does not know this configuration: {error}")
-        log.error("node 0 has another version of cosmos-launch: %s", error)
+    if unlike := differences(config, leader.config):
+        reason = f"node 0 runs another configuration than {nodes.config} of node {nodes.index}: {', '.join(unlike)}"
+        leader.tell_failure(reason)
+        log.error("%s; give all machines of the engine the same file", reason)
         return CONFIG
     return _follow(leader, config)
+
+
+def _own_config(path: Path) -> Config:
+    """Raises `EngineConfigError`: it cannot be read, or is not a configuration."""
+    try:
+        return Config.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise EngineConfigError(f"COSMOS_ENGINE_CONFIG: {path}: {error}") from None
 
 
 def _heard(*_: Any) -> None:

@@ -65,11 +65,8 @@ def config_of(root: Path, **sections: Any) -> Config:
     return Vllm.config(save_model(root / "model", random_model(1)), **sections)
 
 
-@contextmanager
-def subject_of(
-    root: Path, models: list[Any], rollout: dict[str, Any], *, loaded: bool = True, **sections: Any
-) -> Iterator[Subject]:
-    torch.set_num_threads(1)
+def settings_of(root: Path, model: Any, rollout: dict[str, Any], **sections: Any) -> Config:
+    """The configuration of a small engine of this model."""
     rollout = {
         "backend": "vllm",
         "dtype": "float32",
@@ -78,7 +75,15 @@ def subject_of(
         **rollout,
     }
     rollout.setdefault("parallelism", {"tp_size": 1})
-    config = Vllm.config(save_model(root / "model", models[0]), rollout=rollout, **sections)
+    return Vllm.config(save_model(root / "model", model), rollout=rollout, **sections)
+
+
+@contextmanager
+def subject_of(
+    root: Path, models: list[Any], rollout: dict[str, Any], *, loaded: bool = True, **sections: Any
+) -> Iterator[Subject]:
+    torch.set_num_threads(1)
+    config = settings_of(root, models[0], rollout, **sections)
     publications = [publish_model(root / "store", model, i) for i, model in enumerate(models)]
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

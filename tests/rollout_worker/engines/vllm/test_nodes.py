@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import signal
@@ -20,10 +22,21 @@ import psutil
 import pytest
 
 from rollout_worker.engines.base import EngineConfigError, EngineFailed, SamplingSettings
-from rollout_worker.engines.vllm.nodes import Leader, Members, NodeError, Nodes, join, nodes_of
+from rollout_worker.engines.vllm.nodes import (
+    MOST_UNPROVEN,
+    PURPOSE,
+    Leader,
+    Members,
+    NodeError,
+    Nodes,
+    differences,
+    join,
+    nodes_of,
+)
+from schema.util.proof_exchange import MAC_BYTES, OPENING_BYTES, ClientProof, ServerProof
 from schema.util.threads import in_daemon
 from tests.rollout_worker.engines.engine_contract import BOOT_S, Subject, check_logprobs, request
-from tests.rollout_worker.engines.vllm.test_engine import subject_of
+from tests.rollout_worker.engines.vllm.test_engine import settings_of, subject_of
 from tests.rollout_worker.tiny import random_model
 from tests.rollout_worker.versions import Versions, nudged
 from tests.support.waiting import PATIENCE, until
@@ -47,7 +60,7 @@ def free_ports() -> int:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Nodes:
-    return Nodes(3, 0, HOST, free_ports(), tmp_path / "engine", secrets.token_bytes(16))
+    return Nodes(3, 0, HOST, free_ports(), tmp_path / "engine", secrets.token_urlsafe(16))
 
 
 @contextmanager
@@ -88,17 +101,69 @@ def test_strangers_are_not_taken_in(nodes: Nodes) -> None:
     stop = threading.Event()
     members = Members(nodes, lambda: None)
     gathering = in_daemon(lambda: members.gather(CONFIG, stop), "gather")
-    for other in (replace(nodes, index=1, token=b"another"), replace(nodes, index=3)):
-        with pytest.raises(NodeError, match="of this engine, or with another token"):
-            join(other)
-    with socket.create_connection((HOST, nodes.port), PATIENCE) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with contextlib.ExitStack() as stack:
+        for n in range(2 * MOST_UNPROVEN):  # which say nothing, or half an opening
+            silent = stack.enter_context(socket.create_connection((HOST, nodes.port), PATIENCE))
+            silent.sendall(ClientProof(PURPOSE, "another").opening[: n % OPENING_BYTES])
+        for other, words in (
+            (replace(nodes, index=1, token="another"), "does not know the token"),
+            (replace(nodes, index=3), "node 3 is not one of the 3 machines of this engine"),
+        ):
+            with pytest.raises(NodeError, match=words):
+                join(other)
+        assert len(members._coming) <= MOST_UNPROVEN
+        stranger = stack.enter_context(socket.create_connection((HOST, nodes.port), PATIENCE))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(OPENING_BYTES))
         with suppress(ConnectionResetError):
-            while stranger.recv(1000):
-                pass
+            assert stranger.recv(1000) == b""
+    assert not members._there
     stop.set()
     with pytest.raises(NodeError, match="closed while it was starting"):
         gathering.result(PATIENCE)
+    members.end()
+
+
+def test_an_impostor_and_what_is_on_the_way_make_a_machine_run_nothing(nodes: Nodes) -> None:
+    """The impostor answers under another token; what is on the way adds a message to a genuine conversation."""
+    own = replace(nodes, index=1)
+    told = json.dumps({"config": CONFIG, "leader": HOST, "port": 1}).encode()
+    forged = len(told).to_bytes(4, "little") + bytes(MAC_BYTES) + told
+    for token, words in (("another", "does not know the token"), (nodes.token, "has a wrong MAC")):
+        with socket.create_server((HOST, nodes.port)) as listener:
+            joining: Future[Leader] = in_daemon(lambda: join(own), "join")
+            connection, _ = listener.accept()
+            with connection:
+                opening = connection.recv(OPENING_BYTES, socket.MSG_WAITALL)
+                connection.sendall(ServerProof(PURPOSE, token, opening).answer + forged)
+                with pytest.raises(NodeError, match=words):
+                    joining.result(PATIENCE)
+                with suppress(ConnectionResetError):
+                    assert (connection.recv(1, socket.MSG_WAITALL) == b"") == (token == "another")
+
+
+def test_a_machine_runs_what_its_own_configuration_says(nodes: Nodes, tmp_path: Path) -> None:
+    """Node 0 wants it to import a module of its choice; the follower has another configuration, and refuses."""
+    config = settings_of(tmp_path, random_model(1), {"parallelism": {"tp_size": 2}})
+    assert differences(config, json.loads(json.dumps(config.to_dict()))) == []
+    wanted = config.to_dict()
+    wanted["policy"]["external_modules"] = ["stranger"]
+    wanted["train"]["seed"] = 99
+    assert differences(config, wanted) == ["policy.external_modules"]
+    assert differences(config, {}) != []
+    file = tmp_path / "config.json"
+    file.write_text(config.model_dump_json())
+    env = {
+        "COSMOS_ENGINE_NODES": "2", "COSMOS_ENGINE_NODE": "1", "COSMOS_ENGINE_LEADER": HOST,
+        "COSMOS_ENGINE_PORT": str(nodes.port), "COSMOS_ENGINE_FOLDER": str(tmp_path), "COSMOS_TOKEN": nodes.token,
+        "COSMOS_ENGINE_CONFIG": str(file),
+    }  # fmt: skip
+    lost = threading.Event()
+    members = Members(replace(nodes, count=2), lost.set)
+    with follower(env, tmp_path / "log") as process:
+        members.gather(wanted, threading.Event())
+        assert process.wait(PATIENCE) == 2
+        assert lost.wait(PATIENCE)
+    assert "policy.external_modules" in members.lost
     members.end()
 
 
@@ -109,9 +174,9 @@ def test_a_machine_is_found_by_its_environment(tmp_path: Path) -> None:
         "COSMOS_ENGINE_LEADER": "a",
         "COSMOS_TOKEN": "t",
     }
-    whole = env | {"COSMOS_ENGINE_FOLDER": str(tmp_path)}
+    whole = env | {"COSMOS_ENGINE_FOLDER": str(tmp_path), "COSMOS_ENGINE_CONFIG": "/c"}
     assert nodes_of({}) is None
-    assert nodes_of(whole) == Nodes(2, 1, "a", 29400, tmp_path, b"t")
+    assert nodes_of(whole) == Nodes(2, 1, "a", 29400, tmp_path, "t", Path("/c"))
     for spoiled, words in (
         (env, "COSMOS_ENGINE_FOLDER is not"),
         (whole | {"COSMOS_ENGINE_NODE": "2"}, "COSMOS_ENGINE_NODE = 2 is not one of 2 machines"),
@@ -168,10 +233,11 @@ def engine_of_two(
     for name, text in env.items():
         monkeypatch.setenv(name, text)
     (tmp_path / "engine").mkdir()
-    log = tmp_path / "follower.log"
-    with follower(env | {"COSMOS_ENGINE_NODE": "1"}, log) as process:
+    log, file = tmp_path / "follower.log", tmp_path / "config.json"
+    rollout = {"parallelism": mesh, "load_format": "dummy"}
+    file.write_text(settings_of(tmp_path, random_model(1), rollout).model_dump_json())
+    with follower(env | {"COSMOS_ENGINE_NODE": "1", "COSMOS_ENGINE_CONFIG": str(file)}, log) as process:
         in_daemon(lambda: meanwhile(process, log), "meanwhile")
-        rollout = {"parallelism": mesh, "load_format": "dummy"}
         with subject_of(tmp_path, [random_model(1)], rollout, loaded=False) as subject:
             yield subject, process, log
         process.wait(PATIENCE)
