@@ -69,18 +69,24 @@ def test_ranks_that_do_not_fill_pods_are_refused() -> None:
         pods.pods(config())
 
 
+FILE = Path("/etc/cosmos/config.json")
+
+
 def test_a_pod_finds_its_part_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = config(placement={"gpus_per_node": 2, "nodes": 3}, policy={"parallelism": {"dp_shard_size": 4}})
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    assert [spec.name for spec in pod._specs(Role.POLICY, whole)] == ["policy-0-rank2", "policy-0-rank3"]
+    assert [spec.name for spec in pod._specs(Role.POLICY, whole, FILE)] == [
+        "policy-0-rank2",
+        "policy-0-rank3",
+    ]
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "x")
     with pytest.raises(LaunchError, match="JOB_COMPLETION_INDEX = 'x'"):
-        pod._specs(Role.POLICY, whole)
+        pod._specs(Role.POLICY, whole, FILE)
     monkeypatch.delenv("JOB_COMPLETION_INDEX")
     monkeypatch.setenv("COSMOS_POD", "run-policy-1")
     with pytest.raises(LaunchError, match="policy-1 has no pod 0"):
-        pod._specs(Role.POLICY, whole)
-    (rollout,) = pod._specs(Role.ROLLOUT, whole)
+        pod._specs(Role.POLICY, whole, FILE)
+    (rollout,) = pod._specs(Role.ROLLOUT, whole, FILE)
     assert (rollout.env["COSMOS_REPLICA_NAME"], rollout.env["OMP_NUM_THREADS"]) == ("run-policy-1", "8")
 
 
@@ -89,9 +95,9 @@ def test_a_pod_of_an_engine_knows_the_first_one(monkeypatch: pytest.MonkeyPatch)
     for name, text in (("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1"), ("COSMOS_POD", "run-rollout-3-1")):
         monkeypatch.setenv(name, text)
     with pytest.raises(LaunchError, match="LWS_LEADER_ADDRESS is not set"):
-        pod._specs(Role.ROLLOUT, whole)
+        pod._specs(Role.ROLLOUT, whole, FILE)
     monkeypatch.setenv("LWS_LEADER_ADDRESS", "run-rollout-3.run-rollout.default")
-    (second,) = pod._specs(Role.ROLLOUT, whole)
+    (second,) = pod._specs(Role.ROLLOUT, whole, FILE)
     assert second.argv[-1] == "rollout_worker.engines.vllm.follower"
     assert (
         second.env.items()
@@ -100,13 +106,14 @@ def test_a_pod_of_an_engine_knows_the_first_one(monkeypatch: pytest.MonkeyPatch)
             "COSMOS_ENGINE_NODE": "1",
             "COSMOS_ENGINE_LEADER": "run-rollout-3.run-rollout.default",
             "COSMOS_ENGINE_FOLDER": "/cosmos/run/engines/run-rollout-3",
+            "COSMOS_ENGINE_CONFIG": str(FILE),
         }.items()
     )
     for name, text in (
         ("LWS_WORKER_INDEX", "0"), ("COSMOS_POD", "run-rollout-3"), ("COSMOS_NODE_ADDRESS", "10.0.0.7")
     ):  # fmt: skip
         monkeypatch.setenv(name, text)
-    (first,) = pod._specs(Role.ROLLOUT, whole)
+    (first,) = pod._specs(Role.ROLLOUT, whole, FILE)
     assert (first.argv[-1], first.env["COSMOS_REPLICA_NAME"]) == ("rollout_worker", "run-rollout-3")
     assert first.env["COSMOS_ENGINE_LEADER"] == "10.0.0.7"
     assert first.env["COSMOS_ENGINE_FOLDER"] == second.env["COSMOS_ENGINE_FOLDER"]
