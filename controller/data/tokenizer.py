@@ -6,6 +6,10 @@ found by rendering: a turn starts where the rendering of the turns before it, wi
 ends; and its content ends where the rendering first differs when a marker is appended to it. So templates
 that rewrite the history (Qwen3 drops earlier thoughts) are right too.
 
+Special tokens around a text: a chat template writes them all, and the tokenizer adds none. Without a template the
+tokens that the tokenizer puts before a text (BOS, CLS) begin a prompt or conversation, once; those that it puts
+behind (EOS, SEP) are left out, since the answer goes on from there, and the end token stands behind each answer.
+
 transformers is imported on first use: 0.7 s for a tokenizer that is all in `tokenizer.json` (torch stays
 out), about 4 s for one that needs a class of its own.
 """
@@ -16,6 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +71,7 @@ class PromptTokenizer:
             self._tokenizer.chat_template = template
         self._template: str | None = self._tokenizer.chat_template
         self._thinking = thinking
+        self._before, self._behind = self._added()
         if self._template is None:
             logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", name)
         if thinking and not self._can_think():
@@ -107,6 +113,13 @@ class PromptTokenizer:
                 f"train.train_policy.system_prompt: the chat template of {key} leaves it out; put it into the "
                 "prompts, or name a template in rollout.multi_turn_config.custom_chat_template_path"
             )
+        (ids,) = self.encode([text])
+        if ids[: len(self._before)].tolist() != self._before:
+            logger.warning(
+                "%s: the tokenizer begins plain text with %s, the chat template does not, so prompts do without",
+                key,
+                self._tokenizer.decode(self._before),
+            )
 
     def _can_think(self) -> bool:
         """Whether the template renders a prompt in one way with thinking, in another without."""
@@ -130,7 +143,10 @@ class PromptTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of what `text` made."""
-        return [np.asarray(ids, np.int32) for ids in self._encode(texts)["input_ids"]] if texts else []
+        if not texts:
+            return []
+        found = self._encode(texts)["input_ids"]
+        return [np.asarray(self._begun(ids) if self._template is None else ids, np.int32) for ids in found]
 
     def decode(self, ids: Ids) -> str:
         """Tokens as text, special ones too."""
@@ -163,10 +179,7 @@ class PromptTokenizer:
     # ---- the template ---------------------------------------------------------------------------------
 
     def _encode(self, texts: Sequence[str], offsets: bool = False) -> Any:
-        # A template writes the special tokens itself; plain text gets those that the tokenizer adds.
-        return self._tokenizer(
-            list(texts), add_special_tokens=self._template is None, return_offsets_mapping=offsets
-        )
+        return self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=offsets)
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
         try:
@@ -191,17 +204,37 @@ class PromptTokenizer:
         ]
 
     def _plain(self, messages: list[Message]) -> tuple[Ids, Mask]:
-        """Without a template: contents run together, each of the assistant's ended by the end token."""
+        """Without a template: prompts as `prompts` makes them, each answer ended by one end token."""
         ids: list[int] = []
         mask: list[int] = []
         eos = self._tokenizer.eos_token_id
-        for turn in messages:
-            learnt = turn["role"] == "assistant"
-            piece = list(self._tokenizer(turn["content"], add_special_tokens=not ids)["input_ids"])
-            piece += [eos] if learnt and eos is not None else []
-            ids += piece
-            mask += [int(learnt)] * len(piece)
-        return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+        end = self._behind if eos is None else [eos]
+        for learnt, turns in groupby(messages, lambda turn: turn["role"] == "assistant"):
+            texts = [turn["content"] for turn in turns]
+            for piece in self._encode(texts if learnt else ["".join(texts)])["input_ids"]:
+                closed = piece[-len(end) :] == end
+                ids += [*piece, *(end if learnt and not closed else [])]
+                mask += [int(learnt)] * (len(ids) - len(mask))
+        begun = self._begun(ids)
+        return np.asarray(begun, np.int32), np.asarray([0] * (len(begun) - len(ids)) + mask, np.uint8)
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """The tokens of a text behind those that begin one, unless it begins with them already."""
+        return ids if ids[: len(self._before)] == self._before else [*self._before, *ids]
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before a text, and behind it."""
+        special = set(self._tokenizer.all_special_tokens)
+        words = (word for word in self._tokenizer.get_vocab() if word not in special)
+        for text in chain(("a",), words):
+            plain, whole = (
+                list(self._tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (False, True)
+            )
+            places = range(len(whole) - len(plain) + 1)
+            at = next((at for at in places if whole[at : at + len(plain)] == plain), None)
+            if plain and at is not None:
+                return whole[:at], whole[at + len(plain) :]
+        return [], []
 
     def _spans(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
         """[start, end of content) in `text` of each turn of the assistant."""
