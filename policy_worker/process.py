@@ -103,7 +103,7 @@ class RankEnvironment:
 def set_up_logging(rank: int) -> None:
     """Log to standard error, each line with the rank."""
     configure_logging(f"%(asctime)s %(levelname)s rank{rank} %(name)s: %(message)s", force=True)
-    for noisy in ("httpx", "httpcore", "transformers", "torch.distributed"):
+    for noisy in ("httpx", "httpx2", "httpcore", "transformers", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     wait_asleep()

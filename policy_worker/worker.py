@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.utils import cached_file
 
 from controller.client import Refused
 from policy_worker.checkpoints.find import Resumption, before_step, choose, newest_snapshot, snapshot_of
@@ -40,7 +41,8 @@ from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.training.teachers import Teachers, tokenizer_of
 from policy_worker.training.turns import Turns
-from schema.config import Config
+from schema.config import Config, check_model_warnings
+from schema.config.fetched import fetched_by, refusal
 from schema.config.layout import reference_is_within
 from schema.config.rules.profiler import absent_ranks
 from schema.config.trained import settings_digest
@@ -156,6 +158,7 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
         SettingsError: the configuration cannot work on these ranks, or with this model.
         CheckpointError: the checkpoint does not hold what is asked for.
     """
+    _refuse_models(config, group)
     _arrange(config, group)
     _seed(config)
     weights, lead = weights_directory(resumption, config), group.lead
@@ -288,6 +291,16 @@ def _arrange(config: Config, group: Group) -> None:
     group.arrange(MeshSizes.of_config(config.policy.parallelism, group.world))
     for problem in absent_ranks(config, group.world):
         raise SettingsError(problem.render())
+
+
+def _refuse_models(config: Config, group: Group) -> None:
+    """Apply the rules that need files of models again: `validate` may have run where they were not. Raises
+    `SettingsError`."""
+    find = fetched_by(cached_file)
+    if faults := refusal(config, find):
+        raise SettingsError(faults)
+    for warning in check_model_warnings(config, find) if group.leads else ():
+        log.warning("%s", warning.render())
 
 
 def _seed(config: Config) -> None:

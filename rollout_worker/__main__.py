@@ -131,7 +131,7 @@ def _number(name: str) -> int | None:
 
 def _set_up_logging() -> None:
     configure_logging(force=True)
-    for noisy in ("httpx", "httpcore", "transformers"):
+    for noisy in ("httpx", "httpx2", "httpcore", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -27,7 +27,7 @@ from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
-from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer
+from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer, refuse_models
 from rollout_worker.groups.turns import Turns
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.lease_table import LeaseTable
@@ -162,6 +162,7 @@ class Worker:
     async def _boot(self, config: Config, stack: contextlib.AsyncExitStack) -> tuple[Engine, Any]:
         began, model = time.monotonic(), config.policy
         await asyncio.to_thread(import_modules, model)
+        await asyncio.to_thread(refuse_models, config)
         tokenizer = await asyncio.to_thread(load_tokenizer, model)
         ends = await asyncio.to_thread(eos_token_ids, model, tokenizer)
         engine = await asyncio.to_thread(create_engine, config, tokenizer, ends)

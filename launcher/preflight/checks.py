@@ -33,6 +33,7 @@ from schema.config.backends import BACKENDS
 from schema.config.layout import policy_layout
 from schema.config.model_facts import BrokenModelError, config_file, read_config, read_facts
 from schema.config.rules.engine import impossible_without_gpus
+from schema.config.rules.model import unread_models
 from schema.config.rules.profiler import absent_ranks
 from schema.config.sections.model_keys import ModelKeys
 
@@ -64,6 +65,7 @@ def check_machine(
     if config.is_evaluation:  # reads a file and runs reward functions: no port, GPU or Redis
         _check_disk(config, findings)
         return findings
+    findings.warnings += unread_models(config)
     findings.problems += check_engine_version(config, installed_vllm())
     findings.problems += check_engine_options(config)
     findings.problems += check_overrides(config)

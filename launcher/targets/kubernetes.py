@@ -36,6 +36,7 @@ from launcher.targets.manifests import scaling, services, workers
 from launcher.targets.manifests.base import ClusterJob, Manifest
 from schema.config import Config
 from schema.config.loading.load import load
+from schema.config.rules.model import unread_models
 from schema.util.atomic_file import write_text
 from schema.util.text import visible
 from schema.wire.secret import fault
@@ -222,7 +223,7 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
     job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
     files = render(job)
     _write_files(target, job, files)
-    for warning in loaded.warnings:
+    for warning in loaded.warnings + loaded.placed(unread_models(config)):
         typer.echo(f"warning: {visible(warning.render())}", err=True)
     if set(config.logging.logger) - {"console"}:
         typer.echo(

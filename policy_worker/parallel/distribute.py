@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from policy_worker.errors import SettingsError
 from policy_worker.model.model import AnyModel
 from policy_worker.parallel.context import apply_context
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import Units, apply_fsdp, needs_sharding
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import compile_layers, convert_to_fp8
-from policy_worker.parallel.mesh import EP, TP
+from policy_worker.parallel.mesh import EP, TP, MeshSizes
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.config.sections.train import TrainingConfig
+
+
+def check_heads(model: AnyModel, sizes: MeshSizes) -> None:
+    """Whether ranks get whole heads, by transformers' own names for their numbers: a config.json may have others, of
+    which the rules of the configuration know nothing. Raises `SettingsError`."""
+    text = model.lm.config.get_text_config()
+    names = {"attention heads": "num_attention_heads", "key/value heads": "num_key_value_heads"}
+    counts = {words: getattr(text, name, None) for words, name in names.items()}
+    if getattr(text, "kv_lora_rank", None):  # latent attention: keys and values of all heads come of one
+        del counts["key/value heads"]
+    for words, count in counts.items():
+        pieces = (
+            sizes.cp if words == "attention heads" else 1
+        )  # of keys and values, pieces repeat what is missing
+        if isinstance(count, int) and count % (sizes.tp * pieces):
+            asked = f"tp_size = {sizes.tp}" + (f" * cp_size = {pieces}" if pieces > 1 else "")
+            raise SettingsError(
+                f"{asked} does not divide the {count} {words} of {type(model.lm).__name__}: write sizes that do"
+            )
 
 
 def distribute(
@@ -35,6 +55,7 @@ def distribute(
     Raises:
         SettingsError: the model cannot be cut so, or its layers cannot compute in fp8.
     """
+    check_heads(model, group.sizes)
     ranks = group.sizes.fsdp_ranks
     if not frozen:
         offload, units = keys.fsdp_offload, Units.of_config(keys)

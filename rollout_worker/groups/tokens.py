@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
 from schema.config import Config, PolicyConfig
+from schema.config.fetched import fetched_by, of_policy, refusal
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
@@ -30,6 +31,15 @@ def import_modules(policy: PolicyConfig) -> None:
         raise EngineConfigError(str(error)) from error
     if policy.trust_remote_code:
         log.warning("policy.trust_remote_code = true: code of %s may run here", policy.model_name_or_path)
+
+
+def refuse_models(config: Config) -> None:
+    """Apply the rules that need files of the model again: `validate` may have run where they were not. Raises
+    `EngineConfigError`."""
+    from transformers.utils import cached_file
+
+    if faults := refusal(config, of_policy(config, fetched_by(cached_file))):
+        raise EngineConfigError(faults)
 
 
 def load_tokenizer(policy: PolicyConfig) -> Any:

@@ -8,7 +8,7 @@ from schema.config.loading.load import check_config, load_config
 from schema.config.paths import local_path
 from schema.config.problem import ConfigError, Problem
 from schema.config.root import Config
-from schema.config.rules import check_rules, check_warnings
+from schema.config.rules import check_model_warnings, check_rules, check_warnings
 from schema.config.sections.critic import CriticConfig
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
@@ -38,6 +38,7 @@ __all__ = [
     "TrainingConfig",
     "check_available",
     "check_config",
+    "check_model_warnings",
     "check_rules",
     "check_warnings",
     "load_config",

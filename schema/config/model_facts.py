@@ -4,6 +4,8 @@
                  ├─▶ config.json ─▶ the text model's part ─▶ ModelFacts
     a hub name ──┘   (a snapshot in the local Hugging Face cache)
 
+Workers read the same file where they have fetched it (`schema.config.fetched`): a `FindFile` says where it lies.
+
 Only names that mean the same in every architecture are read; what is missing, of another type, or different from
 layer to layer is None, and no rule speaks of it. The longest sequence is found as vLLM finds it.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,10 @@ _MAX_COUNT = 2**40  # more heads, layers, words or positions than that are a mis
 _MAX_BYTES = 16 * 1024 * 1024  # a config.json larger than this is something else
 
 
+FindFile = Callable[[str, str | None, str], Path | None]
+"""(a model's directory or hub name, its revision, a file of it) → where that file is; None: not on this machine."""
+
+
 class BrokenModelError(ValueError):
     """The model's config.json cannot be read; the text says why."""
 
@@ -102,12 +108,19 @@ class ModelFacts:
     deep_head: bool = False
 
 
-def read_facts(name: str, revision: str | None, override: Mapping[str, Any]) -> ModelFacts | None:
+def local_file(name: str, revision: str | None, file: str) -> Path | None:
+    """A `FindFile` that downloads nothing: `config_file` in this process's environment."""
+    return config_file(name, revision, file=file)
+
+
+def read_facts(
+    name: str, revision: str | None, override: Mapping[str, Any], find: FindFile = local_file
+) -> ModelFacts | None:
     """The facts of a model by its directory or hub name; None where it is not on this machine.
 
     override: entries that replace those of config.json. Raises BrokenModelError.
     """
-    path = config_file(name, revision)
+    path = find(name, revision, "config.json")
     if path is None:
         return None
     data = {**read_config(path), **override}

@@ -9,16 +9,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from schema.config.model_facts import config_file
+from schema.config.model_facts import FindFile, local_file
 from schema.config.paths import NotAFileError, is_file, read_regular
 
 _MAX_BYTES = 256 * 1024 * 1024
 
 
-def vocabulary_of(name: str, revision: str | None) -> dict[str, int] | None:
+def vocabulary_of(name: str, revision: str | None, find: FindFile = local_file) -> dict[str, int] | None:
     """Token to id of a tokenizer by its directory or hub name; None where it is not on this machine, or is of
     another kind than `tokenizer.json`."""
-    path = config_file(name, revision, file="tokenizer.json")
+    path = find(name, revision, "tokenizer.json")
     if path is None or not is_file(path):
         return None
     try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from controller.client import Client
 from controller.client import calls as api
 from schema.config import Config
+from schema.config.rules import check_rules
 from schema.config.trained import settings_digest
 from schema.wire.batch_file import folder_of, path_of, read, recorded, write
 from schema.wire.messages.steps import StepRecord
@@ -25,7 +29,9 @@ from tests.policy_worker.player import Player
 from tests.policy_worker.ranks import replay_ranks, start_ranks, wait_ranks
 from tests.policy_worker.training.test_profiles import events, inside, named
 from tests.support.controller import TOKENS
+from tests.support.hub import running_hub
 from tests.support.objects import running_objects
+from tests.support.waiting import PATIENCE
 
 
 def grpo_config(
@@ -364,6 +370,49 @@ def test_settings_that_cannot_work_exit_with_two(start: Any, config: Any, enviro
     assert code == 2, output
     assert message in output
     assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_model_that_only_the_trainer_can_read_is_judged_before_its_weights_are_loaded(
+    tmp_path: Path, start: Any
+):
+    mesh = {"tp_size": 4, "cp_size": 3, "ep_size": 3}
+    policy = {"model_name_or_path": "owner/tiny", "model_revision": "v1", "parallelism": mesh}
+    config = make_config(policy=policy, rollout={"backend": "vllm", "parallelism": {"tp_size": 8}})
+    assert "owner/tiny" not in "".join(problem.message for problem in check_rules(config))
+    with running_hub() as hub:
+        hub.models["owner/tiny"] = write_model(tmp_path / "model")
+        environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "cache")}
+        job = {
+            "COSMOS_CONTROLLER_URL": start(config).controller.url,
+            "COSMOS_TOKEN": TOKENS["policy"],
+            "COSMOS_REPLICA_NAME": "policy-0",
+        }
+        # Not a fork: the hub's client reads its environment when it is imported.
+        done = subprocess.run(
+            [sys.executable, "-m", "policy_worker"],
+            env={**environment, **job},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    output = done.stderr
+    assert done.returncode == 2, output
+    assert "Traceback" not in output
+    for fault in (
+        "policy.parallelism.tp_size: 4 does not divide the 2 key/value heads of policy.model_name_or_path = owner",
+        "    write policy.parallelism.tp_size = 1 or 2\n",
+        "policy.parallelism.cp_size: 3 * policy.parallelism.tp_size = 4 does not divide the 4 attention heads",
+        "policy.parallelism.ep_size: 3 is for experts, and policy.model_name_or_path = owner/tiny has none",
+        "policy.parallelism.ep_size: this build cannot do 3 yet next to policy.parallelism.tp_size = 4",
+        "rollout.parallelism.tp_size: 8 does not divide the 4 attention heads",
+    ):
+        assert fault in output
+    cached = [
+        path.name for path in (tmp_path / "cache").rglob("*") if path.suffix in (".json", ".safetensors")
+    ]
+    assert cached == ["config.json"]
 
 
 def test_an_incomplete_environment_exits_with_two_at_once():

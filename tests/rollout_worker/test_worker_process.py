@@ -7,15 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from controller.client import Client
 from controller.client import calls as api
+from schema.config.rules import check_rules
 from schema.wire.messages import Phase
 from tests.controller.drivers import Rollout
 from tests.rollout_worker.stage import Stage, secret_of
 from tests.support.controller import TOKENS
+from tests.support.hub import running_hub
 from tests.support.proof import http, impostor
 from tests.support.waiting import PATIENCE, until
 
@@ -207,3 +210,39 @@ def test_settings_that_cannot_work_are_exit_code_2(stage: Stage) -> None:
     worker = stage.worker_process(served.url)
     assert worker.wait() == 2
     assert "/nowhere/r.py" in worker.log.read_text()
+
+
+def test_a_model_that_only_the_replica_can_read_is_judged_before_its_engine_starts(
+    stage: Stage, tmp_path: Path
+) -> None:
+    changes = {"policy__model_name_or_path": "owner/tiny", "rollout__backend": "vllm"}
+    config = stage.config(rollout__parallelism__tp_size=3, policy__model_max_length=4096, **changes)
+    assert "owner/tiny" not in "".join(problem.message for problem in check_rules(config))
+    stage.prepare(config, PROMPTS)
+    with running_hub() as hub:
+        hub.models["owner/tiny"] = stage.models.folder
+        environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "cache")}
+        job = {
+            "COSMOS_CONTROLLER_URL": stage.serve().url,
+            "COSMOS_TOKEN": TOKENS["rollout"],
+            "COSMOS_REPLICA_NAME": "rollout-0",
+            "COSMOS_REPLICA_SECRET": "a-secret-of-this-test-that-is-long-enough",
+        }
+        # Not a fork: the hub's client reads its environment when it is imported.
+        done = subprocess.run(
+            [sys.executable, "-m", "rollout_worker"],
+            env={**environment, **job},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    said = done.stderr
+    assert done.returncode == 2, said
+    assert "Traceback" not in said
+    assert "rollout.parallelism.tp_size: 3 does not divide the 4 attention heads of " in said
+    assert "policy.model_max_length: 4096 tokens are more than the " in said
+    cached = [
+        path.name for path in (tmp_path / "cache").rglob("*.*") if path.suffix in (".json", ".safetensors")
+    ]
+    assert cached == ["config.json"]

@@ -1,14 +1,16 @@
-"""A server that answers what the Hugging Face client asks when it uploads: enough of the hub to see what arrives."""
+"""A server that answers what the Hugging Face client asks when it uploads, and has files of models to download."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 TOKEN = "hf_test_token_of_no_use"
@@ -25,6 +27,8 @@ class Hub:
     commits: list[dict[str, Any]] = field(default_factory=list)
     sent: int = 0
     """Blobs that were put, repeated ones too."""
+    models: dict[str, Path] = field(default_factory=dict)
+    """Directories whose files can be downloaded, by name."""
     fail_next: list[int] = field(default_factory=list)
     """Status codes for the next commits."""
 
@@ -57,8 +61,27 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(401, {"error": "Invalid username or password."})
         return False
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _file(self) -> None:
+        name, _, rest = self.path.removeprefix("/").partition("/resolve/")
+        folder = self.hub.models.get(name)
+        path = None if folder is None else folder / rest.partition("/")[2]
+        self.send_response(200 if path is not None and path.is_file() else 404)
+        body = path.read_bytes() if path is not None and path.is_file() else b""
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Error-Code", "RepoNotFound" if folder is None else "EntryNotFound")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
     def do_GET(self) -> None:
-        if "/tree/" in self.path:
+        if "/resolve/" in self.path:
+            self._file()
+        elif "/tree/" in self.path:
             files = {file["key"] for commit in self.hub.commits for file in commit["files"]}
             self._answer(
                 200, [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in sorted(files)]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.algorithm import ALGORITHM_RULES, ALGORITHM_WARNINGS
@@ -34,12 +35,12 @@ from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
 from schema.config.rules.mesh import MESH_RULES
-from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS
+from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS, READING_RULES, model_warnings
 from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.rules.profiler import PROFILER_RULES, PROFILER_WARNINGS
 from schema.config.rules.reward import EVALUATION_RULES, REWARD_RULES
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
-from schema.config.rules.teacher import TEACHER_RULES, TEACHER_WARNINGS
+from schema.config.rules.teacher import TEACHER_RULES, TEACHER_WARNINGS, tokens_are_those_of_the_policy
 from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
 from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
@@ -79,6 +80,22 @@ RULES: tuple[Rule, ...] = (
     *WEIGHT_RULES,
     *IDLE_RULES,
 )
+
+
+def check_models(config: Config, find: FindFile = local_file) -> list[Problem]:
+    """Everything that the rules have against a configuration for the models that it names, and its meshes.
+
+    These rules stand among `RULES`, where a model that is not on the machine passes them. A worker applies them again
+    when it has fetched the files, before it loads weights. find: where files of a model are.
+    """
+    rules = (*READING_RULES, tokens_are_those_of_the_policy)
+    read = [problem for rule in rules for problem in rule(config, find)]
+    return read + [problem for rule in MESH_RULES for problem in rule(config)]
+
+
+def check_model_warnings(config: Config, find: FindFile = local_file) -> list[Problem]:
+    """Of the warnings those that a worker has to give again: see `check_models`."""
+    return list(model_warnings(config, find))
 
 
 def master_weights_are_wide(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
 """Rules of the model: meshes and lengths against its config.json, where that is on this machine; its files.
 
-The file is read once for all of them. A model that is not here yet, or an architecture that says its counts in its
-own words, is judged by the worker that loads it.
+A model that is not on this machine passes them, with a warning (`unread_models`). The workers apply the same rules
+again (`schema.config.rules.check_models`) when they have fetched its files, before they load weights. `find` says
+where files are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from schema.config.loading.tomlwrite import toml_value
-from schema.config.model_facts import BrokenModelError, ModelFacts, read_facts
+from schema.config.model_facts import BrokenModelError, FindFile, ModelFacts, local_file, read_facts
 from schema.config.modules import is_importable
 from schema.config.overrides import refusals
 from schema.config.paths import exists, home_hint, local_path
@@ -26,13 +27,15 @@ _MODEL = "policy.model_name_or_path"
 _REFERENCE, _CRITIC = "reference.model_name_or_path", "critic.model_name_or_path"
 _LONGEST = "policy.model_max_length"
 _ROUTING = "train.train_policy.routing_replay"
+_Read = tuple[ModelFacts | None, list[Problem]]
+"""A model's facts, or None and what is wrong with its config.json; nothing is wrong with one that is not here."""
 BYTES_OF_A_TOKEN = 9
 """On the wire, of a token without records: id, log-prob and mask."""
 
 
-def model_agrees(config: Config) -> Iterator[Problem]:
+def model_agrees(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Everything that the policy's model has against its meshes, its length and its options."""
-    facts, problems = _facts(config)
+    facts, problems = _facts(config, find)
     if facts is None:
         yield from problems
         return
@@ -49,9 +52,9 @@ def model_agrees(config: Config) -> Iterator[Problem]:
     yield from lengths_are_possible(config, facts)
 
 
-def logprobs_are_right(config: Config) -> Iterator[Problem]:
+def logprobs_are_right(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """The trainer keeps sequences of one row apart by their positions, and has one linear layer for the logits."""
-    for key, (facts, problems) in _models(config).items():
+    for key, (facts, problems) in _models(config, find).items():
         if facts is None:
             yield from problems if key != _MODEL else ()
             continue
@@ -67,9 +70,9 @@ def logprobs_are_right(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, facts.name, "name a model whose output head is one linear layer")
 
 
-def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
+def sequences_can_be_cut(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Context parallelism: each rank has a piece of the positions, and in the attention some heads of all of them."""
-    for section, mesh, name, facts in _cut_models(config):
+    for section, mesh, name, facts in _cut_models(config, find):
         if mesh.cp_size == 1:
             continue
         key, other = f"{section}.cp_size", f"{section}.tp_size"
@@ -87,9 +90,9 @@ def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, mesh.cp_size, hint, related=related)
 
 
-def other_models_agree(config: Config) -> Iterator[Problem]:
+def other_models_agree(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Models next to the policy are cut into as many stages; with a mesh of their own it cuts them."""
-    for section, mesh, name, facts in _cut_models(config):
+    for section, mesh, name, facts in _cut_models(config, find):
         own = section != "policy.parallelism"
         if own:
             yield from heads_are_divided(section, mesh, facts, name)
@@ -98,19 +101,19 @@ def other_models_agree(config: Config) -> Iterator[Problem]:
             yield from layers_fill_stages(section, mesh, facts, name)
 
 
-def model_warnings(config: Config) -> Iterator[Problem]:
+def model_warnings(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Warnings: sequences longer than the model was made for, stages of unequal length."""
-    for section, mesh, name, cut in _cut_models(config):
+    for section, mesh, name, cut in _cut_models(config, find):
         if name == _MODEL or section != "policy.parallelism":
             yield from uneven_stages(section, mesh, cut, name)
-    facts, _ = _facts(config)
+    facts, _ = _facts(config, find)
     if facts is not None:
         yield from long_sequences(config, facts)
 
 
-def engine_loads_what_is_published(config: Config) -> list[Problem]:
+def engine_loads_what_is_published(config: Config, find: FindFile = local_file) -> list[Problem]:
     """A quantised checkpoint has other tensors than those that a trainer publishes."""
-    facts, _ = _facts(config)
+    facts, _ = _facts(config, find)
     engine = config.rollout.engine
     if facts is None or not config.is_grpo or not facts.quantised or engine.loads_quantised:
         return []
@@ -125,46 +128,45 @@ def engine_loads_what_is_published(config: Config) -> list[Problem]:
     return [Problem(_MODEL, message, facts.name, hint, related=("rollout.backend",))]
 
 
-def _facts(config: Config) -> tuple[ModelFacts | None, list[Problem]]:
+def _facts(config: Config, find: FindFile) -> _Read:
     """The facts of the policy's model, or why they cannot be read."""
-    policy = config.policy
-    return _facts_at(_MODEL, policy.model_name_or_path, policy.model_revision, policy.override_config)
+    return _facts_at(_MODEL, *_named(config)[_MODEL], find)
 
 
-def _models(config: Config) -> dict[str, tuple[ModelFacts | None, list[Problem]]]:
-    """By key, the models that the policy's ranks compute: its own, and others where they are named."""
-    models = {_MODEL: _facts(config)}
-    if config.has_reference and (name := config.reference.model_name_or_path) is not None:
-        models[_REFERENCE] = _facts_at(_REFERENCE, name, None, {})
-    critic = config.critic
-    if config.has_critic and (name := critic.model_name_or_path) is not None:
-        models[_CRITIC] = _facts_at(_CRITIC, name, critic.model_revision, critic.override_config)
-    return models
+def _models(config: Config, find: FindFile) -> dict[str, _Read]:
+    """By key, the models that the policy's ranks compute: its own, and others where they are named, teachers too."""
+    return {key: _facts_at(key, *one, find) for key, one in _named(config).items()}
 
 
-def _all_models(config: Config) -> dict[str, tuple[ModelFacts | None, list[Problem]]]:
-    """The same, and teachers."""
-    teachers = {
-        f"teacher[{number}].model": _facts_at("", str(teacher.model), None, {})
-        for number, teacher in enumerate(config.teacher)
-        if teacher.is_local
+def _named(config: Config) -> dict[str, tuple[str, str | None, Mapping[str, Any]]]:
+    """By the key that names it: a model's directory or hub name, its revision, what replaces entries of its file."""
+    policy, critic = config.policy, config.critic
+    found: dict[str, tuple[str, str | None, Mapping[str, Any]]] = {
+        _MODEL: (policy.model_name_or_path, policy.model_revision, policy.override_config)
     }
-    return _models(config) | teachers
+    if config.has_reference and config.reference.model_name_or_path is not None:
+        found[_REFERENCE] = (config.reference.model_name_or_path, None, {})
+    if config.has_critic and critic.model_name_or_path is not None:
+        found[_CRITIC] = (critic.model_name_or_path, critic.model_revision, critic.override_config)
+    for number, teacher in enumerate(config.teacher):
+        if teacher.is_local:
+            found[f"teacher[{number}].model"] = (str(teacher.model), None, {})
+    return found
 
 
 def _facts_at(
-    key: str, name: str, revision: str | None, override: Mapping[str, Any]
-) -> tuple[ModelFacts | None, list[Problem]]:
+    key: str, name: str, revision: str | None, override: Mapping[str, Any], find: FindFile
+) -> _Read:
     try:
-        return read_facts(name, revision, override), []
+        return read_facts(name, revision, override, find), []
     except BrokenModelError as error:
         hint = "write the model again with `save_pretrained`, or name another"
         return None, [Problem(key, str(error), name, hint)]
 
 
-def _cut_models(config: Config) -> Iterator[tuple[str, ParallelismConfig, str, ModelFacts]]:
+def _cut_models(config: Config, find: FindFile) -> Iterator[tuple[str, ParallelismConfig, str, ModelFacts]]:
     """Each known model with the mesh that cuts it: its section, the mesh, the key that names the model, its facts."""
-    models = _all_models(config)
+    models = _models(config, find)
     meshes = {one.section.partition(".")[0]: one for one in trainer_meshes(config)}
     names = {role: f"{role}.model_name_or_path" for role in meshes}
     cut = [(role, name if name in models else _MODEL) for role, name in names.items()]
@@ -274,7 +276,7 @@ def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Probl
     yield from experts_are_divided(section, mesh, facts)
 
 
-def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
+def critic_reads_the_policy(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """A critic of another model has the policy's tokens, as far as files on this machine say."""
     critic, policy = config.critic, config.policy
     if not config.has_critic or not (critic.model_name_or_path or critic.tokenizer_name_or_path):
@@ -283,8 +285,8 @@ def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
     if name is not None:
         yield from directory_problems(key, name, "model", ("config.json",))
         (mine, _), (theirs, _) = (
-            _facts(config),
-            _facts_at(key, name, critic.model_revision, critic.override_config),
+            _facts(config, find),
+            _facts_at(key, name, critic.model_revision, critic.override_config, find),
         )
         sizes = [facts.vocabulary for facts in (mine, theirs) if facts and facts.vocabulary]
         if len(sizes) == 2 and sizes[0] != sizes[1]:
@@ -295,7 +297,10 @@ def critic_reads_the_policy(config: Config) -> Iterator[Problem]:
             return
     if critic.tokenizer_name_or_path is not None:
         key, name = "critic.tokenizer_name_or_path", critic.tokenizer_name_or_path
-    tokens, other = vocabulary_of(*policy.tokenizer), vocabulary_of(str(name), critic.model_revision)
+    tokens, other = (
+        vocabulary_of(*policy.tokenizer, find),
+        vocabulary_of(str(name), critic.model_revision, find),
+    )
     if tokens and other and (differs := difference(tokens, other)):
         message = f"{name} numbers other tokens than the policy's tokenizer: {differs}"
         yield Problem(key, message, name, _SAME_TOKENS, related=(_MODEL,))
@@ -416,12 +421,12 @@ def _shorter(config: Config, key: str, longest: int) -> str:
     return hint
 
 
-def kept_sets_are_bounded(config: Config) -> Iterator[Problem]:
+def kept_sets_are_bounded(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Samples carry the ids that each of their tokens was drawn from: too many would cost more than the answers."""
     sampling = config.rollout.sampling_config
     if not config.is_grpo or not sampling.filters or sampling.sampling_correction == "raw":
         return
-    facts, _ = _facts(config)
+    facts, _ = _facts(config, find)
     known = None if facts is None else facts.vocabulary
     sizes = [size for size in (sampling.top_k, known) if size is not None and size > 0]
     if sizes and min(sizes) <= MOST_KEPT:
@@ -503,6 +508,19 @@ def modules_can_be_imported(config: Config) -> Iterator[Problem]:
         yield Problem("policy.external_modules", message, name, hint)
 
 
+def unread_models(config: Config) -> Iterator[Problem]:
+    """Warning, where a configuration is checked: models that are not on this machine, so that the rules pass them."""
+    for key, (name, revision, _) in _named(config).items():
+        if local_file(name, revision, "config.json") is not None:
+            continue
+        message = (
+            f"{name} is not on this machine: meshes, lengths and options are not checked yet against its heads, "
+            "layers, experts, positions and vocabulary"
+        )
+        hint = "workers check them before they load weights; to check them now, download its config.json"
+        yield Problem(key, message, name, hint)
+
+
 def code_is_trusted(config: Config) -> Iterator[Problem]:
     """Warning: a model's own code does what it likes."""
     if not config.policy.trust_remote_code:
@@ -512,7 +530,7 @@ def code_is_trusted(config: Config) -> Iterator[Problem]:
     yield Problem(key, message, True, "leave it out unless the model needs it and you trust its authors")
 
 
-MODEL_RULES = (
+READING_RULES = (
     model_agrees,
     logprobs_are_right,
     sequences_can_be_cut,
@@ -520,9 +538,7 @@ MODEL_RULES = (
     engine_loads_what_is_published,
     critic_reads_the_policy,
     kept_sets_are_bounded,
-    model_is_there,
-    tokenizer_is_there,
-    modules_can_be_imported,
-    overrides_can_act,
 )
+"""Those that read files of models."""
+MODEL_RULES = (*READING_RULES, model_is_there, tokenizer_is_there, modules_can_be_imported, overrides_can_act)
 MODEL_WARNINGS = (model_warnings, code_is_trusted)

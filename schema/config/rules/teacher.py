@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from schema.config.loading.tomlwrite import toml_value
-from schema.config.model_facts import BrokenModelError, read_facts
+from schema.config.model_facts import BrokenModelError, FindFile, local_file, read_facts
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
@@ -98,14 +98,14 @@ def samples_are_of_the_whole_distribution(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, "exact", hint, related=("rollout.sampling_config", "teacher"))
 
 
-def tokens_are_those_of_the_policy(config: Config) -> Iterator[Problem]:
+def tokens_are_those_of_the_policy(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """A local teacher reads the policy's token ids: each must mean the same to it. Where both are on this machine."""
-    own = vocabulary_of(*config.policy.tokenizer) if config.local_teachers else None
+    own = vocabulary_of(*config.policy.tokenizer, find) if config.local_teachers else None
     for key, teacher in _numbered(config):
         if teacher.model is None:
             continue
-        yield from _sizes(config, f"{key}.model", teacher)
-        theirs = vocabulary_of(teacher.model, None) if own else None
+        yield from _sizes(config, f"{key}.model", teacher, find)
+        theirs = vocabulary_of(teacher.model, None, find) if own else None
         if own and theirs and (differs := difference(own, theirs, padded=True)):
             message = f"another tokenizer: {differs}"
             hint = "choose a teacher of the policy's family, whose tokenizer is the same"
@@ -113,12 +113,12 @@ def tokens_are_those_of_the_policy(config: Config) -> Iterator[Problem]:
             yield Problem(f"{key}.model", message, teacher.model, hint, related=related)
 
 
-def _sizes(config: Config, key: str, teacher: TeacherConfig) -> Iterator[Problem]:
+def _sizes(config: Config, key: str, teacher: TeacherConfig, find: FindFile) -> Iterator[Problem]:
     """Numbers of embeddings: a larger one is padding, which only matters over the whole vocabulary."""
     policy = config.policy
     try:
-        mine = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config)
-        facts = read_facts(str(teacher.model), None, {})
+        mine = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config, find)
+        facts = read_facts(str(teacher.model), None, {}, find)
     except BrokenModelError:
         return  # who loads it says what is wrong
     ours, theirs = (None if one is None else one.vocabulary for one in (mine, facts))

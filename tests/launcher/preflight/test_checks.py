@@ -35,8 +35,17 @@ from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE
 
 
-def job(tmp_path: Path, **sections: object) -> Config:
-    return config(**{"train": {"output_dir": str(tmp_path)}, **sections})  # type: ignore[arg-type]
+def job(tmp_path: Path, policy: dict[str, object] | None = None, **sections: object) -> Config:
+    place = next(path for path in (tmp_path, *tmp_path.parents) if path.is_dir())
+    policy = {"model_name_or_path": str(model_directory(place / "any_model")), **(policy or {})}
+    return config(**{"train": {"output_dir": str(tmp_path)}, "policy": policy, **sections})  # type: ignore[arg-type]
+
+
+def model_directory(path: Path, **entries: object) -> Path:
+    """A directory with the config.json of a model, which says nothing but these entries."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(entries))
+    return path
 
 
 def keys(problems: list) -> list[str]:
@@ -47,6 +56,22 @@ def test_a_sound_job_has_no_findings(tmp_path: Path):
     found = check_machine(job(tmp_path), Machine(cores=2))
     assert (found.problems, found.warnings) == ([], [])
     assert check_redis(job(tmp_path), {}).problems == []
+
+
+def test_a_model_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    models = {
+        "policy": {"model_name_or_path": "owner/away", "model_revision": "v1"},
+        "reference": {"model_name_or_path": "owner/other"},
+        "critic": {"enable": True, "model_name_or_path": str(model_directory(tmp_path / "here"))},
+        "train": {"output_dir": str(tmp_path), "train_policy": {"type": "grpo", "kl_beta": 0.1}},
+    }
+    found = check_machine(job(tmp_path, **models), Machine(2)).warnings
+    assert keys(found) == ["policy.model_name_or_path", "reference.model_name_or_path"]
+    assert (
+        "owner/away is not on this machine: meshes, lengths and options are not checked" in found[0].message
+    )
+    assert "check them before they load weights" in found[0].hint
 
 
 def test_a_port_in_use_is_named(tmp_path: Path):
@@ -341,8 +366,7 @@ def test_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = tmp_path / "model"
-    model.mkdir()
+    model = model_directory(tmp_path / "model")
     with (model / "model.safetensors").open("wb") as file:
         file.truncate(10**9)  # sparse: takes no room
     big = job(tmp_path, policy={"model_name_or_path": str(model)})

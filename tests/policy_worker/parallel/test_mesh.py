@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from policy_worker.errors import SettingsError
+from policy_worker.model.model import PolicyModel
+from policy_worker.parallel.distribute import check_heads
 from policy_worker.parallel.mesh import MeshSizes, device_mesh
 from schema.config.sections.policy import ParallelismConfig
+from tests.policy_worker.material import tiny_lm
 from tests.policy_worker.norm_program import CLIP, step_of
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 
@@ -97,3 +101,18 @@ def test_one_norm_of_parameters_on_different_meshes(tmp_path: Path, impl: str):
         assert code == 0, output
     for name, tensor in load_file(tmp_path / "tensors.safetensors").items():
         assert torch.allclose(tensor, expected[name], rtol=1e-6, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (MeshSizes(tp=2, cp=2), ""),
+        (MeshSizes(tp=4), "tp_size = 4 does not divide the 2 key/value heads of Qwen3ForCausalLM"),
+        (MeshSizes(cp=3), "tp_size = 1 * cp_size = 3 does not divide the 4 attention heads"),
+        (MeshSizes(cp=4), ""),
+    ],
+)
+def test_ranks_get_whole_heads(sizes: MeshSizes, words: str):
+    model = PolicyModel(tiny_lm())
+    with pytest.raises(SettingsError, match=re.escape(words)) if words else nullcontext():
+        check_heads(model, sizes)
