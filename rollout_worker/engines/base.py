@@ -19,7 +19,9 @@ Every engine keeps these promises; `tests/rollout_worker/engines/engine_contract
 2. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from: after
    penalties, temperature, min-p, top-k and top-p, in this order. With greedy decoding that distribution is a
    point, so the number is that of the penalised distribution at temperature 1 without filters. With
-   `correction = "raw"` it is that of softmax(logits / T) instead, without anything else. With `"exact"` the sample
+   `correction = "raw"` it is that of softmax(logits / T) instead (greedy: T = 1), without anything else; with
+   `"unread"` it may be either. An engine that cannot give the one that is asked for refuses the request: vLLM has
+   one kind for all requests of an engine, and the raw one at T = 1 alone. With `"exact"` the sample
    says which ids filters left for each token, and which may not have been drawn yet for `min_tokens`. With
    `routing` it says which experts of a mixture each position was sent to as its keys and values were computed (vLLM:
    for the first time, if several).
@@ -91,8 +93,8 @@ class SamplingSettings:
     """Whether the text of the answer (never the token ids) keeps the stop string."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of this engine's own, from `rollout.sampling_config.extra`."""
-    correction: Literal["none", "exact", "raw"] = "none"
-    """What a trainer needs to compute the same log-probs; see promise 2."""
+    correction: Literal["none", "exact", "raw", "unread"] = "none"
+    """What a trainer needs to compute the same log-probs; see promise 2. unread: nothing reads them."""
     routing: Literal["none", "ids", "weights"] = "none"
     """What it needs to choose the same experts: their ids, or the weights of these as well."""
 
@@ -104,6 +106,12 @@ class SamplingSettings:
     def filters(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary."""
         return (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0) and not self.greedy
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether tokens are drawn from another distribution than the softmax at the temperature."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return self.filters or penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0
 
     @property
     def wants_kept_sets(self) -> bool:

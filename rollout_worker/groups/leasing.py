@@ -315,6 +315,6 @@ def validation_settings(config: Config) -> SamplingSettings:
         repetition_penalty=validation.repetition_penalty,
         presence_penalty=0.0,
         frequency_penalty=0.0,
-        correction="none",
+        correction="unread",
         routing="none",
     )

@@ -114,7 +114,7 @@ def draw(
     if history is not None:
         logits = penalise(logits, settings, history)
     if settings.greedy:
-        logprobs = torch.log_softmax(logits, -1)
+        logprobs = torch.log_softmax(plain if settings.correction == "raw" else logits, -1)
         return (tokens := logits.argmax(-1)), logprobs.gather(1, tokens[:, None])[:, 0], None
     if settings.temperature != 1.0:
         logits = logits / settings.temperature

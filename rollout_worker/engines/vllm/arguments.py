@@ -146,9 +146,29 @@ def _max_rank(adapter: LoraConfig) -> int:
     return fits[0]
 
 
+def has_raw_logprobs(config: Config) -> bool:
+    """Whether the engine's log-probs are those of softmax(logits), of each of its requests."""
+    sampling = config.rollout.sampling_config
+    return sampling.reshapes and sampling.sampling_correction == "raw"
+
+
+def check_logprobs(name: str, settings: SamplingSettings, *, raw: bool) -> None:
+    """Raises `ValueError` where a request asks for other log-probs than the engine's. raw: of softmax(logits)."""
+    is_raw = settings.correction == "raw" or not settings.reshapes
+    at_one = settings.greedy or settings.temperature == 1.0
+    gets = (is_raw and at_one) if raw else (settings.correction != "raw" or not settings.reshapes)
+    if gets or settings.correction == "unread":
+        return
+    has = "of the softmax of the logits at temperature 1" if raw else "of the distribution sampled from"
+    raise ValueError(
+        f'request {name} asks for log-probs with correction = "{settings.correction}" at temperature '
+        f"{settings.temperature}, and this engine has those {has} alone"
+    )
+
+
 def _logprobs_arguments(config: Config) -> dict[str, Any]:
     sampling = config.rollout.sampling_config
-    if sampling.reshapes and sampling.sampling_correction == "raw":
+    if has_raw_logprobs(config):
         return {"logprobs_mode": "raw_logprobs"}
     # The distribution that was sampled from; vLLM's default ignores temperature and filters.
     arguments: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}

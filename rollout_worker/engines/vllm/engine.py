@@ -44,7 +44,13 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
-from rollout_worker.engines.vllm.arguments import adapter_settings, published_adapter, sampling_arguments
+from rollout_worker.engines.vllm.arguments import (
+    adapter_settings,
+    check_logprobs,
+    has_raw_logprobs,
+    published_adapter,
+    sampling_arguments,
+)
 from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.engines.vllm.proof import unread
 from rollout_worker.engines.vllm.reading import served_adapter, served_weights
@@ -156,6 +162,7 @@ class VllmEngine:
                 pending=self._tasks,
                 routing=("none", "ids") if self._returns_experts else ("none",),
             )
+            check_logprobs(request.request_id, request.settings, raw=has_raw_logprobs(self._config))
         for request in requests:
             tasks = self._tasks.setdefault(request.request_id, set())
             for index in range(len(request.seeds)):

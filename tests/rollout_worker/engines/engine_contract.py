@@ -15,7 +15,7 @@ import asyncio
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -204,9 +204,12 @@ def check_logprobs(model: Any, wanted: GenerationRequest, sample: Generation) ->
     prompt = list(wanted.prompt_token_ids)
     for i, logits in enumerate(plain_logits(model, prompt, response)):
         expected = distribution(logits, prompt, response[:i], wanted.settings)
+        if wanted.settings.correction == "raw" and wanted.settings.greedy:
+            assert expected.max() - expected[response[i]] <= TOLERANCE, f"token {i} is not the likeliest"
+            expected = log_softmax(logits)
         assert np.isfinite(expected[response[i]]), f"token {i} was excluded by the settings"
         assert abs(expected[response[i]] - sample.logprobs[i]) <= TOLERANCE, f"log-prob of token {i}"
-        if wanted.settings.greedy:
+        if wanted.settings.greedy and wanted.settings.correction != "raw":
             assert expected.max() - expected[response[i]] <= TOLERANCE, f"token {i} is not the likeliest"
 
 
@@ -242,6 +245,8 @@ RESHAPED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Sampling of training rollouts that is not the plain softmax."""
+RAW = {"top_k": 20, "repetition_penalty": 1.3, "min_tokens": 4, "sampling_correction": "raw"}
+"""The same with log-probs that say nothing of it."""
 
 
 def on_the_wire(wanted: GenerationRequest, index: int, generated: Generation) -> TrainSample:
@@ -281,6 +286,10 @@ SETTINGS = {
 }
 
 
+async def _submit(engine: Engine, *requests: GenerationRequest) -> None:
+    engine.submit(requests)
+
+
 @contextmanager
 def running(
     contract: type[EngineContract], root: Path, *, loaded: bool = True, **sections: Any
@@ -313,6 +322,8 @@ class EngineContract:
     backend: ClassVar[str]
     rollout: ClassVar[dict[str, Any]] = {}
     """Further keys of `[rollout]` for this engine."""
+    raw_at: ClassVar[Container[float]] = (0.6, 1.0, 1.5)
+    """Of these temperatures those at which it gives raw log-probs."""
     sleeps: ClassVar[bool] = True
     """Whether it can release its memory on this machine."""
 
@@ -360,8 +371,27 @@ class EngineContract:
 
     @pytest.mark.parametrize("name", RESHAPED)
     def test_the_first_ratio_on_policy_is_one(self, subject: Subject, tmp_path: Path, name: str) -> None:
+        self._check_ratio(subject, tmp_path, RESHAPED[name])
+
+    def test_raw_log_probs_are_those_of_the_softmax_or_refused(
+        self, subject: Subject, tmp_path: Path
+    ) -> None:
+        greedy = SamplingSettings(24, temperature=0.0, repetition_penalty=1.3, correction="raw")
+        for temperature in (0.6, 1.0, 1.5):
+            sampling = RAW | {"temperature": temperature}
+            if temperature in self.raw_at:
+                self._check_ratio(subject, tmp_path, sampling)
+            else:
+                settings = SamplingSettings(24, temperature=temperature, top_k=20, correction="raw")
+                with pytest.raises(ValueError, match=f'correction = "raw" at temperature {temperature}'):
+                    subject.run(_submit(subject.engine, request(PROMPTS[0], settings, (1,))))
+        if 1.0 in self.raw_at:
+            wanted = request(PROMPTS[0], greedy, (1,))
+            check_logprobs(subject.models[0], wanted, subject.one(wanted))
+
+    def _check_ratio(self, subject: Subject, tmp_path: Path, sampling: dict[str, Any]) -> None:
         """A trainer with the same weights finds the log-probs that come with the samples, over the wire."""
-        rollout = {"sampling_config": RESHAPED[name], "max_response_length": 24, "backend": self.backend}
+        rollout = {"sampling_config": sampling, "max_response_length": 24, "backend": self.backend}
         config = self.config(tmp_path, rollout=rollout)
         requests = [request(prompt, training_settings(config), (1, 2, 3)) for prompt in PROMPTS]
         found = subject.generate(requests)
@@ -376,7 +406,7 @@ class EngineContract:
             with torch.no_grad():
                 ours = model(batch, config.sampling_temperature)
             ratio = (ours.logprobs - batch.old_logprobs).exp()
-            assert (ratio - 1).abs().max() <= TOLERANCE
+            assert (ratio - 1).abs().max() <= TOLERANCE, sampling
             assert torch.isfinite(ours.entropy).all()
 
     @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all", "repetition", "greedy"])

@@ -57,9 +57,9 @@ def test_corrections_are_of_training_that_needs_one() -> None:
         found = config(rollout={"sampling_config": sampling})
         return training_settings(found).correction, validation_settings(found).correction
 
-    assert corrections(top_k=5) == ("exact", "none")
-    assert corrections(top_k=5, sampling_correction="raw") == ("raw", "none")
-    assert corrections(sampling_correction="raw") == ("none", "none")
+    assert corrections(top_k=5) == ("exact", "unread")
+    assert corrections(top_k=5, sampling_correction="raw") == ("raw", "unread")
+    assert corrections(sampling_correction="raw") == ("none", "unread")
 
 
 @pytest.mark.parametrize("routing", ["none", "ids", "weights"])

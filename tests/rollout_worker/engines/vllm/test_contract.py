@@ -3,26 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from rollout_worker.engines.base import SamplingSettings
 from schema.config import Config
-from tests.rollout_worker.engines.engine_contract import EngineContract, KeepKvContract, Subject, running
+from tests.rollout_worker.engines.engine_contract import (
+    PROMPTS,
+    RAW,
+    EngineContract,
+    KeepKvContract,
+    Subject,
+    request,
+    running,
+)
 
 pytestmark = pytest.mark.slow
 
 
 class TestVllm(EngineContract):
     backend = "vllm"
+    raw_at = ()
     sleeps = torch.cuda.is_available()
 
     @classmethod
     def config(cls, model: Path, **sections: Any) -> Config:
         turns = {"placement": {"share": "time"}} if cls.sleeps else {}
         return super().config(model, **turns | sections)
+
+
+class RawContract(TestVllm):
+    """Not collected."""
+
+    raw_at = (1.0,)
+    rollout: ClassVar[dict[str, Any]] = {"sampling_config": RAW}
+
+
+@pytest.mark.soak
+class TestRaw:
+    """With log-probs of the softmax of the logits: what it has instead is said, what it has not is refused."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+        with running(RawContract, tmp_path_factory.mktemp("raw")) as subject:
+            yield subject
+
+    def test_raw_log_probs_are_those_of_the_softmax_or_refused(
+        self, subject: Subject, tmp_path: Path
+    ) -> None:
+        RawContract().test_raw_log_probs_are_those_of_the_softmax_or_refused(subject, tmp_path)
+        others = SamplingSettings(24, temperature=0.6, top_p=0.9, correction="none")
+        with pytest.raises(ValueError, match=r'correction = "none" at temperature 0\.6'):
+            subject.one(request(PROMPTS[0], others, (1,)))
+        subject.one(request(PROMPTS[0], replace(others, correction="unread"), (1,)))
 
 
 @pytest.mark.soak
