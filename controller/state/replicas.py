@@ -8,7 +8,7 @@
 A replica has a name that is stable over its restarts. Each registration of a name starts a new *incarnation*
 with an id of its own (`name.3`), and from then on only the newest incarnation is heard. A repeated registration
 (same request id) gets the same incarnation. A lost replica that beats again is live again, without its leases; but
-there is one trainer at a time, and one that was lost has left for good when another one comes.
+where a job has one trainer, one that was lost has left for good when another one comes.
 
 A registration may carry a secret, of which the hash is kept. Then every later call of that replica must carry it
 (`prove`), and while the replica is present no other process registers its name without it; with it, its
@@ -185,8 +185,8 @@ class Registry:
 
         Raises:
             ApiError: the name belongs to the other role, or to a replica that is present and has another secret;
-                the request is a late duplicate of an older registration; or another trainer is present (there is
-                one at a time).
+                the request is a late duplicate of an older registration; or another trainer is present in a job
+                that has one.
         """
         known = self._by_name.get(request.name)
         if known is not None:

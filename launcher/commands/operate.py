@@ -160,7 +160,7 @@ def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> Checkpoint:
         if time.monotonic() >= give_up:
             raise LaunchError(
                 f"step {step} is not in a checkpoint after {wait:g} s",
-                f"a step may take longer; see {run.logs}/policy-0.log",
+                f"a step may take longer; see {run.logs}/policy-*.log",
                 EXIT_FAILED,
             )
         time.sleep(CHECKPOINT_POLL)
@@ -186,8 +186,9 @@ def profile(
 ) -> None:
     """Record training steps with the torch profiler: where does a step spend its time?
 
-    Each rank writes a trace (operators, kernels of the GPU, and the ranges wait, step, fetch, decode, forward, loss,
-    backward, optimizer, publish) to RUN_DIR/profiles, and a table of the costliest operations next to it. Step N is
+    Each rank of the trainer (of several, the first that is there) writes a trace (operators, kernels of the GPU, and
+    the ranges wait, step, fetch, decode, forward, loss, backward, optimizer, publish) to RUN_DIR/profiles, and a table
+    of the costliest operations next to it. Step N is
     the one after N committed steps. The job needs profiler.enable_profiler = true; defaults, and what else is
     recorded (shapes, memory, stacks, modules), are in [profiler.sub_profiler_config].
 

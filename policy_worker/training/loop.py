@@ -109,7 +109,8 @@ class Loop:
         self._leads = False
         self._commits = Commits(trainer.group, session)
         traces = Path(reply.run_dir) / "profiles"
-        self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown)
+        own = "" if peers is None else f"{reply.replica_id.rpartition('.')[0]}-"
+        self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown, prefix=own)
         if peers is None:
             self._take_lead()
         self._overlaps = reply.mode == "sft" and peers is None

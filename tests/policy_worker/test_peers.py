@@ -31,7 +31,12 @@ PIPELINE = {"pp_size": 2, "pp_micro_batch_size": 2, "dp_shard_size": 1}
 
 
 def several(
-    model: Path, replicas: int = 2, steps: int = STEPS, exchange: str = "collective", **mesh: int
+    model: Path,
+    replicas: int = 2,
+    steps: int = STEPS,
+    exchange: str = "collective",
+    profiler: dict[str, Any] | None = None,
+    **mesh: int,
 ) -> Config:
     """Supervised training: nothing but the trainers, and steps of some milliseconds."""
     ckpt = {"enable_checkpoint": True, "save_freq": 7, "save_mode": "sync", "export_safetensors": False}
@@ -43,7 +48,7 @@ def several(
         "parallelism": {"n_init_replicas": replicas, "tp_size": 1, "dp_shard_size": -1, **mesh},
     }  # fmt: skip
     controller = {"heartbeat_interval": 0.2, "heartbeat_timeout": 10.0}
-    return sft_config({"mini_batch": 2}, train, policy=policy, controller=controller)
+    return sft_config({"mini_batch": 2}, train, policy=policy, controller=controller, profiler=profiler or {})
 
 
 class Crew:
@@ -150,8 +155,9 @@ def test_whoever_dies_the_weights_are_those_of_one_replica(tmp_path: Path, crews
     alone.start("policy-0")
     alone.finish()
     assert "members=1 own_parts=2" in alone.text()
-    for exchange in ("collective", "store"):
-        crew = crews(several(model, steps=steps, exchange=exchange), exchange)
+    traced = {"enable_profiler": True, "sub_profiler_config": {"do_profile": True, "wait_steps": 0}}
+    for exchange, profiler in (("collective", None), ("store", traced)):
+        crew = crews(several(model, steps=steps, exchange=exchange, profiler=profiler), exchange)
         crew.start("policy-0")
         crew.start("policy-1")
         assert disturb(crew, examples(1), seed=1) >= 1
@@ -160,6 +166,9 @@ def test_whoever_dies_the_weights_are_those_of_one_replica(tmp_path: Path, crews
         assert same(alone.job.final(), crew.job.final()), exchange
         left = [path.name for path in (crew.job.run_dir / "weights").glob("*gradients*")]
         assert left == []
+    traces = {path.name.partition("-step-")[0] for path in (crew.job.run_dir / "profiles").glob("*.json.gz")}
+    assert traces
+    assert traces <= {"policy-0", "policy-1"}, "each has names of its own"
 
 
 def test_who_is_of_another_kind_or_computes_other_numbers_is_out_and_the_job_goes_on(

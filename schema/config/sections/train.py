@@ -225,7 +225,7 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
         False,
         "Deterministic kernels, and the embedded engine decodes each group by itself (several times "
         "slower). A run that was killed and resumed then ends with the same bits as one that was not, if it is "
-        "on-policy (allowed_outdated_steps = 0) or supervised, has one policy replica, generates with "
+        "on-policy (allowed_outdated_steps = 0) or supervised, has the same n_init_replicas, generates with "
         "rollout.backend = transformers and stays on one kind of machine. Elsewhere only ledger and counters "
         "agree, and a warning says why.",
         acts="number: Whether torch uses deterministic kernels, and each group is decoded by itself.",
