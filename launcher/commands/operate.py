@@ -187,10 +187,10 @@ def profile(
     """Record training steps with the torch profiler: where does a step spend its time?
 
     Each rank of the trainer (of several, the first that is there) writes a trace (operators, kernels of the GPU, and
-    the ranges wait, step, fetch, decode, forward, loss, backward, optimizer, publish) to RUN_DIR/profiles, and a table
-    of the costliest operations next to it. Step N is
-    the one after N committed steps. The job needs profiler.enable_profiler = true; defaults, and what else is
-    recorded (shapes, memory, stacks, modules), are in [profiler.sub_profiler_config].
+    the ranges wait, step, fetch, decode, forward, loss, backward, optimizer, publish) to RUN_DIR/profiles, and a
+    table of the costliest operations next to it. Step N is the one after N committed steps. The job needs
+    profiler.enable_profiler = true; defaults, and what else is recorded (shapes, memory, stacks, modules), are in
+    [profiler.sub_profiler_config].
 
     With --wait the command returns when the traces are there, and names them; exit code 1 if that takes longer.
 
