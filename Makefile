@@ -26,7 +26,7 @@ help:  ## print this list
 ifeq ($(ENGINE),vllm)
 run: setup-vllm
 endif
-run: setup  ## watch a small model learn on this machine (about three minutes)
+run: setup  ## watch a small model learn on this machine (about four minutes)
 	$(BIN)/python examples/quickstart/run.py --engine $(ENGINE) --seed $(SEED)
 
 test: unit e2e  ## every test: units in parallel, then real jobs on both engines

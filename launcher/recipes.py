@@ -279,7 +279,7 @@ tp_size = 1
 TINY_SFT = """\
 [train]
 output_dir = "outputs/addition"
-max_num_steps = 1200
+max_num_steps = 1800
 train_batch_per_replica = 16
 param_dtype = "float32"
 compile = false
@@ -298,7 +298,7 @@ mini_batch = 16
 
 [train.train_policy.dataset]
 name = "synthetic:addition" # made on the spot
-options = { n = 19200, digits = 3, phrasings = 4, demonstrations = true }
+options = { n = 28800, digits = 3, phrasings = 4, demonstrations = true }
 
 [launcher]
 cpu_threads = 1 # this model is too small for more
@@ -419,7 +419,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "addition-sft",
-            "A small model learns to add, without a GPU, in half a minute on two cores. Part one: imitation.",
+            "A small model learns to add, without a GPU, in two minutes on two cores. Part one: imitation.",
             "A model of 0.33M random parameters (made next to this file) imitates a sloppy demonstrator. It ends\n"
             "with about a third of the sums right. Part two: cosmos-launch init addition-grpo -o grpo.toml",
             (HEAD, TINY_POLICY, TINY_SFT, CHECKPOINTS + NO_EXPORT, TINY_SFT_DATA),
@@ -431,7 +431,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "addition-grpo",
-            "A small model learns to add, without a GPU, in a minute on two cores. Part two: reinforcement.",
+            "A small model learns to add, without a GPU, in two minutes on two cores. Part two: reinforcement.",
             "Right answers are rewarded, and so is the format. The model stops blurting, reasons column by column\n"
             "and learns to carry: about 95 % of the sums it has never seen.",
             (HEAD, TINY_POLICY, TINY_GRPO, CHECKPOINTS + NO_EXPORT, TINY_GRPO_DATA),

@@ -1,8 +1,9 @@
-"""The quickstart as `make run` starts it, in the short form: the curve rises, whatever the seed."""
+"""The quickstart as `make run` starts it: the warm start is sound, and the curve rises, whatever the seed."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,19 @@ from statistics import mean
 
 import pytest
 
+from examples.quickstart.try_model import ask
+from schema.wire.prompts import PromptFile
 from tests.e2e.program import ROOT, check_ledger, command, write_config
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.e2e
 QUICKSTART = ROOT / "examples" / "quickstart"
+THOUGHT = re.compile(r"<think>(.*?)</think>")
 
 
 def quickstart(out: Path, *arguments: str) -> dict[str, object]:
     script = QUICKSTART / "run.py"
-    command = [sys.executable, str(script), "--plain", "--out", str(out), *arguments]
+    command = [sys.executable, str(script), "--out", str(out), *arguments]
     result = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=800, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
     return json.loads((out / "grpo" / "summary.json").read_text())  # type: ignore[no-any-return]
@@ -35,15 +39,38 @@ def curves(out: Path, *arguments: str) -> tuple[list[float], list[float]]:
     return accuracy, [step["metrics"]["reward_mean"] for step in summary["steps"]]  # type: ignore[attr-defined, index]
 
 
-def test_a_model_begins_to_learn(tmp_path: Path) -> None:
-    accuracy, rewards = curves(tmp_path / "quickstart", "--set", "train.max_num_steps=20")
+def columns_right(out: Path) -> float:
+    """Share of the columns without a carry that the warm-started model writes right, greedily, in held-out sums.
+
+    These columns need nothing but reading and adding two digits. Reinforcement hardly mends a model that cannot:
+    where the warm start was too short for it, held-out accuracy ended at 0.77.
+    """
+    file = PromptFile(out / "grpo" / "data" / "validation.safetensors")
+    rows = [file.row(i) for i in range(len(file))]
+    right = []
+    for row, answer in zip(rows, ask(out / "sft" / "final", [row["prompt"] for row in rows]), strict=True):
+        thought = THOUGHT.match(answer)
+        written = thought[1].split(", ") if thought else []
+        carry = 0
+        for i, (x, y) in enumerate(zip(reversed(str(row["a"])), reversed(str(row["b"])), strict=True)):
+            total = int(x) + int(y)
+            if not carry:
+                right.append(written[i : i + 1] == [f"{x}+{y}={total}"])
+            carry = (total + carry) // 10
+    return mean(right)
+
+
+def test_a_sound_warm_start_begins_to_learn(tmp_path: Path) -> None:
+    out = tmp_path / "quickstart"
+    accuracy, rewards = curves(out, "--set", "train.max_num_steps=20")
+    assert columns_right(out) >= 0.9, "1.0 was seen"
     assert accuracy[-1] > accuracy[0] + 0.15, "0.39 to 0.52 more were seen"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, "0.35 to 0.40 were seen"
 
 
 @pytest.mark.soak
 def test_it_learns_as_well_in_turns(tmp_path: Path) -> None:
-    settings = ("--set", "train.max_num_steps=20", "--set", 'placement.share="time"')
+    settings = ("--plain", "--set", "train.max_num_steps=20", "--set", 'placement.share="time"')
     accuracy, _ = curves(tmp_path / "quickstart", *settings)
     assert accuracy[-1] > accuracy[0] + 0.15
 
@@ -52,7 +79,7 @@ def test_it_learns_as_well_in_turns(tmp_path: Path) -> None:
 def test_a_trained_model_teaches_an_untrained_one(tmp_path: Path) -> None:
     """No reward counts: all that the pupil learns is what the teacher says of its tokens, in either way."""
     out = tmp_path / "quickstart"
-    trained = curves(out)[0][-1]
+    trained = curves(out, "--plain")[0][-1]
     for loss in ("reverse_kl_advantage", "top_k_jsd"):
         teacher = f'{{ name = "trained", model = "{out}/grpo/final", loss = "{loss}" }}'
         settings = [
@@ -72,10 +99,13 @@ def test_a_trained_model_teaches_an_untrained_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("engine", "seed"), [("transformers", 1), ("vllm", 3)])
+@pytest.mark.parametrize(
+    ("engine", "seed"), [("transformers", 1), ("transformers", 2), ("transformers", 3), ("vllm", 1)]
+)
 def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
+    """What the README promises of `make run`."""
     accuracy, rewards = curves(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
-    assert accuracy[-1] > 0.7, "0.88 to 0.98 were seen"
+    assert accuracy[-1] >= 0.9, "0.96 to 0.99 were seen"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.55 to 0.76 were seen"
 
 
@@ -88,7 +118,8 @@ def test_filtered_samples_teach_no_worse(tmp_path: Path) -> None:
         for table in ("rollout.sampling_config", "validation")
         for name, value in filters.items()
     ]
-    accuracy, rewards = curves(tmp_path / "quickstart", *(word for key in keys for word in ("--set", key)))
+    settings = (word for key in keys for word in ("--set", key))
+    accuracy, rewards = curves(tmp_path / "quickstart", "--plain", *settings)
     assert accuracy[-1] > 0.9, "0.99 was seen, 0.93 without filters"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.66 was seen, 0.68 without filters"
 

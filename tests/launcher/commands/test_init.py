@@ -109,6 +109,15 @@ def test_every_recipe_teaches(here: Path) -> None:
         assert any(name in line and recipe.title in line for line in listing())
 
 
+def training(file: Path) -> dict[str, Any]:
+    """What a file trains, and how; not where to, nor from which seed."""
+    return {
+        key: value
+        for key, value in tomllib.loads(file.read_text())["train"].items()
+        if key not in ("output_dir", "timestamp", "seed")
+    }
+
+
 def test_the_addition_recipes_follow_each_other(here: Path) -> None:
     with pytest.raises(LaunchError, match="addition-sft has trained") as caught:
         begin("addition-grpo")
@@ -117,6 +126,7 @@ def test_the_addition_recipes_follow_each_other(here: Path) -> None:
     assert any(line.startswith("sft-model: ") for line in said)
     config = load_config("sft.toml")
     assert config.policy.model_name_or_path == "sft-model"
+    assert training(Path("sft.toml")) == training(ROOT / "examples" / "quickstart" / "sft.toml")
     run = here / "outputs" / "addition" / "20260101"
     write_tiny_model(run / "final")
     (run / "config.json").write_text("{}")
