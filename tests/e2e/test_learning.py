@@ -63,7 +63,7 @@ def columns_right(out: Path) -> float:
 def test_a_sound_warm_start_begins_to_learn(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
     accuracy, rewards = curves(out, "--set", "train.max_num_steps=20")
-    assert columns_right(out) >= 0.9, "1.0 was seen"
+    assert columns_right(out) > 0.99, "1.0 was seen, and 0.97 after a third less steps"
     assert accuracy[-1] > accuracy[0] + 0.15, "0.39 to 0.52 more were seen"
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, "0.35 to 0.40 were seen"
 
