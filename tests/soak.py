@@ -62,7 +62,8 @@ AREAS = {
         ("tests/e2e", *(f"--ignore={path}" for path in LEARNING)),
     ),
     "learning": Area(
-        "curves rise on both engines, at a lag, and collapse where staleness is ignored", LEARNING
+        "curves rise on both engines, at a lag, and collapse where staleness is ignored",
+        (*LEARNING, "--dist=loadgroup"),
     ),
     "images": Area(
         "each command of the Dockerfiles in a clean Debian, and what pods run of it", programs=(("images",),)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.in_process import warm_model
 from benchmarks.staleness import Case, accuracies, end
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("one warm start for all")]
 
 
 @pytest.fixture(scope="module")
