@@ -64,8 +64,8 @@ def test_a_sound_warm_start_begins_to_learn(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
     accuracy, rewards = curves(out, "--set", "train.max_num_steps=20")
     assert columns_right(out) > 0.99, "1.0 was seen, 0.97 after 1,200 steps"
-    assert accuracy[-1] > accuracy[0] + 0.15, "0.39 to 0.52 more were seen"
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, "0.35 to 0.40 were seen"
+    assert accuracy[-1] > accuracy[0] + 0.15, "0.38 to 0.47 more were seen"
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, "0.39 to 0.44 were seen"
 
 
 @pytest.mark.soak
@@ -106,7 +106,7 @@ def test_a_model_learns_to_add(tmp_path: Path, engine: str, seed: int) -> None:
     """What the README promises of `make run`."""
     accuracy, rewards = curves(tmp_path / "quickstart", "--engine", engine, "--seed", str(seed))
     assert accuracy[-1] >= 0.9, "0.96 to 0.99 were seen"
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.55 to 0.76 were seen"
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.3, "0.74 to 0.82 were seen"
 
 
 @pytest.mark.soak
