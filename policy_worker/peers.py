@@ -51,6 +51,8 @@ from weight_sync import WeightError
 from weight_sync.stores import open_store
 
 T = TypeVar("T")
+NOBODY = MemberReply(action="wait", epoch=0, parts=[], members=[], counts=[], step=-1, leads=False)
+"""The order of a replica that is not a member."""
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
@@ -97,8 +99,7 @@ class Peers:
     ) -> None:
         self.parts = config.policy.parallelism.n_init_replicas
         """Of each batch."""
-        self.leads = False
-        """Whether this replica commits, publishes and saves."""
+        self._leads_since = 0
         self.committed: m.CommitReply | None = None
         """How far the job has come."""
         self.metrics: dict[str, float] = {}
@@ -109,15 +110,20 @@ class Peers:
         self._trained: list[TrainedModel] = [trainer] if trainer.critic is None else [trainer, trainer.critic]
         self._gradients = {trained: _gradients(trained) for trained in self._trained}
         self._batch = ""
-        self._order = MemberReply(
-            action="wait", epoch=0, parts=[], members=[], counts=[], step=-1, leads=False
-        )
+        self._order = NOBODY
         self._step = self._number = 0
         self._own_kind: dict[str, str] = {}
         self._known = (-1, "")
         """The checksum of the weights before a step."""
         self._exchange: Exchange = NoExchange()
         self._exchange_epoch = 0
+        self._applied = 0
+        """Membership epoch of the exchange whose results were used last."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica commits, publishes and saves."""
+        return self._leads_since > 0
 
     # ---- before and after a step ----------------------------------------------------------------------------
 
@@ -136,6 +142,8 @@ class Peers:
         while True:
             order = self._ask(at, weights=weights, kind=self._own_kind if at == "join" else {})
             if order.action in ("train", "save") or (order.action == "wait" and order.leads):
+                if self._session is not None:
+                    self._session.takes_part = True
                 return self._step
             at = "join"
             if order.action == "heal" and order.step >= 0:
@@ -169,8 +177,11 @@ class Peers:
             self._check(order)
             if self._group.any(bool(self._shutdown)):
                 return False
-            if order.action == "wait" and self.committed is not None and self.committed.finished:
-                time.sleep(LOOK_S)  # the answer did not wait: the others come to the end of the data
+            # Of two answers that did not wait one comes while the others reach the end of the data, the other one from
+            # a store that has lost the commit before: the next heartbeat shows that.
+            finished = self.committed is not None and self.committed.finished
+            if order.action == "commit" or (order.action == "wait" and finished):
+                time.sleep(LOOK_S)
 
     def trained(self, step: int, commit: Callable[[], m.CommitReply]) -> m.CommitReply | None:
         """A step is trained: wait until it counts. None: this replica was asked to leave meanwhile.
@@ -305,6 +316,7 @@ class Peers:
                 order = self._agreed("broken" if found is None else "holds")
             if order.action == "apply" and found is not None:
                 self._number += 1
+                self._applied = self._order.epoch
                 self.metrics["exchange_seconds"] = self.metrics.get("exchange_seconds", 0.0) + exchanging
                 return found[0]
             if order.action == "batch":
@@ -345,6 +357,8 @@ class Peers:
     def _ask(self, at: Place, step: int | None = None, wait_s: float = POLL_S, **more: Any) -> MemberReply:
         """Say where this replica stands. A collective. Raises as `Session.call`."""
         step = self._step if step is None else step
+        if at in ("ready", "holds", "broken") and self._known[0] == step:
+            more["weights"] = self._known[1]
 
         def ask() -> Any:
             session = self._session
@@ -356,12 +370,17 @@ class Peers:
                 epoch=self._order.epoch,
                 step=step,
                 number=self._number,
+                applied=self._applied,
+                leads=self._leads_since,
                 batch=self._batch,
                 wait_s=wait_s,
                 **more,
             )
             try:
                 return session.call(api.member(session.reply.replica_id, request)).model_dump(mode="json")
+            except LeftBehindError as error:  # all ranks find that out from the order
+                log.warning("%s", error)
+                return NOBODY.model_copy(update={"action": "heal"}).model_dump(mode="json")
             except Refused as error:
                 if error.code == m.ErrorCode.CONFLICT:
                     raise UnlikeError(error.detail) from error
@@ -371,11 +390,14 @@ class Peers:
 
         order = MemberReply.model_validate(self._group.lead(ask))
         self.committed = order.committed or self.committed
-        if order.leads and not self.leads:
-            self.leads = True
-            log.info("this replica leads: it commits, publishes and saves from now on")
+        if order.leads != self.leads:
+            self._leads_since = order.epoch if order.leads else 0
+            if order.leads:
+                log.info("this replica leads: it commits, publishes and saves from now on")
             if self._session is not None:
-                self._session.led_from(order.publication)
+                self._session.leads_since = self._leads_since
+                if order.leads:
+                    self._session.led_from(order.publication)
         return order
 
     def _take(self, order: MemberReply, step: int) -> None:

@@ -10,7 +10,8 @@ Rank 0 has the session, the other ranks only a `Caller`. A lost controller is wa
 
 A controller that came back with a store that lost history refuses what it does not know of, or shows in a heartbeat
 that it knows less than it did. Then the trainer declares itself, replays the steps that are missing (`History`), and
-goes on as if nothing had happened; if the controller knows a later trainer instead, this one ends.
+continues as if nothing had happened; if the controller knows a later trainer instead, this one ends. Of several policy
+replicas one that does not take part yet has nothing to declare: it registers anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 
 from controller.client import Call, Client, ControllerError, ControllerLost, Refused
 from controller.client import calls as api
-from policy_worker.errors import NoCheckpointError, PolicyError, ReplacedError
+from policy_worker.errors import LeftBehindError, NoCheckpointError, PolicyError, ReplacedError
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.replay_log import History
 from schema.config import Config
@@ -109,7 +110,8 @@ class Caller:
                 seen = self.mends
                 return self._client.send(call)
             except Refused as error:
-                if error.code in _BEHIND and mended < MENDS:
+                superseded = error.code == m.ErrorCode.STALE_INCARNATION
+                if (error.code in _BEHIND or (superseded and self.leads)) and mended < MENDS:
                     refusal = error
                     continue
                 if error.code in _GONE:
@@ -121,6 +123,11 @@ class Caller:
                 if time.monotonic() >= give_up:
                     raise
                 log.warning("%s; waiting for it", error)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica leads several ones: a store that has lost this takes another one for the leader."""
+        return self._session is not None and self._session.leads
 
     @property
     def mends(self) -> int:
@@ -154,7 +161,12 @@ class Session(Caller):
         """Each reports what goes wrong in the background, for the user to see; "": nothing."""
         self.anchor_asked = False
         self.members_epoch = 0
-        """Of several policy replicas, as the newest heartbeat was answered."""
+        """Membership epoch of several policy replicas, as the newest heartbeat was answered."""
+        self.leads_since = 0
+        """Membership epoch since which this replica leads several ones; 0: it does not."""
+        self._several = False
+        self.takes_part = True
+        """Whether its weights are those of the job: of several policy replicas not before it has joined the others."""
         self.profile: m.ProfileStatus | None = None
         """How the newest profile stands."""
         self.profile_order: m.ProfileOrder | None = None
@@ -187,10 +199,14 @@ class Session(Caller):
             snapshot=snapshot,
             newest_publication=self.history.newest_publication,
         )
+        if isinstance(self._fatal, LeftBehindError):
+            self._fatal = None
         self.reply = self.call(api.register(request))
         self.profile_order = None  # of the incarnation before: who asked for it asks again
         self.history.registered(request, self.reply)
         config = Config.model_validate(self.reply.config)
+        self._several = config.policy.parallelism.n_init_replicas > 1
+        self.takes_part, self.leads_since = not self._several, 0
         self.patience = config.controller.controller_lost_timeout
         self.shutdown.grace = config.launcher.shutdown_timeout
         if self._beats is None:
@@ -207,6 +223,10 @@ class Session(Caller):
     # ---- a controller that lost history -------------------------------------------------------------------
 
     @property
+    def leads(self) -> bool:
+        return self.leads_since > 0
+
+    @property
     def mends(self) -> int:
         return self._mends
 
@@ -215,17 +235,28 @@ class Session(Caller):
 
         Raises:
             ReplacedError: the controller knows a later trainer.
+            LeftBehindError: this one of several does not take part yet, or the others have trained more steps: it has
+                to register anew.
             PolicyError: the history cannot be declared; training goes on from a checkpoint.
             Refused, ControllerLost: see `controller.client`.
         """
         with self._mending:
             if seen != self._mends:
                 return
+            if not self.takes_part:
+                raise LeftBehindError(
+                    f"the controller does not know {self.reply.replica_id} any more, which has not joined the other "
+                    f"policy replicas yet: it has to register anew"
+                )
             try:
                 self._declare(client)
             except Refused as error:
                 if error.code in (m.ErrorCode.STALE_EPOCH, m.ErrorCode.STALE_INCARNATION):
                     raise ReplacedError(str(error)) from error
+                if error.code == m.ErrorCode.CONFLICT and self._several:
+                    raise LeftBehindError(
+                        f"the other policy replicas went on without this one: {error}"
+                    ) from error
                 if error.code in (m.ErrorCode.CONFLICT, m.ErrorCode.BAD_REQUEST):
                     raise PolicyError(
                         f"the controller lost history that cannot be declared again: {error}"
@@ -243,6 +274,7 @@ class Session(Caller):
             host=socket.gethostname(),
             pid=os.getpid(),
             world_size=self._world,
+            leads=self.leads_since,
             **claim,
         )
         answer = client.send(api.declare(reply.replica_id, request))

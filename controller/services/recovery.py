@@ -44,10 +44,15 @@ class RecoveryService:
         decision = decide(self._known(), _claim(request))
         if isinstance(decision, Refuse):
             raise ApiError(decision.code, f"trainer {request.name!r}: {decision.reason}")
+        before = job.registry.by_name(request.name)
         job.registry.restore(request, job.clock())
+        anew = request.policy_epoch > job.facts.policy_epoch
         job.facts.policy_epoch = request.policy_epoch
         if job.membership is not None:
-            job.membership.recover(replica_id, request.steps, int(job.wall() * 1000))
+            if before is not None and before.replica_id != replica_id:
+                job.membership.gone(before.replica_id)
+            floor = int(job.wall() * 1000)
+            job.membership.recover(replica_id, request.steps, floor, leads=request.leads, anew=anew)
             job.member_signal.notify()
         if isinstance(decision, NeedSnapshot):
             await job.save()

@@ -97,7 +97,7 @@ class ReplicaService:
         reply = self._reply(registered.replica)
         if reply.publication is not None and request.role == "rollout":
             job.registry.hand_out(registered.replica, reply.publication.id)
-        await job.save()
+        await job.save_durably()  # others key by its id, policy epoch and timeline
         if job.progress.timeline != timeline:
             await self._samples.restore()
         return reply

@@ -34,6 +34,8 @@ class EventLog:
         self._wall = wall
         known = sorted((Event.model_validate(row) for row in rows), key=lambda event: event.id)
         self._events: deque[Event] = deque(known)
+        self.lost = file_id > (known[-1].id if known else 0)
+        """Whether the file has events that the store does not know of: it has lost history."""
         self.highest = max(file_id, known[-1].id if known else 0)
         self.filed = file_id
         """Id of the newest event that is in the file."""

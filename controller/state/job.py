@@ -37,10 +37,12 @@ from controller.state.job_facts import (
     validation_params,
 )
 from controller.state.membership import Membership
+from controller.state.numbers import first_number
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
 from controller.state.sample_log import RewardStats, SampleLog
+from controller.state.standstill import Standstill
 from controller.state.step_log import StepLog
 from controller.state.turns import Turns
 from controller.state.update_reports import Updates
@@ -114,7 +116,11 @@ class Job:
             config.grpo.reward_weights
         )
         """Whether validation is scored with the functions of training: what fails there fails here."""
+        self.events = self._load_events(saved)
+        self.restarted = self.events.highest > 0 or any(saved.values())
+        """Whether an earlier controller has given out numbers (see `controller.state.numbers`)."""
         self.registry = self._load_registry(saved)
+        self.standstill = Standstill()
         self.membership = self._load_membership(headers.get("members"))
         """Of several policy replicas; None: there is one."""
         self.steps = StepLog(saved[Table.STEPS].values())
@@ -129,8 +135,6 @@ class Job:
             config.reward.outage_timeout,
             scored=self._has_scored,
         )
-        self.event_file = event_file.path_of(run_dir)
-        self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.samples = SampleLog()
         # A teacher teaches where scores are alike.
         compares = config.is_grpo and config.group_size > 1 and not config.teacher
@@ -173,18 +177,28 @@ class Job:
         header, rows = headers.get("ledger"), len(self.prompts)
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
 
+    def _load_events(self, saved: Saved) -> EventLog:
+        self.event_file = event_file.path_of(self.run_dir)
+        return EventLog(self.wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
+
     def _load_registry(self, saved: Saved) -> Registry:
         timeout, trainers = (
             self.config.controller.heartbeat_timeout,
             self.config.policy.parallelism.n_init_replicas,
         )
-        return Registry(timeout, saved[Table.REPLICAS].values(), trainers=trainers)
+        records = list(saved[Table.REPLICAS].values())
+        known = max((record["incarnation"] for record in records), default=0)
+        first = first_number(known, self.wall()) if self.events.lost else 0
+        return Registry(timeout, records, trainers=trainers, first=first)
 
     def _load_membership(self, known: Mapping[str, Any] | None) -> Membership | None:
         trainers = self.config.policy.parallelism.n_init_replicas
         if trainers == 1:
             return None
-        return Membership(trainers) if known is None else Membership.from_record(trainers, known)
+        first = first_number(0 if known is None else known["epoch"], self.wall()) if self.restarted else 0
+        if known is None:
+            return Membership(trainers, first_epoch=first)
+        return Membership.from_record(trainers, known, first)
 
     def _load_scaling(self, known: Mapping[str, Any] | None) -> Scaling:
         first = self.config.rollout.parallelism.n_init_replicas
@@ -355,9 +369,17 @@ class Job:
         if self._stored.get("shares", {}) == now:
             return
         self._stored["shares"] = dict(now)
+        self.say_members()
+
+    def say_members(self, why: str = "") -> None:
+        """Add an event with the present members and their parts. why: in front of its text."""
+        membership = self.membership
+        assert membership is not None
+        now = membership.shares()
         shares = ", ".join(f"{name} {count}" for name, count in now.items()) or "nobody"
         text = (
-            f"epoch {membership.epoch} before step {membership.step}: parts of {membership.parts}: {shares}"
+            f"{why}membership epoch {membership.epoch} before step {membership.step}: parts of {membership.parts}: "
+            f"{shares}"
         )
         self.events.add(
             EventKind.MEMBERS,

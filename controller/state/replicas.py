@@ -157,9 +157,16 @@ class Registry:
     """See the module's docstring."""
 
     def __init__(
-        self, heartbeat_timeout: float, records: Iterable[Mapping[str, Any]] = (), *, trainers: int = 1
+        self,
+        heartbeat_timeout: float,
+        records: Iterable[Mapping[str, Any]] = (),
+        *,
+        trainers: int = 1,
+        first: int = 0,
     ) -> None:
-        """trainers: policy replicas of the job. Several register side by side; of one the next takes its place."""
+        """trainers: policy replicas of the job. Several register side by side; of one the next takes its place.
+        first: lower bound of the incarnations that register from now on."""
+        self._first = first
         self._timeout, self._several = heartbeat_timeout, trainers > 1
         self._by_name = {record["name"]: Replica(**record) for record in records}
         self._by_id = {replica.replica_id: replica for replica in self._by_name.values()}
@@ -210,7 +217,7 @@ class Registry:
             self._check_single_policy(request.name)
             self._take_the_place_of_others(request.name)
         before = known or self._forget()
-        incarnation = 1 + (self._floor if known is None else known.incarnation)
+        incarnation = max(1 + (self._floor if known is None else known.incarnation), self._first)
         requests = [] if known is None else known.request_ids
         replica = Replica(
             replica_id=id_of(request.name, incarnation),

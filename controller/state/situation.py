@@ -23,6 +23,8 @@ STARVING = 0.15
 """Share of idle time below which a pool is busy enough."""
 WORTH = 1.05
 """Gain of speed below which nothing is advised."""
+NOTICED_S = 5.0
+"""Seconds for which all policy replicas wait for each other before it is reported: they do so for moments always."""
 RECENT = 8
 """Newest steps, whose mean counts; before there are so many nothing is known."""
 
@@ -43,6 +45,8 @@ def sentence(job: Job) -> tuple[str, str]:
     if not trainers:
         return "trainer", f"waits for a trainer: {_absent(job, 'policy')}"
     trainer = _leading(job, trainers)
+    if (text := _standstill(job)) is not None:
+        return f"standstill {job.progress.committed}", text
     table = job.progress
     if not isinstance(table, GroupTable):
         return "training", f"{trainer.name}: {trainer.status or 'getting ready'}"
@@ -66,6 +70,21 @@ def sentence(job: Job) -> tuple[str, str]:
     if missing <= 0:
         return f"ready {step}", f"step {step} is complete and waits for {_named(trainer)}"
     return _groups(job, table, missing)
+
+
+def _standstill(job: Job) -> str | None:
+    """All policy replicas wait for each other, which a new membership epoch is about to end."""
+    if job.membership is None:
+        return None
+    now, names = job.clock(), job.membership.expected
+    since = job.standstill.since(names, now)
+    if since is None or now - since < NOTICED_S:
+        return None
+    left = max(0.0, job.standstill.limit - (now - since))
+    return (
+        f"step {job.membership.step}: {', '.join(names)} all wait for each other; they begin a new membership epoch in "
+        f"{left:.0f} s"
+    )
 
 
 def _ended(job: Job) -> str:

@@ -171,7 +171,9 @@ async def attempt(
         other = None if text is None else Holder.parse(text)
         if other is not None and not (replace or other.is_dead() or other.key == me.key):
             return Attempt(other=other)
-        mine = dataclasses.replace(me, epoch=int(await pipeline.get(epoch) or 0) + 1)
+        # With the date: a store that lost history may have forgotten some.
+        known = int(await pipeline.get(epoch) or 0)
+        mine = dataclasses.replace(me, epoch=max(known + 1, int(time.time() * 1000)))
         pipeline.multi()  # type: ignore[no-untyped-call]
         pipeline.set(epoch, mine.epoch)
         pipeline.set(lock, mine.render(), px=round(seconds * 1000))

@@ -1,7 +1,8 @@
-"""What policy replicas that train together say while they do (see `controller.state.membership`).
+"""The calls of policy replicas that train together (see `controller.state.membership`).
 
-Each call is a long-poll: it is answered when there is something to do. What is decided is stored before it is said,
-so that a successor of this controller decides nothing else.
+Each call is a long-poll: it is answered when there is something to do. A decision is stored before it is answered,
+so that a successor of this controller decides nothing else. Where the store has lost decisions, the calls prove them,
+and a replica that knows of commits which the store has lost is asked to declare itself.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ class MemberService:
         """The step at whose beginning others wait for those who load, and since when."""
 
     def tick(self, now: float) -> None:
-        """Go on without those who take too long to load the others' weights: they join at another step."""
+        """Go on without replicas that take too long to load the others' weights: they join at another step. Begin
+        a membership epoch where all wait for each other."""
         membership = self._job.membership
-        if membership is None or not any(membership.waiting.values()):
+        if membership is None:
+            return
+        self._end_standstill(membership, now)
+        if not any(membership.waiting.values()):
             return
         if self._asked[0] != membership.step:
             self._asked = membership.step, now
@@ -38,6 +43,20 @@ class MemberService:
             late = ", ".join(membership.give_up())
             log.warning("training goes on without %s, which did not load within %g s", late, limit)
             self._job.member_signal.notify()
+
+    def _end_standstill(self, membership: Membership, now: float) -> None:
+        job = self._job
+        job.standstill.at(membership.step)
+        limit = job.standstill.limit
+        if job.ended or job.progress.finished or not job.standstill.is_over(membership.expected, now):
+            return
+        behind = membership.begin_anew()
+        left = f"; {', '.join(behind)} begin anew" if behind else ""
+        job.say_members(f"all policy replicas waited for each other for {limit:g} s{left}: ")
+        log.warning(
+            "policy replicas waited for each other for %g s: they begin the round anew%s", limit, left
+        )
+        job.member_signal.notify()
 
     async def ask(self, replica_id: str, request: MemberRequest) -> MemberReply:
         """What the replica is to do; `wait` after `wait_s` seconds in which there was nothing.
@@ -61,6 +80,9 @@ class MemberService:
             order = self._decide(membership, replica_id, request)
             if order.action != "wait":
                 job.member_signal.notify()
+            left = give_up - loop.time()
+            waits = order.action == "wait"
+            job.standstill.heard(replica_id, job.clock(), waits=waits, for_s=max(left, 0.0))
             await job.save()
             left = give_up - loop.time()
             over = job.progress.finished and request.at == "begin"  # who follows need not wait for the leader
@@ -70,8 +92,11 @@ class MemberService:
 
     def _decide(self, membership: Membership, name: str, request: MemberRequest) -> Order:
         at, step, number = request.at, request.step, request.number
+        self._check_history(membership, request)
         if request.policy_epoch != self._job.facts.policy_epoch:
             return Order("heal", membership.epoch)
+        membership.follow(self._job.progress.committed)
+        membership.lead(name, request.leads)
         if at == "join":
             self._check_kind(membership, name, request.kind)
             return membership.join(name, step, request.weights)
@@ -80,18 +105,35 @@ class MemberService:
         if at == "begin":
             if request.kind and name in membership.members:  # it was forgotten with the history of the store
                 membership.kind = dict(request.kind)
-            return membership.begin(name, step, request.weights)
+            return membership.begin(name, step, request.weights, request.applied)
         if at == "saved":
             membership.save(step)
-            return membership.begin(name, step, request.weights)
-        if at == "ready":
-            if number == 0 and step == membership.step and self._is_another(step, request.batch):
-                return Order("batch", membership.epoch)
-            return membership.ready(name, request.epoch, step, number, request.seconds)
+            return membership.begin(name, step, request.weights, request.applied)
+        if number == 0 and membership.begins(step) and self._is_another(step, request.batch):
+            return Order("batch", membership.epoch)
+        weights, applied = request.weights, request.applied
+        if at == "holds":
+            return membership.holds(name, request.epoch, step, number, weights=weights, applied=applied)
         if at == "broken":
             membership.broken(name, request.epoch)
-            return membership.ready(name, request.epoch, step, number)
-        return membership.holds(name, request.epoch, step, number)
+        seconds = request.seconds
+        return membership.ready(name, request.epoch, step, number, seconds, weights=weights, applied=applied)
+
+    def _check_history(self, membership: Membership, request: MemberRequest) -> None:
+        """Raises `ApiError`: the store has lost what the replica knows of, so that it has to declare itself."""
+        current, at = self._job.facts.policy_epoch, request.at
+        if request.policy_epoch > current:
+            detail = (
+                f"policy epoch {request.policy_epoch} is not known here, {current} is: declare yourself first"
+            )
+            raise ApiError(ErrorCode.STALE_EPOCH, detail)
+        if request.policy_epoch < current or at in ("join", "healed"):
+            return
+        if membership.forgot(request.step, begins=at in ("begin", "saved")):
+            detail = (
+                f"step {membership.step} is the present one here, not {request.step}: declare yourself first"
+            )
+            raise ApiError(ErrorCode.WRONG_STEP, detail)
 
     def _check_kind(self, membership: Membership, name: str, kind: dict[str, str]) -> None:
         """Raises `ApiError`: it is of another kind than the members."""

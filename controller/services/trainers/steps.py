@@ -147,6 +147,7 @@ class StepService:
             return Batch(build_table(*key, []))
         if job.facts.paused and ledger.batch(step) is None:
             return None
+        lost = job.restarted and self._batch is None and ledger.batch(step) is None
         assembled = ledger.assemble(job.clock())
         if isinstance(assembled, Waiting):
             # dropping stragglers may have ended the data
@@ -154,6 +155,10 @@ class StepService:
         batch = _batch(self._batch, key, assembled)
         if batch is not self._batch:
             self._batch = batch
+            if (
+                lost and job.membership is not None
+            ):  # of a forgotten batch results may have been exchanged already
+                job.membership.broken(job.membership.leader, job.membership.epoch)
             job.lease_signal.notify()  # the slots of this step are taken, those of the next are open
         return batch
 

@@ -20,7 +20,7 @@ class MemberRequest(Message):
 
     incarnation: Count
     policy_epoch: Count = Field(
-        description="Of its registration: what began an epoch later, it has to register for."
+        description="Of its registration: it has to register again for what began in a later one."
     )
     at: Place = Field(
         description="join: it has the weights of `step` steps, and wants to take part. healed: it has loaded those "
@@ -28,9 +28,16 @@ class MemberRequest(Message):
         "round. holds: it has the results of all parts. broken: it could not exchange them. saved: the checkpoint of "
         "`step` steps is written."
     )
-    epoch: Count = Field(default=0, description="That it computes for.")
+    epoch: Count = Field(default=0, description="Membership epoch that it computes for.")
     step: Count
     number: Count = Field(default=0, description="Of the round in the step.")
+    applied: Count = Field(
+        default=0,
+        description="Membership epoch of the exchange whose results it used last; 0: it has loaded its weights since.",
+    )
+    leads: Count = Field(
+        default=0, description="Membership epoch since which it leads, as it was told; 0: it does not."
+    )
     seconds: float = Field(default=0.0, ge=0, description="That each of its parts of the round took.")
     weights: Text = Field(default="", description="Checksum of its weights before the step.")
     batch: Text = Field(default="", description="Digest of the batch that it trains on.")
@@ -75,7 +82,10 @@ class MemberStatus(Message):
 class MembersStatus(Message):
     """Several policy replicas that train together."""
 
-    epoch: int = Field(description="Counts how often members or their parts have changed.")
+    epoch: int = Field(
+        description="Membership epoch: rises whenever members or their parts change, after a restart of the controller "
+        "by more than 1."
+    )
     parts: int = Field(description="Into which each batch is cut.")
     members: list[MemberStatus] = Field(description="The first one commits, publishes and saves.")
     waiting: list[Text] = Field(

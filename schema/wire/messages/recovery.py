@@ -60,6 +60,9 @@ class DeclareRequest(Message):
     newest_publication: int = Field(
         default=0, ge=0, lt=2**53, description="The highest publication id that it ever heard of."
     )
+    leads: Count = Field(
+        default=0, description="Membership epoch since which it leads other policy replicas; 0: it does not."
+    )
     snapshot: LedgerSnapshot | None = Field(
         default=None, description="Of its newest checkpoint, where the controller asked for one."
     )
