@@ -177,8 +177,8 @@ class Peers:
             self._check(order)
             if self._group.any(bool(self._shutdown)):
                 return False
-            # Of two answers that did not wait one comes while the others reach the end of the data, the other one from
-            # a store that has lost the commit before: the next heartbeat shows that.
+            # Two answers do not wait: one comes while the others reach the end of the data, the other one where the
+            # store has lost the commit before, which the next heartbeat shows.
             finished = self.committed is not None and self.committed.finished
             if order.action == "commit" or (order.action == "wait" and finished):
                 time.sleep(LOOK_S)

@@ -10,8 +10,8 @@ Rank 0 has the session, the other ranks only a `Caller`. A lost controller is wa
 
 A controller that came back with a store that lost history refuses what it does not know of, or shows in a heartbeat
 that it knows less than it did. Then the trainer declares itself, replays the steps that are missing (`History`), and
-continues as if nothing had happened; if the controller knows a later trainer instead, this one ends. Of several policy
-replicas one that does not take part yet has nothing to declare: it registers anew.
+continues as if nothing had happened; if the controller knows a later trainer instead, this one ends. One of several
+policy replicas that does not take part yet has nothing to declare: it registers anew.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Session(Caller):
         """Membership epoch since which this replica leads several ones; 0: it does not."""
         self._several = False
         self.takes_part = True
-        """Whether its weights are those of the job: of several policy replicas not before it has joined the others."""
+        """Whether its weights are those of the job: one of several policy replicas has to join the others first."""
         self.profile: m.ProfileStatus | None = None
         """How the newest profile stands."""
         self.profile_order: m.ProfileOrder | None = None

@@ -46,11 +46,11 @@ then proves the decisions that it can only follow from:
 |                          | all other members                                                                      |
 | `register`               | the incarnation before it has ended                                                    |
 
-Why it is safe: results of one membership epoch's exchange are the same for all that hold them. `applied`, the epoch of
-the exchange that a member used last, therefore identifies its weights within a step by induction, as the checksum does
-between two; a member whose `applied` differs from the known one has used other results, in a history that is lost,
-and has to begin anew. A position only moves forward, so no round is used twice, and nobody is told to use results of
-an exchange that did not count.
+Why it is safe: results of one membership epoch's exchange are the same for all that hold them. `applied`, the epoch
+of the exchange that a member used last, therefore identifies its weights within a step by induction, as the checksum
+does between two; a member whose `applied` differs from the known one has used other results, in a history that is
+lost, and has to begin anew. A position only moves forward, so no round is used twice, and no member is told to use
+results of an exchange that did not count.
 
 For stalls that this does not resolve there is a limit (`controller.state.standstill`), after which `begin_anew` keeps
 the members that are farthest.
@@ -87,9 +87,10 @@ class Order:
     """What a replica has to do now.
 
     train: the step, with these parts of this membership epoch. commit, save: as the leader, the step before, or its
-    checkpoint. exchange: what it computed. apply: the results of all parts. again: the round, with these parts of this
-    membership epoch. heal: load a checkpoint of `step` committed steps, or register anew where it is -1. differs: end,
-    its weights are not those of the others. batch: request the batch again, it has changed. wait: ask again.
+    checkpoint. exchange: what it computed. apply: the results of all parts. again: the round, with these parts of
+    this membership epoch. heal: load a checkpoint of `step` committed steps, or register anew where it is -1.
+    differs: end, its weights are not those of the others. batch: request the batch again, it has changed. wait: ask
+    again.
 
     counts: parts of each of the members, in order.
     """

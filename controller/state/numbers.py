@@ -17,6 +17,8 @@ LEAP = 1 << 20
 
 
 def first_number(known: int, wall: float) -> int:
-    """The first number that a controller gives out on an existing job. known: the highest one in the store. wall: Unix
-    time at which the controller started."""
+    """The first number that a controller gives out on an existing job.
+
+    known: the highest one in the store. wall: Unix time at which the controller started.
+    """
     return max(known + LEAP, int(wall * 1000))

@@ -81,9 +81,9 @@ def _standstill(job: Job) -> str | None:
     if since is None or now - since < NOTICED_S:
         return None
     left = max(0.0, job.standstill.limit - (now - since))
+    step = job.membership.step
     return (
-        f"step {job.membership.step}: {', '.join(names)} all wait for each other; they begin a new membership epoch in "
-        f"{left:.0f} s"
+        f"step {step}: {', '.join(names)} all wait for each other; a membership epoch begins in {left:.0f} s"
     )
 
 

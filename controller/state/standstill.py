@@ -30,7 +30,7 @@ class Standstill:
     def __init__(self) -> None:
         self.limit = FIRST_S
         self._reports: dict[str, _Report] = {}
-        self._step = -1
+        self._step: int | None = None
 
     def heard(self, name: str, now: float, *, waits: bool, for_s: float = 0.0) -> None:
         """A replica was answered. waits: by `wait`. for_s: seconds for which its call stays open."""
@@ -40,9 +40,10 @@ class Standstill:
 
     def at(self, step: int) -> None:
         """The step that is next to be committed: with another one the limit is the first again."""
-        if step != self._step:
-            self._step, self.limit = step, FIRST_S
+        if self._step not in (None, step):
+            self.limit = FIRST_S
             self._reports.clear()
+        self._step = step
 
     def since(self, names: Collection[str], now: float) -> float | None:
         """Since when all of these wait; None: one of them does not, or there is none."""

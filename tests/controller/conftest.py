@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis import Redis
 
 from controller.client import Client, Refused
 from controller.client import calls as api
@@ -84,6 +85,20 @@ class Stage:
 
     def rollout(self, served: ServedController | ControllerProcess, name: str = "rollout-0") -> Rollout:
         return Rollout(self.client(served, "rollout"), name)
+
+    @contextmanager
+    def history_lost(self, served: ServedController) -> Iterator[None]:
+        """What is written meanwhile the store loses; another controller goes on."""
+        client = Redis.from_url(self.valkey.url)
+        kept = {key: client.dump(key) for key in client.scan_iter(f"*{served.job.job_id}*")}
+        yield
+        served.stop()
+        client.delete(*client.scan_iter(f"*{served.job.job_id}*"))
+        for key, value in kept.items():
+            if not key.endswith(b":lock"):
+                client.restore(key, 0, value)
+        client.close()
+        served.restart()
 
     def joined(self, served: ServedController | ControllerProcess, name: str = "rollout-0") -> Rollout:
         """A rollout replica that has registered."""

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from controller.client import Refused
+from controller.client import Call, Refused
 from controller.client import calls as api
+from policy_worker.errors import LeftBehindError
 from schema.config import Config
-from schema.wire.messages import ErrorCode, EventKind
+from schema.wire.messages import ErrorCode, EventKind, HeartbeatReply, HeartbeatRequest
 from schema.wire.messages.members import MemberReply, MemberRequest
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Trainer
+from tests.controller.services.test_recovery import session_of
 from tests.support.controller import make_config
+from tests.support.served import ServedController
 
 KIND = {"code": "abc", "ranks": "1"}
 
@@ -113,3 +116,84 @@ def test_one_trainer_has_nobody_to_train_with(stage: Stage) -> None:
     with pytest.raises(Refused, match=r"n_init_replicas = 1"):
         ask(trainer, "join")
     assert stage.client(served).send(api.job()).members is None
+
+
+def pair(stage: Stage) -> tuple[ServedController, Trainer, Trainer]:
+    """Two members before step 0 of supervised training."""
+    supervised = {"train_policy": {"type": "sft"}, "ckpt": {"enable_checkpoint": True}}
+    policy = {"parallelism": {"n_init_replicas": 2}}
+    sections = {"train": supervised, "policy": policy, "controller": PATIENT}
+    served = stage.serve(Config.model_validate(sections), rows=64)
+    one, other = stage.trainer(served), stage.trainer(served, "policy-1")
+    one.register(0)
+    ask(one, "join", weights="w")
+    other.register(0)
+    assert ask(other, "join", weights="w").action == "train"
+    return served, one, other
+
+
+def test_what_one_has_used_is_proof_for_those_that_only_hold_it(stage: Stage) -> None:
+    """The last round is decided, one replica hears of it, and the store loses the decision; then a commit."""
+    served, one, other = pair(stage)
+    for who in (one, other, one):
+        ask(who, "ready", epoch=2, weights="w")
+    assert ask(one, "holds", epoch=2, weights="w").action == "wait"
+    with stage.history_lost(served):
+        assert ask(other, "holds", epoch=2, weights="w").action == "apply"
+    assert ask(one, "holds", epoch=2, weights="w").action == "wait", "nobody is known to have used it"
+    assert ask(other, "begin", 1, applied=2, weights="v").action == "wait"
+    assert ask(one, "holds", epoch=2, weights="w").action == "apply"
+    assert ask(one, "begin", 1, applied=2, leads=1, weights="v").action == "commit"
+    with stage.history_lost(served):
+        one.commit(0)
+        ask(one, "begin", 1, applied=2, leads=1, weights="v")
+        assert ask(other, "begin", 1, applied=2, weights="v").action == "train"
+    with pytest.raises(Refused, match=r"step 0 is the present one here, not 1: declare yourself") as refusal:
+        ask(other, "ready", 1, epoch=2, weights="v", applied=2)
+    assert refusal.value.code is ErrorCode.WRONG_STEP
+
+
+def test_a_replica_that_waits_to_be_healed_and_was_forgotten_registers_anew(stage: Stage) -> None:
+    served, one, _ = pair(stage)
+    session = session_of(served.url, "policy-2")
+
+    def beat() -> Call[HeartbeatReply]:
+        request = HeartbeatRequest(incarnation=session.reply.incarnation)
+        return api.heartbeat(session.reply.replica_id, request)
+
+    with stage.history_lost(served):
+        session.register()
+    with pytest.raises(LeftBehindError, match=r"does not know policy-2\.1 any more"):
+        session.call(beat())
+    assert served.job.membership is not None
+    assert list(served.job.membership.members) == ["policy-0.1", "policy-1.1"], "nobody declared it"
+    session.register()
+    assert session.reply.replica_id not in ("policy-2.1", one.reply.replica_id), "an id is not used twice"
+    session.call(beat())
+    session.leave("done")
+
+
+def test_replicas_that_all_wait_begin_a_membership_epoch_and_say_so(stage: Stage) -> None:
+    served, one, other = pair(stage)
+    membership = served.job.membership
+    assert membership is not None
+    membership.weights = ""
+
+    def waits(seconds: float) -> str:
+        actions = []
+        for _ in range(2):
+            actions += [ask(one, "begin", 0).action, ask(other, "begin", 0, weights="w").action]
+            served.skip(seconds / 2)
+        assert set(actions) == {"wait"}, "one of them never says what its weights are"
+        return served.job.sentence()[0]
+
+    membership._said.clear()
+    assert "all wait for each other; a membership epoch begins in 5 s" in waits(10.0)
+    assert membership.epoch == 2
+    waits(6.0)
+    assert membership.epoch == 3
+    texts = [event.text for event in served.job.events.after(0) if event.kind is EventKind.MEMBERS]
+    assert texts[-1].startswith(
+        "all policy replicas waited for each other for 15 s: membership epoch 3 before step 0"
+    )
+    assert ask(one, "begin", 0).action == "train"
