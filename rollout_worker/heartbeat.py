@@ -14,7 +14,6 @@ from rollout_worker.session import Session
 from rollout_worker.shutdown import ShutdownRequest
 from rollout_worker.weights.follower import WeightFollower
 from schema.wire.messages import HeartbeatReply, HeartbeatRequest
-from schema.wire.messages.recovery import DeclareLeases
 
 PARENT_CHECK_S = 0.5
 MOST_TROUBLE = 4096
@@ -42,7 +41,8 @@ class Heartbeat:
         """For ever. Raises `ControllerError`, `SupersededError`, `JobOverError`."""
         while True:
             reply = await self._session.call(lambda session: api.heartbeat(session.replica_id, self._beat()))
-            await self._give_up(reply.lost_leases)
+            if reply.lost_leases:
+                self.on_lost(await self._session.declare(reply.lost_leases))
             self._obey(reply)
             await self._pause(self._session.reply.heartbeat_interval)
 
@@ -57,17 +57,6 @@ class Heartbeat:
             trouble="" if weights is None else weights.trouble[:MOST_TROUBLE],
             gauges={} if engine is None else self._metrics.read(time.monotonic(), engine.stats()),
         )
-
-    async def _give_up(self, lease_ids: list[str]) -> None:
-        """Forget leases that are lost, unless the controller takes them back: it may have lost them by itself."""
-        held = self._leases.declared(lease_ids)
-        if held:
-            still = await self._session.call(
-                lambda session: api.declare_leases(
-                    session.replica_id, DeclareLeases(incarnation=session.incarnation, leases=held)
-                )
-            )
-            self.on_lost(still.lost_leases)
 
     def _obey(self, reply: HeartbeatReply) -> None:
         if "stop" in reply.commands:

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from controller.client import AsyncClient, Call, Refused
@@ -16,6 +16,7 @@ from controller.client import calls as api
 from rollout_worker.lease_table import LeaseTable
 from schema.util.backoff import Backoff
 from schema.wire.messages import ErrorCode, RegisterReply, RegisterRequest
+from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -114,6 +115,19 @@ class Session:
             return await self._client.send(make(self))
         except Refused as error:
             raise _meaning(error) from error
+
+    async def declare(self, lease_ids: Iterable[str]) -> list[str]:
+        """Declare leases that the controller does not know, and may have forgotten. Returns those that it does not
+        take back. Raises as `call`."""
+        held = self._leases.declared(lease_ids)
+        if not held:
+            return []
+        reply: DeclaredLeases = await self.call(
+            lambda session: api.declare_leases(
+                session.replica_id, DeclareLeases(incarnation=session.incarnation, leases=held)
+            )
+        )
+        return reply.lost_leases
 
     async def leave(self, reason: str) -> None:
         """Deregister: the controller releases everything that is held. Raises `ControllerError`."""

@@ -9,7 +9,7 @@ change; here are no decisions.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self
@@ -27,6 +27,9 @@ from controller.ledger.group import (
 from controller.ledger.step_counter import Progress
 from controller.ledger.values import Changes, LedgerParams, Totals
 from schema.wire.messages import LedgerStatus
+
+REMEMBERED_LEASES = 1024
+"""Ended leases that are remembered: those of more than a minute in most runs."""
 
 
 class GroupTable(Progress):
@@ -51,6 +54,10 @@ class GroupTable(Progress):
         self.leased_by_deadline: dict[int, dict[str, Group]] = {}
         self.deadlines: Counter[int] = Counter()
         """Of all leased and ready groups."""
+        self.granted: set[str] = set()
+        """Leases that were granted since this table was made from the store, as long as they last; not stored."""
+        self.ended: deque[str] = deque(maxlen=REMEMBERED_LEASES)
+        """Leases that ended since then, the oldest first; not stored."""
         self.suspects: set[str] = set()
         """Groups that are leased alone (see `crashed`); nearly always empty."""
         self.waiting_since: tuple[int, float] | None = None
@@ -301,6 +308,9 @@ class GroupTable(Progress):
         if deadline is not None:
             group.deadline = deadline
         if state is not State.LEASED:
+            if group.lease_id is not None:
+                self.granted.discard(group.lease_id)
+                self.ended.append(group.lease_id)
             group.lease_id = group.replica_id = group.request_id = None
             group.missed = 0
             self.suspects.discard(group.id)

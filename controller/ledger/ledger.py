@@ -179,6 +179,7 @@ class Ledger:
         oldest = group.oldest_version() if group.samples else version
         group.attempt += 1
         group.lease_id = self._new_lease_id()
+        table.granted.add(group.lease_id)
         group.replica_id, group.request_id = replica_id, request_id
         group.lease_version, group.lease_step = version, table.committed
         group.expires, group.leased_at = now + params.lease_timeout, now

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from pydantic import ValidationError
@@ -179,14 +180,21 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
     """Leases that a replica says it holds: known ones are its own, forgotten ones too if that is possible.
 
     A forgotten lease is taken back if its group waits for a replica, all samples that the replica has pushed under
-    it are here, and it can be trained in time. Returns the ids of the others: that work is lost.
+    it are here, and it can be trained in time. Replicas that ask for work are quicker than those that find out that
+    their lease is forgotten, so a lease of the same group that was granted since, and under which nothing was pushed
+    yet, gives way. Returns the ids of the others: that work is lost.
     """
     lost = []
     for lease in held:
         group = table.groups.get(lease.group_id)
         if group is None or group.state is not State.LEASED or group.lease_id != lease.lease_id:
+            later = (
+                None if group is None or not _gives_way(table, group, lease) else _pre_empted(table, group)
+            )
             group = _forgotten(table, lease)
             if group is None:
+                if later is not None:
+                    _granted_again(table, later)
                 lost.append(lease.lease_id)
                 continue
             group.lease_id, group.lease_version = lease.lease_id, lease.version
@@ -197,6 +205,29 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
         group.expires = now + table.params.lease_timeout
         table.hand_over(group, replica_id)
     return lost
+
+
+def _gives_way(table: GroupTable, group: Group, lease: HeldLease) -> bool:
+    """Whether the lease of a group was granted since history was lost, to redo what this lease is about."""
+    granted = group.lease_id in table.granted and lease.lease_id not in table.ended
+    return granted and all(meta.lease_id != group.lease_id for meta in group.samples.values())
+
+
+def _pre_empted(table: GroupTable, group: Group) -> Group:
+    """End a lease. Returns a copy of the group as it was."""
+    before = replace(group)
+    table.requeue(group)
+    return before
+
+
+def _granted_again(table: GroupTable, before: Group) -> None:
+    """Undo `_pre_empted`."""
+    group = table.groups[before.id]
+    group.lease_id, group.replica_id, group.request_id = before.lease_id, before.replica_id, before.request_id
+    table.move(group, State.LEASED, deadline=before.deadline)
+    assert group.lease_id is not None
+    table.granted.add(group.lease_id)
+    table.ended.remove(group.lease_id)
 
 
 def _forgotten(table: GroupTable, lease: HeldLease) -> Group | None:

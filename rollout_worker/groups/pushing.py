@@ -4,7 +4,8 @@ A sample waits at most LINGER_S for company, and not at all when nothing else is
 says to each of them:
 
     accepted            done (a duplicate too: it was stored before)
-    lease_lost          the whole group is dropped: another replica makes it
+    lease_lost          the lease is declared, which the controller may have forgotten; if it is not taken back, the
+                        whole group is dropped: another replica makes it
     anything else       a fault of this sample: logged, its lease is given back for another attempt
 """
 
@@ -14,7 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ SHARE_OF_LIMIT = 0.5
 """A request stays well below `controller.max_request_bytes`: the bundle's header comes on top."""
 MAX_ERROR = 8192
 """Characters of an error that travel."""
+_UNKNOWN = (ErrorCode.LEASE_LOST, ErrorCode.NOT_FOUND)
+"""Refusals of a sample whose lease, or group, is not known."""
 _NO_TOKENS = np.zeros(0, np.int32)
 NOTHING = Generation("", 0, _NO_TOKENS, np.zeros(0, np.float32), _NO_TOKENS, _NO_TOKENS, "stop")
 """What was generated where that was not possible."""
@@ -51,6 +54,8 @@ class _Entry:
     lease: LeasedGroup
     index: int
     frame: bytes
+    declared: bool = False
+    """Whether its lease was unknown to the controller before, and was taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,13 @@ class Pusher:
         lease_id = entry.lease.lease_id
         if result.accepted:
             self._leases.done(lease_id, entry.index)
+        elif result.code in _UNKNOWN and not entry.declared and self._leases.get(lease_id) is not None:
+            # The controller's store may have lost the lease: the sample is pushed again if it is taken back.
+            if lost := await self._session.declare([lease_id]):
+                log.info("the lease of group %s is lost: %s", entry.lease.group_id, result.detail)
+                self.on_lost(lost)
+            else:
+                self._queue.append(replace(entry, declared=True))
         elif result.code == ErrorCode.LEASE_LOST:
             log.info("the lease of group %s is lost: %s", entry.lease.group_id, result.detail)
             self.on_lost([lease_id])

@@ -33,7 +33,7 @@ class MemberRequest(Message):
     number: Count = Field(default=0, description="Of the round in the step.")
     applied: Count = Field(
         default=0,
-        description="Membership epoch of the exchange whose results it used last; 0: it has loaded its weights since.",
+        description="Membership epoch of the exchange that it used last; 0: none since it loaded its weights.",
     )
     leads: Count = Field(
         default=0, description="Membership epoch since which it leads, as it was told; 0: it does not."
@@ -83,8 +83,8 @@ class MembersStatus(Message):
     """Several policy replicas that train together."""
 
     epoch: int = Field(
-        description="Membership epoch: rises whenever members or their parts change, after a restart of the controller "
-        "by more than 1."
+        description="Membership epoch: rises whenever members or their parts change, by more than 1 after a restart "
+        "of the controller."
     )
     parts: int = Field(description="Into which each batch is cut.")
     members: list[MemberStatus] = Field(description="The first one commits, publishes and saves.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import sys
@@ -13,17 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from controller.client import Client, Refused
+from controller.client import AsyncClient, Client, Refused
 from controller.client import calls as api
 from policy_worker.errors import ReplacedError
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
+from rollout_worker.groups.pushing import Pusher
+from rollout_worker.lease_table import LeaseTable
+from rollout_worker.session import Session as RolloutSession
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.sample import decode_sample
 from tests.controller.conftest import PATIENT, Stage, refused
-from tests.controller.drivers import Rollout, begin, train_step
+from tests.controller.drivers import Rollout, begin, make_frame, make_header, train_step
 from tests.support.controller import TOKENS, ControllerProcess, make_config, make_run_dir, running_controller
 from tests.support.valkey import ValkeyServer, running_valkey
 from tests.support.waiting import PATIENCE, until
@@ -228,6 +233,47 @@ def test_a_trainer_that_was_replaced_in_lost_history_is_refused(tmp_path: Path) 
             session.call(api.step_batch(0, newer.policy_epoch, "none"))
         for one in (session, again):
             one.leave("done")
+
+
+def test_leases_that_the_store_lost_are_taken_back_also_from_others(stage: Stage) -> None:
+    """One replica holds two groups that the store forgot; another one asks for work, and gets them, meanwhile."""
+    served, trainer, other = stage.at_work(make_config(controller=PATIENT))
+    name = served.job.publications.newest
+    assert name is not None
+
+    async def run() -> tuple[list[m.LeasedGroup], list[str], list[m.LeasedGroup]]:
+        leases = LeaseTable()
+        async with AsyncClient(served.url, TOKENS["rollout"], patience=PATIENCE) as client:
+            session = RolloutSession(client, "rollout-1", leases)
+            await session.register()
+            with stage.history_lost(served):
+                request = m.LeaseRequest(
+                    request_id="of-what-is-lost", replica_id=session.replica_id, incarnation=session.incarnation,
+                    version=0, publication_id=name.id, manifest_hash=name.manifest_hash, max_groups=2,
+                )  # fmt: skip
+                granted = (await client.send(api.lease(request))).groups
+            for group in granted:
+                leases.add(group, name)
+            taken = (await asyncio.to_thread(other.lease, 8)).groups
+            pusher = Pusher(session, leases, 1 << 20)
+            pushing = asyncio.create_task(pusher.run())
+            for group in granted:
+                for index in range(2):
+                    pusher.add(group, decode_sample(make_frame(make_header(index, 0))))
+            await pusher.flush()
+            pushing.cancel()
+            beat = m.HeartbeatRequest(incarnation=session.incarnation, leases=leases.lease_ids)
+            await session.call(lambda session: api.heartbeat(session.replica_id, beat))
+        return granted, leases.lease_ids, taken
+
+    granted, left, taken = asyncio.run(run())
+    assert left == [], "all was pushed"
+    mine = {group.group_id for group in granted}
+    assert mine < {group.group_id for group in taken}, "they were given to another one meanwhile"
+    assert [served.job.require_group(name).state for name in sorted(mine)] == ["ready", "ready"]
+    assert set(other.beat().lost_leases) == {group.lease_id for group in taken if group.group_id in mine}
+    other.finish([group for group in taken if group.group_id not in mine])
+    assert trainer.batch(0) is not None
 
 
 def test_an_empty_store_goes_on_from_the_checkpoint_alone(stage: Stage) -> None:

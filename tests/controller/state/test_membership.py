@@ -6,7 +6,7 @@ import pytest
 
 from controller.state.membership import PATIENCE, Membership, Order, dealt
 from tests.controller.state.crew import Crew, alone
-from tests.support.effort import examples
+from tests.support.effort import SOAK, examples
 
 
 def one(parts: int = 2, step: int = 4) -> Membership:
@@ -160,12 +160,17 @@ def test_the_slower_one_gets_fewer_parts():
 # ---- whole jobs ----------------------------------------------------------------------------------------------
 
 
+def jobs(usual: int) -> range:
+    """Seeds of simulated jobs: two hundred times as many in a soak."""
+    return range(examples(usual) * (10 if SOAK else 1))
+
+
 @pytest.mark.scaled
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "inexact"])
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_whoever_dies_the_weights_are_those_of_one_replica(parts: int, exact: bool) -> None:
     wanted = alone(parts)
-    for seed in range(examples(50)):
+    for seed in jobs(20):
         crew = Crew(seed, parts, exact)
         crew.run(faults=crew.chance.choice([0.0, 0.01, 0.05]))
         if exact:
@@ -176,9 +181,9 @@ def test_whoever_dies_the_weights_are_those_of_one_replica(parts: int, exact: bo
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_job_ends_whatever_the_store_loses(size: int) -> None:
     wanted = alone(size)
-    for seed in range(examples(50)):
+    for seed in jobs(60):
         crew = Crew(seed, size, exact=seed % 2 == 0, size=size, loses=True)
-        crew.run(faults=crew.chance.choice([0.0, 0.01, 0.05]))
+        crew.run(faults=crew.chance.choice([0.01, 0.03, 0.1]))
         assert crew.standstills == 0, f"seed {seed}: the members had to begin anew"
         if crew.exact:
             assert crew.committed == wanted, f"seed {seed}"
