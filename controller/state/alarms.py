@@ -173,10 +173,11 @@ class Alarms:
         return (
             f"{record.metrics[name]:.1%} of the answers of step {record.step} were cut and have no score: they are "
             f"left out of the mean of their group and of the loss, so nothing is learned against answers that are "
-            f"too long. Answers that are longer than policy.model_max_length (or rollout.max_model_len) with their "
-            f"prompt are overlong: raise it, or lower rollout.max_response_length, so that a cut answer gets a "
-            f"score; train.train_policy.overlong_reward punishes length before that. Where a reward function fails "
-            f'on cut answers, let it return a number, or write reward.on_error = "drop"'
+            f"too long. Answers that end with the longest sequence are overlong: write a "
+            f"rollout.max_response_length below policy.model_max_length (and rollout.max_model_len), so that each "
+            f"prompt leaves room for it and a cut answer gets a score, which "
+            f"train.train_policy.overlong_reward lowers before. Where a reward function fails on cut answers, let "
+            f'it return a number, or write reward.on_error = "drop"'
         )
 
     def _dominance(self) -> str:

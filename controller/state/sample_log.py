@@ -32,7 +32,7 @@ OTHERS = "others"
 
 @dataclass(slots=True)
 class RewardStats:
-    """Counts of samples. seconds: of scoring, waiting for a process included. timed: samples whose scoring was begun."""
+    """Counts of samples. seconds: of scoring, waiting for a process included. timed: samples with any of them."""
 
     scored: int = 0
     timeouts: int = 0
