@@ -223,7 +223,12 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
     job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
     files = render(job)
     _write_files(target, job, files)
-    for warning in loaded.warnings + loaded.placed(unread_models(config)):
+    unread = {one.key: one for one in loaded.placed(unread_models(config))}
+    for warning in loaded.warnings:
+        also = unread.pop(warning.key, None)  # a directory that is missing here is one warning
+        text = warning.render() if also is None else f"{warning.render()}\n    {also.message}"
+        typer.echo(f"warning: {visible(text)}", err=True)
+    for warning in unread.values():
         typer.echo(f"warning: {visible(warning.render())}", err=True)
     if set(config.logging.logger) - {"console"}:
         typer.echo(

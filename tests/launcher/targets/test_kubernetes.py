@@ -349,6 +349,9 @@ def test_files_of_the_volume_need_not_be_here(tmp_path: Path) -> None:
     job = ["--config", write_job(tmp_path), *written]
     answer = cosmos(*job, "--target", "kubernetes", "-o", tmp_path / "out").says(0)
     assert answer.stderr.count("warning: ") == 3
+    assert (
+        "./models/mine is not on this machine: meshes, lengths and options are not checked" in answer.stderr
+    )
     found = json.loads(
         yaml.safe_load((tmp_path / "out" / "base" / "config.yaml").read_text())["data"]["config.json"]
     )
