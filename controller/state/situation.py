@@ -17,6 +17,7 @@ from schema.wire.messages import Phase
 if TYPE_CHECKING:
     from controller.ledger.group import Group
     from controller.state.job import Job
+    from controller.state.membership import Membership
     from controller.state.replicas import Replica
 
 STARVING = 0.15
@@ -45,8 +46,13 @@ def sentence(job: Job) -> tuple[str, str]:
     if not trainers:
         return "trainer", f"waits for a trainer: {_absent(job, 'policy')}"
     trainer = _leading(job, trainers)
-    if (text := _standstill(job)) is not None:
+    if job.membership is not None and (text := _standstill(job, job.membership)):
         return f"standstill {job.progress.committed}", text
+    return _training(job, trainers, trainer)
+
+
+def _training(job: Job, trainers: Sequence[Replica], trainer: Replica) -> tuple[str, str]:
+    """Trainers are present, and are not at a standstill."""
     table = job.progress
     if not isinstance(table, GroupTable):
         return "training", f"{trainer.name}: {trainer.status or 'getting ready'}"
@@ -72,16 +78,13 @@ def sentence(job: Job) -> tuple[str, str]:
     return _groups(job, table, missing)
 
 
-def _standstill(job: Job) -> str | None:
-    """All policy replicas wait for each other, which a new membership epoch is about to end."""
-    if job.membership is None:
-        return None
-    now, names = job.clock(), job.membership.expected
+def _standstill(job: Job, membership: Membership) -> str:
+    """That all policy replicas wait for each other, which a membership epoch is about to end; empty: they do not."""
+    now, names = job.clock(), membership.expected
     since = job.standstill.since(names, now)
     if since is None or now - since < NOTICED_S:
-        return None
-    left = max(0.0, job.standstill.limit - (now - since))
-    step = job.membership.step
+        return ""
+    left, step = max(0.0, job.standstill.limit - (now - since)), membership.step
     return (
         f"step {step}: {', '.join(names)} all wait for each other; a membership epoch begins in {left:.0f} s"
     )

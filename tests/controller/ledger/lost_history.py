@@ -98,6 +98,8 @@ class World:
         self.replaced: list[Trainer] = []
         self.made_by: dict[tuple[str, str, int], set[str]] = {}
         self.ids: dict[int, str] = {}
+        self.meanings: dict[tuple[str, object], object] = {}
+        """Of each policy epoch and lease that was ever given out."""
         self.highest_id = 0
         self.seen: Counter[str] = Counter()
         self.trainer = self._start_trainer()
@@ -119,6 +121,7 @@ class World:
         step, snapshot = (found.step, found.snapshot) if found else (0, None)
         ledger = self.ledger
         self.epoch = max(self.epoch + 1, self._now())
+        assert self.meanings.setdefault(("policy epoch", self.epoch), self.tick) == self.tick
         ledger.table.abandon_step()
         timeline = None if snapshot is None else snapshot.timeline
         if not ledger.table.lineage.contains(step, timeline, ledger.table.committed):
@@ -331,6 +334,7 @@ class World:
                 manifest_hash=loaded.manifest_hash, pushed=sorted(group.samples),
             )  # fmt: skip
             rollout.used[group.lease_id] = {loaded.manifest_hash}
+            assert self.meanings.setdefault(("lease", group.lease_id), group.id) == group.id
 
     def _load(self, rollout: Rollout) -> None:
         newest = self.publications.newest
