@@ -54,6 +54,8 @@ class GroupTable(Progress):
         self.leased_by_deadline: dict[int, dict[str, Group]] = {}
         self.deadlines: Counter[int] = Counter()
         """Of all leased and ready groups."""
+        self.succeeds = False
+        """Whether this job had another table before, which may have granted leases that are not known here."""
         self.granted: set[str] = set()
         """Leases that were granted since this table was made from the store, as long as they last; not stored."""
         self.ended: deque[str] = deque(maxlen=REMEMBERED_LEASES)
@@ -243,6 +245,7 @@ class GroupTable(Progress):
     ) -> Self:
         """Rebuild from what `take_changes` handed out: rows of groups, of their samples, and of the archive."""
         table = cls(params)
+        table.succeeds = True
         table.load(header)
         table.frontier = header["frontier"]
         table.closed = None if header["closed"] is None else DropReason(header["closed"])

@@ -210,7 +210,9 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
 def _gives_way(table: GroupTable, group: Group, lease: HeldLease) -> bool:
     """Whether the lease of a group was granted since history was lost, to redo what this lease is about."""
     granted = group.lease_id in table.granted and lease.lease_id not in table.ended
-    return granted and all(meta.lease_id != group.lease_id for meta in group.samples.values())
+    return (
+        table.succeeds and granted and all(meta.lease_id != group.lease_id for meta in group.samples.values())
+    )
 
 
 def _pre_empted(table: GroupTable, group: Group) -> Group:

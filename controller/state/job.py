@@ -119,6 +119,8 @@ class Job:
         self.events = self._load_events(saved)
         self.restarted = self.events.highest > 0 or any(saved.values())
         """Whether an earlier controller has given out numbers (see `controller.state.numbers`)."""
+        if isinstance(self.progress, GroupTable):
+            self.progress.succeeds = self.restarted
         self.registry = self._load_registry(saved)
         self.standstill = Standstill()
         self.membership = self._load_membership(headers.get("members"))

@@ -364,6 +364,24 @@ def test_a_forgotten_lease_is_taken_back_and_its_samples_count() -> None:
     assert ledger.renew("r", ["lease-of-e0-p1"], 1.0) == []
 
 
+def test_a_lease_granted_since_gives_way_once_and_only_while_nothing_is_pushed_under_it() -> None:
+    ledger = Ledger(GroupTable(PARAMS))
+    ledger.table.succeeds = True
+    (group,) = ledger.lease("other", "request-1", 0, 0, 1, 0.0).groups
+    later = str(group.lease_id)
+    assert adopt(ledger.table, "r", [held("e0-p0", pushed=[0])], 0.0) == ["lease-of-e0-p0"]
+    assert ledger.renew("other", [later], 0.0) == [], "what was pushed before is lost, so this one stays"
+    assert adopt(ledger.table, "r", [held("e0-p0")], 0.0) == []
+    assert ledger.renew("other", [later], 0.0) == [later]
+    back = HeldLease(group_id="e0-p0", lease_id=later, version=0)
+    assert adopt(ledger.table, "other", [back], 0.0) == [later], (
+        "they do not take it from each other again and again"
+    )
+    (group,) = ledger.lease("other", "request-2", 0, 0, 1, 0.0).groups
+    assert ledger.push(group.id, str(group.lease_id), 0, make_header(0, 0), 10).accepted
+    assert adopt(ledger.table, "r", [held(group.id)], 0.0) == [f"lease-of-{group.id}"]
+
+
 @pytest.mark.parametrize(
     "lease",
     [
