@@ -28,6 +28,7 @@ from launcher.nodes.announcement import (
 )
 from launcher.nodes.link import Link, LinkClosedError
 from launcher.nodes.listener import NodeListener
+from launcher.nodes.orders import SENT
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
@@ -108,12 +109,13 @@ class NodeHost:
         if self._link is None:
             process.has_ended(self._loss("it is gone"))
             return process
-        spec = order.spec
+        spec, env = order.spec, {**self.own(order.spec), **order.env}
+        assert env.keys() <= set(SENT[spec.role]), "the node would refuse it"
         self._processes[process._number] = process
         self.send(
             m.Start(
                 number=process._number, role=spec.role, replica=spec.replica, rank=spec.rank,
-                env={**self.own(spec), **order.env},
+                env=env,
             )
         )  # fmt: skip
         await process.started
