@@ -138,12 +138,7 @@ class Job:
             scored=self._has_scored,
         )
         self.samples = SampleLog()
-        # A teacher teaches where scores are alike.
-        compares = config.is_grpo and config.group_size > 1 and not config.teacher
-        self.alarms = Alarms(_short_weights(config), compares=compares)
-        self.alarms.restore(
-            self.steps.ends(BEGINNING, LOOKED_BACK), self.validation.records.values(), self.facts.alarms_shown
-        )
+        self.alarms = self._load_alarms()
         known = headers.get("rewards")
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
@@ -178,6 +173,14 @@ class Job:
         total = sft_total_steps(self.config, len(self.prompts))
         header, rows = headers.get("ledger"), len(self.prompts)
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
+
+    def _load_alarms(self) -> Alarms:
+        config, steps = self.config, self.steps.ends(BEGINNING, LOOKED_BACK)
+        # A teacher teaches where scores are alike.
+        compares = config.is_grpo and config.group_size > 1 and not config.teacher
+        alarms = Alarms(_short_weights(config), compares=compares)
+        alarms.restore(steps, self.validation.records.values(), self.facts.alarms_shown)
+        return alarms
 
     def _load_events(self, saved: Saved) -> EventLog:
         self.event_file = event_file.path_of(self.run_dir)
