@@ -180,7 +180,12 @@ class Job:
     async def _drive(self) -> Outcome:
         plan, config, logs = self.plan, self.plan.config, self.plan.run.logs
         if plan.redis.replica is not None:
-            self.supervisor.launch(plan.redis.replica, after="controller", remove=plan.redis.directory)
+            self.supervisor.launch(
+                plan.redis.replica,
+                after="controller",
+                keeps=str(plan.run.redis),
+                private=plan.redis.directory,
+            )
         if not plan.continued:
             self._launch_workers()
         if not plan.reuse_data:

@@ -1,9 +1,11 @@
 """Whether Redis answers: a PING again and again, and a pure decision from what came of each.
 
     answer    any reply, an error too        ok        LOADING is one: the server reads its append-only file
-    refused   nobody listens                 away      an embedded server is restarted by the supervisor
+    refused   nobody listens                 away      it has ended, and its supervisor starts it again; or its socket
+                                                       was removed
     silence   accepted, no reply in time     hung      after `HUNG_AFTER` looks in a row; stopped, or its disk blocks
-                                             restart   after `RESTART_AFTER` looks, if the server is the job's own
+                                             restart   after `RESTART_AFTER` looks without an answer, if the server is
+                                                       the job's own
 
 Looks are counted, not seconds: a launcher that was suspended itself has seen one silence, however long it slept.
 """
@@ -32,24 +34,27 @@ State = Literal["ok", "away", "hung"]
 
 
 class Pulse:
-    """What the answers so far say of a server. `restarts`: whether one that stays hung is to be restarted."""
+    """What the answers so far say of a server. restarts: whether one that does not answer is to be restarted."""
 
     def __init__(self, *, restarts: bool) -> None:
         self.state: State = "ok"
         self._restarts = restarts
-        self._silent = 0
+        self._silent = self._unanswered = 0
 
     def heard(self, answer: Answer) -> bool:
-        """Take one answer; True if the server must be restarted now (once; a new silence is counted then)."""
-        if answer != "silence":
-            self._silent, self.state = 0, "ok" if answer == "answer" else "away"
+        """Take one answer; True if the server must be restarted now (once; looks are counted anew then)."""
+        if answer == "answer":
+            self._silent, self._unanswered, self.state = 0, 0, "ok"
             return False
-        self._silent += 1
-        if self._silent >= HUNG_AFTER:
+        self._unanswered += 1
+        self._silent = self._silent + 1 if answer == "silence" else 0
+        if answer == "refused":
+            self.state = "away"
+        elif self._silent >= HUNG_AFTER:
             self.state = "hung"
-        if not self._restarts or self._silent < RESTART_AFTER:
+        if not self._restarts or self._unanswered < RESTART_AFTER:
             return False
-        self._silent = 0
+        self._silent = self._unanswered = 0
         return True
 
 

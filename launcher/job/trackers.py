@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launcher.restarts import EXIT_OK, HEALTHY_AFTER, SIGNALLED, describe_exit
+from launcher.processes import keeper
+from launcher.processes.host import LocalProcess, start_kept
+from launcher.restarts import EXIT_OK, HEALTHY_AFTER, describe_exit
 from schema.config import Config
 from schema.util.backoff import Backoff
 
@@ -39,7 +44,12 @@ class Trackers:
     ) -> None:
         self._command = command(config, run_dir)
         self._run_dir, self._env, self._event = run_dir, env, event
+        self._settings = keeper.Settings(
+            os.getpid(), CLOSE_SECONDS, str(run_dir / ".locks" / "trackers.lock")
+        )
         self._process: asyncio.subprocess.Process | None = None
+        """Its keeper."""
+        self._kept: LocalProcess | None = None
         self._care: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
 
@@ -68,22 +78,29 @@ class Trackers:
 
     async def _run(self, command: Sequence[str]) -> str:
         """Until the process ends; how, empty where it was in order."""
+        log_file, pipe = self._run_dir / "logs" / "trackers.log", asyncio.subprocess.PIPE
+        if shutil.which(command[0]) is None:
+            return f"not started: {command[0]} is not a program"
         try:
-            with (self._run_dir / "logs" / "trackers.log").open("ab") as log:
-                process = self._process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, env=self._env,
-                    start_new_session=True,
-                )  # fmt: skip
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with log_file.open("ab") as log:
+                process = self._process = await start_kept(
+                    self._settings, command, self._env, stdin=pipe, stdout=pipe, stderr=log
+                )
         except OSError as error:
             return f"not started: {error}"
-        if self._over.is_set():
-            self._end_input()
-        assert process.stdout is not None
-        async for line in process.stdout:
-            self._event(line.decode(errors="replace").rstrip())
-        code = await process.wait()
-        return describe_exit(SIGNALLED - code if code < 0 else code) if code else ""
+        self._kept = LocalProcess(process, log_file, 0)
+        ending = asyncio.create_task(self._kept.wait())
+        try:
+            if self._over.is_set():
+                self._end_input()
+            assert process.stdout is not None
+            async for line in process.stdout:
+                self._event(line.decode(errors="replace").rstrip())
+            code = (await ending).code
+        finally:
+            ending.cancel()
+        return describe_exit(code) if code else ""
 
     async def finish(self) -> None:
         """The events are all written: let trackers get what is left, and end."""
@@ -103,8 +120,7 @@ class Trackers:
 
     def kill(self) -> None:
         """At once."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._kept is not None:
+            self._kept.send_signal(signal.SIGINT)
         if self._care is not None:
             self._care.cancel()

@@ -1,12 +1,15 @@
 """The store of the controller's state: a server that the user names, or an embedded Valkey.
 
 The embedded server listens on a unix socket alone, in a directory of mode 0700, so it needs no password and no
-port. A socket's path may be at most 107 bytes long (sun_path), so it lies in a short directory of its own and not
-in the run's, which may be deep. The append-only file is in the run's directory: `--resume` finds everything.
+port. Each start of it makes that directory if it is gone, and refuses one of another user; the launcher removes it
+at the end of the job. A socket's path may be at most 107 bytes long (sun_path), so it lies in a short directory of
+its own and not in the run's, which may be deep. The append-only file is in the run's directory: `--resume` finds
+everything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.restarts import Role
+from schema.util.atomic_file import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,15 +80,30 @@ def command(binary: Path, socket: str, data_dir: Path) -> tuple[str, ...]:
 
 
 def embedded(data_dir: Path) -> RedisServer:
-    """A Valkey of the job's own that keeps its files in `data_dir`. Makes the directory of its socket."""
+    """A Valkey of the job's own that keeps its files in `data_dir`. Makes the directory of its socket.
+
+    A file in `data_dir` names that directory: if launcher and keeper were killed, the next start removes it.
+    """
+    note = data_dir / "socket-directory"
+    _remove_left(note)
     directory = tempfile.mkdtemp(prefix="cosmos-", dir=_short_directory())
     socket = os.path.join(directory, "redis.sock")
     binary = valkey_binary()
     if binary is None:
         raise RedisUnusableError("the embedded Valkey is missing", MISSING_HINT)
+    write_text(note, directory + "\n", mode=0o600)
     argv = command(binary, socket, data_dir)
     spec = ProcessSpec("redis", Role.REDIS, argv)
     return RedisServer(f"unix://{socket}", "", Replica("redis", Role.REDIS, (spec,)), directory)
+
+
+def _remove_left(note: Path) -> None:
+    """Remove the directory that an earlier start has left behind, if it is still ours and holds a socket alone."""
+    with contextlib.suppress(OSError):
+        directory = Path(note.read_text().strip())
+        if directory.name.startswith("cosmos-") and directory.lstat().st_uid == os.geteuid():
+            (directory / "redis.sock").unlink(missing_ok=True)
+            directory.rmdir()
 
 
 TLS_HINT = (

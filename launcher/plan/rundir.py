@@ -51,7 +51,7 @@ LOCK_PATIENCE = 0.5
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]+")
 """Names under which files are written before they are renamed: `.<name>.<pid or chance>`."""
 SWEPT = (".tokens", "batches", "checkpoints", "data", "profiles", "uploads")
-LOCKED_ROLES = ("workers", "controller", "redis")
+LOCKED_ROLES = ("workers", "controller", "redis", "trackers")
 OUTCOMES = ("finished", "stopped", "failed")
 
 

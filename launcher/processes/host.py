@@ -7,14 +7,17 @@ launcher alone and no grandchild survives.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import errno
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 
 from launcher.plan import nsight
 from launcher.plan.placement import ProcessSpec
@@ -25,6 +28,10 @@ from schema.util.memory_kills import LOOK_EVERY, RecentKills
 
 KEEPER_MARGIN = 3.0
 """Seconds that a keeper gets beyond what it grants its process."""
+STOPPED_PATIENCE = keeper.STOPPED_PATIENCE
+"""Seconds after which a keeper continues a process that was stopped."""
+OF_KEEPERS = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR")
+"""Variables that a keeper itself has. Those of its process, secrets among them, it gets by a file in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +66,16 @@ class Process(Protocol):
 class Order:
     """A process to start. env: what its replica's processes agree on at each start.
 
-    after: role that must be gone before it ends without a launcher. remove: a directory that goes with it.
+    after: role that must be gone before it ends without a launcher. Each start makes two directories where they are
+    missing: `keeps`, where it keeps its files, and `private`, which no other user may have or enter. The launcher
+    removes the latter, or the keeper if the launcher is dead.
     """
 
     spec: ProcessSpec
     env: Mapping[str, str]
     after: str = ""
-    remove: str = ""
+    keeps: str = ""
+    private: str = ""
 
 
 class Host(Protocol):
@@ -108,29 +118,38 @@ class LocalHost:
     async def spawn(self, order: Order) -> LocalProcess:
         spec, folders = order.spec, self.folders
         role = "workers" if spec.role not in ("redis", "controller") else str(spec.role)
+        self._make_folders(order)
         settings = keeper.Settings(
             parent=os.getpid(),
             grace=self.grace,
             hold=str(folders.locks / f"{role}.lock"),
             after=str(folders.locks / f"{order.after}.lock") if order.after else "",
-            remove=order.remove,
+            remove=order.private,
             under=nsight.command(folders.profiles, spec.name) if spec.profiled else (),
         )
         if spec.profiled:
-            folders.profiles.mkdir(exist_ok=True)
+            folders.profiles.mkdir(parents=True, exist_ok=True)
             folders.profiles.chmod(0o700)  # a report may hold the environment, and so a token
         log_file = folders.log_of(spec)
         with log_file.open("ab") as output:
             begins = output.tell()
-            started = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", keeper.__file__, settings.to_json(), *spec.argv,
+            started = await start_kept(
+                settings,
+                spec.argv,
+                {**self._environment(spec), **order.env},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**self._environment(spec), **order.env},
-                start_new_session=True,
-            )  # fmt: skip
+            )
         return LocalProcess(started, log_file, begins)
+
+    def _make_folders(self, order: Order) -> None:
+        """Make what the process needs and somebody may have removed."""
+        self.folders.logs.mkdir(parents=True, exist_ok=True)
+        for own in (self.folders.locks, *([Path(order.keeps)] if order.keeps else [])):
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if order.private:
+            make_private(Path(order.private))
 
 
 class LocalProcess:
@@ -152,6 +171,7 @@ class LocalProcess:
         code = self._process.returncode
         while code is None:
             self._kills.look()
+            self._continue()
             try:
                 async with asyncio.timeout(LOOK_EVERY):
                     code = await self._process.wait()
@@ -171,8 +191,64 @@ class LocalProcess:
                 os.killpg(self.pid, number)
             else:
                 self._process.send_signal(number)
+                self._process.send_signal(signal.SIGCONT)  # a keeper that was stopped acts on it, too
         except ProcessLookupError:
             return
+
+    def _continue(self) -> None:
+        """A keeper that was stopped would see neither the end of its process nor the launcher's signals."""
+        if not keeper.is_stopped(self.pid):
+            return
+        with self._log_file.open("a") as log:
+            log.write(f"launcher: keeper {self.pid} was stopped (SIGSTOP): continuing it\n")
+        self.send_signal(signal.SIGCONT)
+
+
+async def start_kept(
+    settings: keeper.Settings, argv: Sequence[str], env: Mapping[str, str], **files: Any
+) -> asyncio.subprocess.Process:
+    """Start a keeper and its process. files: stdin, stdout and stderr of both. Raises OSError."""
+    with _in_memory(json.dumps(dict(env)).encode()) as values:
+        handed = dataclasses.replace(settings, environment=values.fileno(), stopped=STOPPED_PATIENCE)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", keeper.__file__, handed.to_json(), *argv,
+            **files,
+            env={name: os.environ[name] for name in OF_KEEPERS if name in os.environ},
+            pass_fds=(values.fileno(),),
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def make_private(path: Path) -> None:
+    """Make a directory that its owner alone can enter, or see that it is one.
+
+    Raises OSError where another user has it, or something else is there: in a directory such as /tmp anybody can
+    take a name that was removed.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True)
+        return
+    except FileExistsError:
+        pass
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise PermissionError(
+                errno.EPERM,
+                "it belongs to another user; remove it, or set TMPDIR to a place of your own",
+                path,
+            )
+        os.fchmod(handle, 0o700)
+    finally:
+        os.close(handle)
+
+
+def _in_memory(data: bytes) -> BinaryIO:
+    """A file that has no name and holds `data`."""
+    file = os.fdopen(os.memfd_create("cosmos"), "w+b")
+    file.write(data)
+    file.seek(0)
+    return file
 
 
 async def _sweep(killed_keeper: int) -> None:

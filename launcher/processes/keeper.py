@@ -5,7 +5,10 @@
     SIGTERM, launcher alive   pass it on; after `grace` seconds kill the whole tree
     launcher dead (kill -9)   wait until the users of this process are gone (`after`), then the same
     SIGINT                    kill the whole tree at once
+    SIGHUP                    nothing
     worker ended              give its children a moment, kill what is left, exit with the worker's code
+    worker stopped            (SIGSTOP, or one of its session) continue it after `Settings.stopped` seconds
+    keeper stopped            the launcher continues it (`launcher.processes.host`)
     keeper killed             the worker is killed by the kernel (PR_SET_PDEATHSIG)
 
 A profiler may stand in between (`Settings.under`): it is the child then, and starts the worker. SIGTERM still goes to
@@ -13,9 +16,16 @@ the worker itself, so it ends as ever, and the profiler, which gets no signal, w
 worker's code; `grace` is for both. Killed is the whole tree. If the keeper is killed, the kernel kills the profiler,
 and the worker, which has lost the keeper among its ancestors, leaves.
 
+A stopped process is continued and not killed: nothing is lost by it, and whatever the others have decided about a
+process that was silent holds. Processes with a session of their own (those of rewards, and what they start) are the
+business of the process that started them.
+
 It is a sub-reaper: a grandchild that lost its parent stays in this tree, even from a session of its own.
 `hold` is a lock file held (shared) for as long as the keeper lives; `after` is one that must be free first. So
 workers end before the controller, and the controller before Redis, without anybody left to conduct them.
+
+The environment of the worker comes through a file in memory (`Settings.environment`, a descriptor): a keeper has no
+use for the secrets in it.
 
 Run as a script with `python -I -S`, standard library only: it starts in 20 ms and stays at 10 MB.
 """
@@ -45,6 +55,10 @@ LEFTOVER_GRACE = 2.0
 """Seconds for the worker's children after its end: enough to notice a closed pipe and release shared memory."""
 HOLD_PATIENCE = 5.0
 """Seconds to get hold of `hold`: a process that checks whether it is held has it for a moment."""
+LOOK_AT_STOPPED = 5.0
+"""Seconds between looks for stopped processes."""
+STOPPED_PATIENCE = 30.0
+"""Seconds after which a stopped process is continued."""
 KILL_TIMEOUT = 10.0
 """Seconds to wait for killed processes: only one in an uninterruptible system call takes longer."""
 
@@ -58,8 +72,13 @@ class Settings:
     hold: str = ""
     after: str = ""
     remove: str = ""
+    """A directory of the launcher's, removed here if the launcher is dead."""
     under: tuple[str, ...] = ()
     """Command line of a profiler that starts the worker."""
+    environment: int = -1
+    """Descriptor of a file with the worker's environment as JSON; -1: it has the keeper's own."""
+    stopped: float = STOPPED_PATIENCE
+    """Seconds after which a stopped process is continued."""
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -90,6 +109,36 @@ def descendants(root: int) -> list[int]:
         below = children.get(todo.pop(), [])
         found += below
         todo += below
+    return found
+
+
+def stopped(root: int) -> list[int]:
+    """Processes below `root`, of its session, that SIGSTOP or its like has stopped (a debugger's are not meant)."""
+    found, todo = [], [root]
+    while todo:
+        below = _children(todo.pop())
+        todo += below
+        for pid in below:
+            stat = _stat(pid)
+            if stat is not None and stat[0] == "T" and stat[3] == str(os.getsid(0)):
+                found.append(pid)
+    return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or its like has stopped a process."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] == "T"
+
+
+def _children(pid: int) -> list[int]:
+    """Children of a process; cheaper than `descendants`, and it may miss one that has just been started."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    except OSError:  # gone, or a kernel without this file
+        pass
     return found
 
 
@@ -148,7 +197,10 @@ class Keeper:
         self.worker = 0
         self.exit_code: int | None = None
         self._asked_to_end = self._asked_to_kill = False
+        self._environment: dict[str, str] = dict(os.environ)
         self._held: int | None = None
+        self._looked, self._stopped = 0.0, dict[int, float]()
+        """When stopped processes were looked for, and since when those that were found are known."""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
@@ -156,6 +208,9 @@ class Keeper:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         if self._orphaned():
             return 0
+        if self.settings.environment >= 0:
+            with open(self.settings.environment, encoding="utf-8") as file:
+                self._environment = json.load(file)
         if not self._hold():
             say(f"{self.settings.hold} is held by another process")
             return 1
@@ -166,8 +221,7 @@ class Keeper:
         self.worker = self._spawn()
         self._keep()
         self._end_leftovers()
-        # Not after a crash: a restart follows.
-        if self.settings.remove and (self._asked_to_end or self._asked_to_kill):
+        if self.settings.remove and self._orphaned():  # else it is the launcher's, who may start another one
             shutil.rmtree(self.settings.remove, ignore_errors=True)
         assert self.exit_code is not None
         return self.exit_code
@@ -195,6 +249,7 @@ class Keeper:
         return True
 
     def _open_lock(self, path: str, kind: int) -> int | None:
+        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -216,7 +271,8 @@ class Keeper:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             argv = [*self.settings.under, *self.argv]
-            os.execvpe(argv[0], argv, {**os.environ, "COSMOS_PARENT_PID": str(keeper)})  # noqa: S606
+            environment = {**self._environment, "COSMOS_PARENT_PID": str(keeper)}
+            os.execvpe(argv[0], argv, environment)  # noqa: S606
         except OSError as error:
             say(f"cannot start {argv[0]}: {error.strerror}")
         os._exit(127)
@@ -241,6 +297,7 @@ class Keeper:
             left = POLL if deadline is None else min(POLL, max(0.0, deadline - time.monotonic()))
             if deadline is not None and not passed_on:
                 passed_on = self._ask_to_end()
+            self._continue_stopped(0.0 if passed_on else self.settings.stopped)
             self._sleep(left if deadline is None or passed_on else min(left, LOOK))
 
     def _ask_to_end(self) -> bool:
@@ -249,6 +306,17 @@ class Keeper:
         if worker is not None:
             self._signal(worker, signal.SIGTERM)
         return worker is not None
+
+    def _continue_stopped(self, patience: float) -> None:
+        """Continue processes that have been stopped for `patience` seconds."""
+        now = time.monotonic()
+        if patience and now - self._looked < min(LOOK_AT_STOPPED, patience / 4):
+            return
+        self._looked = now
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped(os.getpid())}
+        for pid in [pid for pid, since in self._stopped.items() if now - since >= patience]:
+            say(f"process {pid} was stopped (SIGSTOP): continuing it")
+            self._signal(pid, signal.SIGCONT)
 
     def _users_gone(self) -> bool:
         """Wait, at most `grace` seconds, for the processes that use this one. False: ended or killed meanwhile."""

@@ -29,7 +29,6 @@ from launcher.processes.host import (
     LocalHost,
     Order,
     Process,
-    kill_all,
 )
 from launcher.restarts import (
     EXIT_FAILED,
@@ -148,7 +147,8 @@ class Supervised:
     replica: Replica
     restarts: Restarts
     after: str = ""
-    remove: str = ""
+    keeps: str = ""
+    private: str = ""
     state: State = "starting"
     stopping: bool = False
     hung: bool = False
@@ -173,10 +173,10 @@ class Supervisor:
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    def launch(self, replica: Replica, *, after: str = "", remove: str = "") -> Supervised:
-        """Start a replica and keep it alive. `after`: role that must be gone before it ends without a launcher."""
+    def launch(self, replica: Replica, *, after: str = "", keeps: str = "", private: str = "") -> Supervised:
+        """Start a replica and keep it alive. after, keeps, private: see `Order`."""
         restarts = Restarts(replica.name, replica.role, self.setting.budget)
-        supervised = Supervised(replica, restarts, after, remove)
+        supervised = Supervised(replica, restarts, after, keeps, private)
         self.replicas[replica.name] = supervised
         supervised.task = asyncio.create_task(self._care(supervised), name=f"keep {replica.name}")
         supervised.task.add_done_callback(self._check_task)
@@ -203,12 +203,7 @@ class Supervisor:
         """Kill a replica that no longer answers; it is restarted like one that crashed."""
         supervised = self.replicas[name]
         supervised.hung = bool(supervised.alive)
-        if not supervised.remove:
-            self._signal(supervised, signal.SIGINT)
-            return
-        # Asked to kill it, its keeper would take it for the end and remove what the next start needs.
-        for process in supervised.alive:
-            kill_all(keeper.descendants(process.pid))
+        self._signal(supervised, signal.SIGINT)
 
     async def stop(self, names: Iterable[str], grace: float | None = None) -> None:
         """End replicas in order: SIGTERM, `grace` seconds (default: the setting's), then kill. None is left."""
@@ -299,7 +294,7 @@ class Supervisor:
         shared = self.setting.rendezvous() if replica.rendezvous else {}
         try:
             for spec in replica.processes:
-                order = Order(spec, shared, supervised.after, supervised.remove)
+                order = Order(spec, shared, supervised.after, supervised.keeps, supervised.private)
                 supervised.processes[spec.name] = await hosts[spec.name].spawn(order)
         except OSError:  # the ranks that were started would wait for this one, and would never end
             await self._end_peers(supervised)

@@ -1,6 +1,7 @@
 """The process that feeds trackers: `python -m launcher.trackers RUN_DIR NAME…`.
 
-It follows the run's event file until its standard input ends: the job is over, or its launcher has gone. Then
+It follows the run's event file until its standard input ends: the job is over, or its launcher has gone. SIGTERM
+and SIGINT count as that end. Then
 trackers get what is left and `CLOSE_SECONDS` to store it. What people should know goes to standard output, a line
 each, which the launcher shows as events; what libraries say goes to standard error, the file trackers.log.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -110,7 +112,8 @@ def main(arguments: Sequence[str]) -> int:
     feeders = [Feeder(name, directory, over, say) for name in names]
     for feeder in feeders:
         feeder.start()
-    with contextlib.suppress(KeyboardInterrupt):  # a Ctrl-C is for the launcher, which ends this in order
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
         while os.read(0, 1024):
             pass
     over.set()

@@ -84,6 +84,18 @@ def test_a_deep_temporary_directory_does_not_matter(tmp_path: Path, monkeypatch:
     shutil.rmtree(server.directory)
 
 
+def test_what_a_killed_start_has_left_is_removed_by_the_next(tmp_path: Path):
+    left = Path(embedded(tmp_path).directory)
+    (left / "redis.sock").touch()
+    server = embedded(tmp_path)
+    assert not left.exists()
+    (Path(server.directory) / "of somebody").touch()
+    again = embedded(tmp_path)
+    assert Path(server.directory).exists(), "what is not a socket is not ours to remove"
+    for directory in (server.directory, again.directory):
+        shutil.rmtree(directory)
+
+
 def test_waiting_for_a_server_ends():
     assert not asyncio.run(wait_ready("unix:///no/such.sock", 0.1))
 

@@ -174,21 +174,45 @@ def test_the_worker_knows_its_keeper():
     assert keep(script).wait(PATIENCE) == 0
 
 
-def test_a_private_directory_is_removed_at_the_end_and_kept_for_a_restart(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_private_directory_is_the_launchers_while_that_lives(tmp_path: Path, number: signal.Signals):
     private, ready = tmp_path / "private", tmp_path / "ready"
     private.mkdir()
     (private / "socket").touch()
-    assert keep("raise SystemExit(1)", remove=str(private)).wait(PATIENCE) == 1
-    assert private.exists()
-    process = keep(STUBBORN.format(ready=str(ready)), remove=str(private))
+    process = keep(ON_TERM.format(ready=str(ready), body="pass"), remove=str(private))
     pids(ready)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.wait(PATIENCE)
+    assert (private / "socket").exists(), "the next start of the process needs it"
+    script = ON_TERM.format(ready=str(tmp_path / "again"), body="pass")
+    parent = start_parent(
+        tmp_path, [[{"parent": 0, "grace": PATIENCE, "remove": str(private)}, *PYTHON, script]]
+    )
+    keepers = pids(tmp_path / "parent")
+    pids(tmp_path / "again")
+    parent.kill()
+    parent.wait(PATIENCE)
+    until_gone(keepers)
     assert not private.exists()
 
 
+def test_what_is_stopped_is_continued_but_for_sessions_of_their_own(tmp_path: Path):
+    ready = tmp_path / "ready"
+    process = keep(WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)"), stopped=0.4)
+    worker, grandchild = pids(ready)
+    for pid in (grandchild, worker):  # the grandchild has a session of its own
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: f"process {worker} was stopped" in process.stderr.readline(), "the note")  # type: ignore[union-attr]
+    until(lambda: not keeper.is_stopped(worker), "it goes on")
+    assert keeper.is_stopped(grandchild)
+    os.kill(worker, signal.SIGSTOP)
+    process.terminate()
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM, "a stopped one gets the signal at once"
+    assert not alive(grandchild)
+
+
 def test_settings_travel_whole():
-    settings = Settings(7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"))
+    settings = Settings(7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"), environment=3)
     assert Settings.from_json(settings.to_json()) == settings
 
 

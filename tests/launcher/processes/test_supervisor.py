@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -12,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.plan import redis_server
 from launcher.plan.placement import ProcessSpec, Replica
-from launcher.processes.host import Folders
+from launcher.processes import host
+from launcher.processes.host import Folders, LocalHost, make_private
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
 from schema.util import memory_kills
@@ -78,6 +82,100 @@ async def comes_true(check: Callable[[], bool]) -> None:
 
 async def written(*files: Path) -> list[int]:
     return [pid for file in files for pid in await asyncio.to_thread(pids, file)]
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_stopped_keeper_is_continued_and_can_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool
+):
+    monkeypatch.setattr(host, "LOOK_EVERY", 600.0 if kill else 0.05)
+    watcher, ready = Watcher(), tmp_path / "ready"
+
+    async def body(supervisor: Supervisor) -> None:
+        supervised = supervisor.launch(replica("rollout-0", STUBBORN.format(ready=str(ready))))
+        (worker,) = await written(ready)
+        keeper_pid = supervised.processes["rollout-0"].pid
+        os.kill(keeper_pid, signal.SIGSTOP)
+        if kill:
+            supervisor.kill("rollout-0")
+        else:
+            os.kill(worker, signal.SIGKILL)
+        await comes_true(lambda: bool(watcher.exits))
+
+    supervise(tmp_path, body, watcher)
+    assert (watcher.exits[0].code, watcher.exits[0].hung) == (128 + signal.SIGKILL, kill)
+
+
+def test_a_process_has_its_secrets_and_its_keeper_has_none(tmp_path: Path):
+    ready = tmp_path / "ready"
+    secret = "a secret with ünïcode and \udcff"
+
+    async def body(supervisor: Supervisor) -> None:
+        setting = supervisor.setting
+        local = LocalHost(setting.folders, setting.grace, lambda spec: {"PLANTED": secret})
+        supervisor.hosts = {0: local}
+        supervised = supervisor.launch(replica("rollout-0", STUBBORN.format(ready=str(ready))))
+        (worker,) = await written(ready)
+        kept, own = [
+            await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
+            for pid in (worker, supervised.processes["rollout-0"].pid)
+        ]
+        assert b"PLANTED=" + os.fsencode(secret) + b"\0" in kept
+        assert os.fsencode(secret) not in own
+
+    supervise(tmp_path, body, Watcher())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_redis_comes_back_whatever_ends_its_keeper_and_whatever_was_removed(
+    tmp_path: Path, number: signal.Signals
+):
+    """Its socket's directory, its data, locks and logs are made by the start that needs them."""
+    (tmp_path / "redis").mkdir()
+    server, watcher = redis_server.embedded(tmp_path / "redis"), Watcher()
+    folders = Folders(tmp_path / "logs", tmp_path / "locks")
+
+    async def main() -> None:
+        supervisor = Supervisor(Setting(folders, PATIENCE, BUDGET, lambda spec: {}), watcher)
+        try:
+            assert server.replica is not None
+            supervised = supervisor.launch(
+                server.replica, keeps=str(tmp_path / "redis"), private=server.directory
+            )
+            assert await redis_server.wait_ready(server.url, PATIENCE)
+            for folder in (tmp_path / "redis", folders.logs, folders.locks, Path(server.directory)):
+                shutil.rmtree(folder)
+            os.kill(supervised.processes["redis"].pid, number)
+            await comes_true(lambda: bool(watcher.exits) and supervised.state == "up")
+            assert await redis_server.wait_ready(server.url, PATIENCE), (
+                folders.logs / "redis.log"
+            ).read_text()
+        finally:
+            await supervisor.kill_all()
+
+    try:
+        asyncio.run(main())
+        assert stat.S_IMODE(Path(server.directory).stat().st_mode) == 0o700
+    finally:
+        shutil.rmtree(server.directory)
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path):
+    own, link, file = tmp_path / "own", tmp_path / "link", tmp_path / "file"
+    own.mkdir(mode=0o755)
+    make_private(own)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    link.symlink_to(own)
+    file.touch()
+    for other in (link, file):
+        with pytest.raises(OSError, match=other.name):
+            make_private(other)
+    stranger = tmp_path / "stranger" if os.geteuid() == 0 else Path("/")
+    if os.geteuid() == 0:
+        stranger.mkdir()
+        os.chown(stranger, 12345, 12345)
+    with pytest.raises(PermissionError, match="another user"):
+        make_private(stranger)
 
 
 def test_a_crashing_replica_is_restarted_until_its_budget_is_used_up(tmp_path: Path):
