@@ -57,8 +57,8 @@ def export(
     if dtype and dtype not in DTYPES:
         raise LaunchError(f"--dtype {dtype} is unknown", f"there are {', '.join(DTYPES)}")
     _refuse_run_without_checkpoint(checkpoint)
+    from launcher.plan.credentials import without_secrets
     from launcher.plan.machine import has_module
-    from launcher.plan.rundir import base_environment
 
     if not has_module("torch"):
         hint = "pip install '.[policy]' in the checkout of cosmos-launch"
@@ -67,7 +67,7 @@ def export(
     for name, value in (("--dtype", dtype), ("--model", model), ("--config", config)):
         command += [name, str(value)] if value else []
     command += ["--force"] * force + ["--json"] * as_json
-    env = {**base_environment(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {**without_secrets(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     import subprocess
 
     raise typer.Exit(subprocess.run(command, env=env, check=False).returncode)

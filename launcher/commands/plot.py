@@ -90,7 +90,7 @@ def dashboard(
     """
     from controller.client import calls as api
     from launcher.job import remote
-    from launcher.plan.rundir import base_environment
+    from launcher.plan.credentials import without_secrets
 
     chosen = [remote.run_below(path, named=bool(runs)) for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
     target = remote.Target(chosen[0], token=chosen[0].read_token() or "")
@@ -113,7 +113,7 @@ def dashboard(
     command += [str(run.path) for run in chosen]
     pipe = subprocess.PIPE if as_json else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    environment = base_environment(os.environ)
+    environment = without_secrets(os.environ)
     with subprocess.Popen(command, env=environment, stdout=pipe, encoding="utf-8") as serving:
         try:
             for line in serving.stdout or ():

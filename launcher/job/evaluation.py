@@ -16,9 +16,9 @@ from typing import Any
 
 from launcher.job.screen import Screen
 from launcher.job.summary import FORMAT
-from launcher.plan.credentials import credentials_of
+from launcher.plan.credentials import given_to
 from launcher.plan.placement import Replica, evaluation
-from launcher.plan.rundir import RunDir, base_environment, read_json
+from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.host import Folders
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
@@ -51,10 +51,7 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
         Folders(run.logs, run.locks),
         grace=1.0,
         budget=Budget(0, 0.0, 0.0),
-        environment=lambda spec: {
-            **credentials_of(spec.role, base_environment(env), rewards=config.reward.environment),
-            **spec.env,
-        },
+        environment=lambda spec: {**given_to(spec.role, config, env), **spec.env},
     )
     supervisor = Supervisor(setting, Watcher(screen))
     interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()

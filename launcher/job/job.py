@@ -33,10 +33,10 @@ from launcher.job.summary import Collected, Result
 from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
 from launcher.plan import nsight, placement, redis_server
-from launcher.plan.credentials import given_to
+from launcher.plan.credentials import given_to, given_to_trackers, withheld
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.plan import Outcome, Plan
-from launcher.plan.rundir import base_environment, environment
+from launcher.plan.rundir import environment
 from launcher.processes.host import Folders, Host
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
@@ -80,7 +80,8 @@ class Job:
         self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
         self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
-        self.trackers = Trackers(config, run.path, base_environment(plan.env), self.event)
+        given = given_to_trackers(config.logging.logger, plan.env)
+        self.trackers = Trackers(config, run.path, given, self.event)
         rollouts = [*plan.workers, *plan.reserve]
         self.scaling = LocalScaling(rollouts, self.link, self.supervisor, self.event)
         self._errands: set[asyncio.Task[None]] = set()
@@ -179,6 +180,10 @@ class Job:
 
     async def _drive(self) -> Outcome:
         plan, config, logs = self.plan, self.plan.config, self.plan.run.logs
+        if names := withheld(config, plan.env):
+            self.event(
+                f"secrets that no process gets: {', '.join(names)} (reward.environment names what rewards need)"
+            )
         if plan.redis.replica is not None:
             self.supervisor.launch(
                 plan.redis.replica,

@@ -1,24 +1,60 @@
 """What a job uploads where, reported before anything starts; the trainer uploads (`checkpoints.uploads`).
 
-Credentials go to those who use them. AWS_*: to the trainer, and to rollout replicas where the weight store is a
-bucket; to no other process of a job, rewards among them (`rollout_worker.rewards` passes on a short list, and what
-`reward.environment` names). The token
-of the Hugging Face hub: to trainers, generators and the preparation of data, which need it for gated models.
+Secrets of the user go to the processes that use them, and to no others. What looks like a secret, by its name
+(`is_secret`) or as an address with credentials in it, is withheld unless a row below, or the configuration, gives it
+to a role; everything else of the environment is handed on as it is.
+
+    AWS_*                          trainers; rollout replicas where the weight store is a bucket
+    HF_*, HUGGING…, proxies        trainers, rollout replicas, the preparation of data: they load models and data
+    `teacher.key_variable`         trainers
+    `reward.environment`           rollout replicas and the preparation of data; `rollout_worker.rewards` hands those
+                                   alone on to its processes
+    WANDB_*, MLFLOW_*, …           the process that feeds trackers, if the tracker is chosen
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from urllib.parse import urlsplit
 
 from launcher.plan.rundir import base_environment
 from launcher.restarts import Role
 from schema.config import Config
+from schema.config.secrets import found_in
 from schema.wire.store_url import is_url
 
 HUB = "https://huggingface.co"
-_AWS = "AWS_"
-_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
+_AWS, _HUB, _PROXY = "AWS_", ("HF_", "HUGGING"), re.compile(r"(HTTPS?|ALL|FTP)_PROXY")
+_OF_TRACKERS = {
+    "wandb": ("WANDB_",),
+    "mlflow": ("MLFLOW_", "DATABRICKS_"),
+    "swanlab": ("SWANLAB_",),
+    "trackio": ("TRACKIO_", *_HUB),
+}
+"""Prefixes of the variables that the library of a tracker reads."""
+_SECRET_WORD = re.compile(
+    r"\w*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)\w*|\w*(TOKEN|KEY)S?|PASS|PWD|AUTH|PAT|JWT|BEARER|COOKIES?|"
+    r"WEBHOOKS?|DSN|PRIVATE"
+)
+_NO_SECRETS = ("PWD", "OLDPWD")
+_EVERYBODYS = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+"""Variables that no process does without, even if `reward.environment` names them."""
+_SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off")
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable must be taken for a secret: by its name, or because its value is an address that holds one.
+
+    A word of the name decides (`MY_API_KEY`, `PGPASSWORD`; not `TOKENIZERS_PARALLELISM`). Switches and numbers of
+    tokens are none.
+    """
+    upper = name.upper()
+    if found_in(value):
+        return True
+    if value.lower() in _SWITCHES or upper in _NO_SECRETS or (upper.endswith("TOKENS") and value.isdecimal()):
+        return False
+    return any(_SECRET_WORD.fullmatch(word) for word in upper.split("_"))
 
 
 def credentials_of(
@@ -28,23 +64,28 @@ def credentials_of(
     rewards: Collection[str] = (),
     teachers: Collection[str] = (),
 ) -> dict[str, str]:
-    """An environment without the credentials that this role has no use for.
+    """An environment without the secrets that this role has no use for.
 
-    weight_store: `weight_sync.store`. rewards: `reward.environment`, which whoever scores has a use for.
-    teachers: `key_variable` of each, which trainers have a use for.
+    weight_store: `weight_sync.store`. rewards: `reward.environment`, for processes that score.
+    teachers: `key_variable` of each, for trainers.
     """
-    kept, buckets = dict(env), {Role.POLICY, Role.ROLLOUT} if is_url(weight_store) else {Role.POLICY}
-    scores = role in (Role.ROLLOUT, Role.DATA)
-    for name in env:
-        if scores and name in rewards:
-            continue
-        if name in teachers and role is not Role.POLICY:
-            del kept[name]
-            continue
-        is_hub = name in _HUB_TOKENS and role in (Role.CONTROLLER, Role.REDIS)
-        if is_hub or (name.startswith(_AWS) and role not in buckets):
-            del kept[name]
-    return kept
+    buckets = {Role.POLICY, Role.ROLLOUT} if is_url(weight_store) else {Role.POLICY}
+    loads, scores = role in (Role.POLICY, Role.ROLLOUT, Role.DATA), role in (Role.ROLLOUT, Role.DATA)
+
+    def has_use(name: str) -> bool:
+        upper = name.upper()
+        if (scores and name in rewards) or (role is Role.POLICY and name in teachers):
+            return True
+        if upper.startswith(_AWS):
+            return role in buckets
+        return loads and (upper.startswith(_HUB) or _PROXY.fullmatch(upper) is not None)
+
+    named = {*teachers, *rewards} - set(_EVERYBODYS)
+    return {
+        name: value
+        for name, value in env.items()
+        if has_use(name) or not (is_secret(name, value) or name.startswith(_AWS) or name in named)
+    }
 
 
 def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, str]:
@@ -52,6 +93,31 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
     teachers = [one.key_variable for one in config.teacher if one.key_variable]
     store, rewards = config.weight_sync.store, config.reward.environment
     return credentials_of(role, base_environment(env), store, rewards, teachers)
+
+
+def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
+    """What the process that feeds these trackers gets of the environment: of the secrets, theirs."""
+    own = tuple(prefix for name in trackers for prefix in _OF_TRACKERS.get(name, ()))
+    return {
+        name: value
+        for name, value in base_environment(env).items()
+        if (own and name.upper().startswith(own))
+        or (own and _PROXY.fullmatch(name.upper()))
+        or not (is_secret(name, value) or name.startswith(_AWS))
+    }
+
+
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that has a use for none."""
+    return credentials_of(Role.REDIS, base_environment(env))
+
+
+def withheld(config: Config, env: Mapping[str, str]) -> list[str]:
+    """Names of variables that look like secrets and reach no process of the job."""
+    given = set(given_to_trackers(config.logging.logger, env))
+    for role in Role:
+        given |= set(given_to(role, config, env))
+    return sorted(set(base_environment(env)) - given)
 
 
 def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator[str]:

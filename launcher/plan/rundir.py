@@ -362,7 +362,8 @@ def trust(tls_ca: str) -> dict[str, str]:
 
 
 def base_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment for every process, without the secrets and addresses of jobs."""
+    """The user's environment, without the secrets and addresses of jobs and without keys of the configuration, which
+    may hold credentials: processes read `config.json`. For the user's own secrets see `launcher.plan.credentials`."""
     private = (
         "COSMOS_TOKEN",
         "COSMOS_REDIS_",
@@ -370,7 +371,11 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
         "COSMOS_REPLICA_",
         "COSMOS_PARENT_PID",
     )
-    kept = {key: value for key, value in env.items() if not key.startswith(private)}
+    kept = {
+        key: value
+        for key, value in env.items()
+        if not key.startswith(private) and not (key.upper().startswith("COSMOS_") and "__" in key)
+    }
     root = Path(__file__).resolve().parents[2]
     # Run from a source tree: -P keeps the current directory off the path.
     if (root / "pyproject.toml").exists():

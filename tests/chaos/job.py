@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -76,6 +76,7 @@ class StruckJob:
     redis: NamedRedis | None = None
     store: ObjectStore | None = None
     stuck_after: float = STUCK
+    command: Sequence[str] = COMMAND
     kills: list[Kill] = field(default_factory=list)
     due: dict[Strike, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -121,7 +122,7 @@ class StruckJob:
         seen_commits = 0
         while True:
             now = time.monotonic()
-            if self._launcher is not None and (code := self._launcher.poll()) is not None:
+            if self._launcher is not None and (code := self._launcher.poll()) is not None and self._is_over():
                 return code
             for due, revive in [item for item in self._revivals if item[0] <= now]:
                 self._revivals.remove((due, revive))
@@ -138,6 +139,10 @@ class StruckJob:
                 self.errors.append(f"stuck: nothing happened for {self.stuck_after:.0f} s; {self._where()}")
                 return None
             time.sleep(TICK)
+
+    def _is_over(self) -> bool:
+        """Whether a launcher that has ended ends the job."""
+        return True
 
     def _strike(self, strike: Strike, now: float) -> bool:
         """Strike if it is time and there is somebody to hit; whether the strike is spent."""
@@ -251,7 +256,7 @@ class StruckJob:
             env |= {} if server is None else server.environment
         with (self.folder / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(
-                [*COMMAND, "--config", str(self.config), *arguments],
+                [*self.command, "--config", str(self.config), *arguments],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["controller", "redis", "rollout", "policy", "launcher", "reward", "store", "data"]
+Role = Literal[
+    "controller", "redis", "rollout", "policy", "launcher", "reward", "store", "data", "trackers", "engine"
+]
 Moment = Literal["start", "after", "progress", "checkpoint", "validation", "finish"]
 
 ROLES: tuple[Role, ...] = ("controller", "redis", "rollout", "policy", "launcher", "reward", "store", "data")

@@ -88,6 +88,9 @@ save_mode = "{save_mode}"
 max_keep = 3
 {upload}
 
+[logging]
+logger = ["console", "tensorboard"]
+
 [validation]
 enable = true
 freq = {validation_freq}

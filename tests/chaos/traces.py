@@ -25,6 +25,7 @@ MODULES: dict[str, Role] = {
     "rollout_worker": "rollout",
     "policy_worker": "policy",
     "rollout_worker.rewards.process": "reward",
+    "launcher.trackers": "trackers",
 }
 HIDDEN = {".tokens", ".locks", ".metadata"}
 """Names beginning with a dot that belong into a run directory; all others are something half-written."""
@@ -110,6 +111,8 @@ def role_of(argv: tuple[str, ...]) -> Role | None:
         return None
     if "-m" in argv[:4]:
         return MODULES.get(argv[argv.index("-m") + 1])
+    if argv[0].startswith("VLLM"):
+        return "engine"
     return "redis" if "valkey-server" in argv[0] else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -13,26 +14,31 @@ import pytest
 
 from controller.client import Client, Untrusted
 from controller.client import calls as api
+from tests.chaos.traces import is_keeper, role_of
 from tests.e2e.held import go_on, hold
 from tests.e2e.program import COMMAND, Program, check_ledger, write_config
 from tests.security.modes import umask, wrong_modes
 from tests.support.certificates import make_certificates
 from tests.support.objects import running_objects
+from tests.support.secrets_table import secrets_table
 from tests.support.tls_proxy import tls_proxy
 from tests.support.uploaded import check_uploaded
 from tests.support.valkey import running_valkey
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.e2e
 
 BUCKET = "cosmos-encrypted"
-PLANTED = {
-    "COSMOS_REDIS_PASSWORD": "planted-redis-password",
-    "HF_TOKEN": "hf_plantedhubtoken",
-    "AWS_SECRET_ACCESS_KEY": "planted-aws-secret",
-    "COSMOS_CUSTOM__HOOK": "https://bot:planted-user-info@hooks.example.org/x?token=planted-query-token&n=1",
+IN_ADDRESSES = {
+    "COSMOS_CUSTOM__HOOK": "https://bot:{}@hooks.example.org/x?token=planted-query-token&n=1",
+    "https_proxy": "http://me:{}@proxy.example.org:3128",
+    "DATABASE_URL": "postgres://me:{}@database.example.org/prompts",
 }
-IN_ADDRESSES = ("planted-user-info", "planted-query-token")
+MADE = ("COSMOS_TOKEN_USER", "COSMOS_TOKEN_ROLLOUT", "COSMOS_TOKEN_POLICY", "COSMOS_REPLICA_SECRET")
+"""What the launcher makes."""
+PLANTED = {name: f"planted-{name}".lower() for name in secrets_table() if name not in MADE}
+UNUSED = ("TEACHER_API_KEY",)
+"""What the configuration of this job does not name."""
 
 EXTRA = """
 tls_cert = "{cert}"
@@ -51,21 +57,41 @@ save_freq = 2
 upload_s3 = "all"
 s3_bucket = "{bucket}"
 
+[logging]
+logger = ["console", "wandb"]
+
 [launcher]
 """
 
 
-def secrets_of(program: Program) -> set[str]:
-    """Every token, and every replica's secret, that a process of the job holds in its environment."""
-    found = set()
-    for process in program.note_processes():
-        try:
-            environ = process.environ()
-        except psutil.Error:
-            continue
-        kinds = ("COSMOS_TOKEN", "COSMOS_REPLICA_SECRET")
-        found |= {value for name, value in environ.items() if name.startswith(kinds)}
-    return found
+@dataclass
+class Environments:
+    """What is in the environment of the job's processes, by what they are; children count as what started them."""
+
+    program: Program
+    found: dict[str, set[bytes]] = field(default_factory=dict)
+
+    def look(self) -> dict[str, set[bytes]]:
+        for process in self.program.note_processes():
+            try:
+                data, role, above = Path(f"/proc/{process.pid}/environ").read_bytes(), None, process
+                while role is None:
+                    argv = tuple(above.cmdline())
+                    role = "keeper" if is_keeper(argv) else role_of(argv) or None
+                    above = above.parent()
+            except (psutil.Error, OSError, AttributeError, IndexError):
+                continue  # it has ended, or is the launcher before it has become another program
+            self.found.setdefault(str(role), set()).add(data)
+        return self.found
+
+    def made(self) -> dict[str, str]:
+        """What the launcher has made, by its variable."""
+        data = b"\0".join(self.found["controller"] | self.found["rollout"]).split(b"\0")
+        values = dict(os.fsdecode(entry).split("=", 1) for entry in data if b"=" in entry)
+        return {name: values[name] for name in MADE}
+
+    def holders(self, secret: str) -> set[str]:
+        return {role for role, held in self.found.items() if any(secret.encode() in data for data in held)}
 
 
 def where_read(program: Program, secrets: set[str]) -> list[str]:
@@ -107,19 +133,27 @@ def test_a_job_over_tls_gives_no_secret_away(
         running_objects(BUCKET) as store,
     ):
         for name, value in (store.environment | PLANTED).items():
-            monkeypatch.setenv(name, value)
+            monkeypatch.setenv(name, IN_ADDRESSES.get(name, "{}").format(value))
+        monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+        monkeypatch.setenv("WANDB_MODE", "offline")
         config = hold(write_config(tmp_path, model, steps=5, validation=False), step=3, rows=40)
         files = {name: getattr(made, name) for name in ("ca", "cert", "key", "client_cert", "client_key")}
         config.write_text(
-            config.read_text().replace("\n[launcher]\n", EXTRA.format(port=port, bucket=BUCKET, **files))
+            config.read_text()
+            .replace("\n[launcher]\n", EXTRA.format(port=port, bucket=BUCKET, **files))
+            .replace("\n[reward]\n", '\n[reward]\nenvironment = ["JUDGE_API_KEY"]\n')
         )
         with umask(0o027), Program(config) as program:
+            environments = Environments(program)
+            until(lambda: "data" in environments.look(), "the preparation of the data")
             monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own client
             program.until_step(1)
-            secrets = {*secrets_of(program), *list(PLANTED.values())[:3], *IN_ADDRESSES}
-            assert len(secrets) == 3 + 1 + 3 + 2, (
-                "of three roles and one rollout replica, and what was planted"
-            )
+            until(lambda: "trackers" in environments.look(), "the process that feeds trackers")
+            values = PLANTED | environments.made()
+            for name, held in secrets_table().items():
+                assert environments.holders(values[name]) == (set() if name in UNUSED else held), name
+            assert {"keeper", "reward"} <= set(environments.found)
+            secrets = {*values.values(), "planted-query-token"}
             _look_as_users_do(program, secrets)
             _check_successor(program)
             go_on(program)

@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.credentials import credentials_of, upload_targets
+from launcher.plan.credentials import (
+    credentials_of,
+    given_to,
+    given_to_trackers,
+    is_secret,
+    upload_targets,
+    withheld,
+    without_secrets,
+)
 from launcher.restarts import Role
 from schema.config import Config
+from tests.support.secrets_table import secrets_table
 
 USERS = {
     "HOME": "/h",
@@ -20,6 +29,17 @@ USERS = {
     "HF_ENDPOINT": "https://hub.example",
     "HF_HOME": "/h/hf",
 }
+
+
+ADDRESS = "https://me:planted@host.example"
+IN_ADDRESSES = ("https_proxy", "DATABASE_URL", "COSMOS_CUSTOM__HOOK")
+OF_THE_LAUNCHER = (
+    "COSMOS_REDIS_PASSWORD",
+    "COSMOS_TOKEN_USER",
+    "COSMOS_TOKEN_ROLLOUT",
+    "COSMOS_TOKEN_POLICY",
+    "COSMOS_REPLICA_SECRET",
+)
 
 
 @pytest.mark.parametrize("store", ["", "/shared/weights", "s3://bucket/weights"])
@@ -38,6 +58,58 @@ def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
     taught = credentials_of(role, {**USERS, "KEY": "k"}, store, teachers=["KEY"])
     assert ("KEY" in taught) == (role is Role.POLICY)
     assert ("HF_TOKEN" in given) == (role not in (Role.CONTROLLER, Role.REDIS))
+
+
+def test_the_table_of_the_documentation_is_what_roles_get() -> None:
+    """What the launcher makes, and what reward processes get, is looked at in a real job."""
+    config = Config.model_validate(
+        {
+            "logging": {"logger": ["console", "wandb"]},
+            "reward": {"environment": ["JUDGE_API_KEY"]},
+            "teacher": [{"name": "t", "url": "http://t", "key_variable": "TEACHER_API_KEY"}],
+        }
+    )
+    table = {name: held for name, held in secrets_table().items() if name not in OF_THE_LAUNCHER}
+    assert len(table) > 12
+    env = {name: ADDRESS if name in IN_ADDRESSES else "planted" for name in table}
+    plain = {
+        "HOME": "/h",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "MAX_TOKENS": "8",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    given = {str(role): given_to(role, config, env | plain) for role in Role}
+    given["trackers"] = given_to_trackers(config.logging.logger, env | plain)
+    for name, held in table.items():
+        assert {role for role in given if name in given[role]} == held - {"reward"}, name
+    assert all(plain.items() <= found.items() for found in given.values())
+    assert withheld(config, env) == sorted(
+        name for name, held in table.items() if not held and not name.startswith("COSMOS_")
+    )
+    assert set(without_secrets(env | plain)) - {"PYTHONPATH", "PYTHONUNBUFFERED"} == set(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("API_KEY", "x", True),
+        ("OPENAI_APIKEY", "x", True),
+        ("my_secret_value", "x", True),
+        ("NPM_CONFIG__AUTH", "x", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/key.json", True),
+        ("SENTRY_DSN", "x", True),
+        ("PIP_INDEX_URL", "https://me:secret@pypi.example/simple", True),
+        ("HOOK", "https://hooks.example/x?token=secret", True),
+        ("PIP_INDEX_URL", "https://pypi.example/simple", False),
+        ("PWD", "/home/me", False),
+        ("KEYBOARD", "de", False),
+        ("USE_AUTH", "true", False),
+        ("VLLM_MAX_TOKENS", "4096", False),
+        ("CUDA_VISIBLE_DEVICES", "0", False),
+    ],
+)
+def test_what_looks_like_a_secret(name: str, value: str, secret: bool) -> None:
+    assert is_secret(name, value) == secret
 
 
 def targets(ckpt: dict[str, Any], env: dict[str, str], store: str = "") -> list[str]:
