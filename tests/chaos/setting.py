@@ -16,14 +16,18 @@ from tests.e2e.program import VLLM
 ROOT = Path(__file__).resolve().parents[2]
 
 REWARD = '''
-"""Cheap, deterministic, and not instant."""
+"""Cheap, deterministic, and not instant; slower for as long as a file is there."""
 
+import os
 import time
 import zlib
 
 
-def careful(completion, row, pause):
+def careful(completion, row, pause, slow):
     time.sleep(pause)
+    give_up = time.monotonic() + 0.5
+    while os.path.exists(slow) and time.monotonic() < give_up:
+        time.sleep(0.05)
     return zlib.crc32(completion.encode()) % 5 / 4
 '''
 
@@ -59,6 +63,7 @@ num_workers = 2
 
 [custom]
 pause = {pause}
+slow = "{out}/slow"
 
 [train]
 output_dir = "{out}"

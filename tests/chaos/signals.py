@@ -1,4 +1,4 @@
-"""Signals to every process of a job, against the table of docs/operations.md, which is read here: nothing is said twice.
+"""Signals to every process of a job, against the table of docs/operations.md, which is read here.
 
 python -m tests.chaos.signals               every row with every signal, in a few jobs
 python -m tests.chaos.signals --only redis  rows whose process has this in its name
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from examples.quickstart.make_model import make_model
@@ -41,7 +41,7 @@ COSTLY = ("leaves", "the job ends")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One process and one signal. code: of the process, or of the launcher where the job ends; None: there is none."""
+    """One process and one signal. code: of the process, or of the launcher where the job ends; None: it goes on."""
 
     process: str
     number: signal.Signals
@@ -112,9 +112,21 @@ class SignalJob(StruckJob):
     tried: list[Row] = field(default_factory=list)
     restored: float = 0.0
 
+    def _launch(self, *arguments: str) -> None:
+        """While strikes are left, rewards are slow, so that the job is not over before."""
+        if not arguments:
+            (self.folder / "slow").touch()
+        super()._launch(*arguments)
+
+    def _struck_all(self, strike: Strike) -> bool:
+        """A strike is spent; the last one lets the job go on fast."""
+        if strike is self.plan.strikes[-1]:
+            (self.folder / "slow").unlink(missing_ok=True)
+        return True
+
     def _strike(self, strike: Strike, now: float) -> bool:
         if not isinstance(strike, SignalStrike) or strike.row is None:
-            return super()._strike(strike, now)
+            return super()._strike(strike, now) and self._struck_all(strike)
         if self.struck is None:
             self._send(strike, strike.row, now)
             return False
@@ -124,7 +136,7 @@ class SignalJob(StruckJob):
             self.errors.append(f"{self.struck.row}: not {self.struck.row.outcome}; {self._where()}")
         struck, self.struck = self.struck, None
         self.tried.append(struck.row)
-        return True
+        return self._struck_all(strike)
 
     def _is_over(self) -> bool:
         return self.struck is None or self.struck.row.outcome != "the job ends"
@@ -181,18 +193,19 @@ class SignalJob(StruckJob):
 
     def _came_true(self, struck: Struck) -> bool:
         outcome, row = struck.row.outcome, struck.row
+        may_end = row.process.endswith("data")  # when it is done
         if outcome == "the job ends":
             return self._ended(struck)
         if outcome == "the job waits":
             return self._waited(struck)
         if outcome == "ignored":
             there = {struck.victim.pid, struck.worker.pid} <= {process.pid for process in self.traces.look()}
-            if not there:
+            if not there and not may_end:
                 self.errors.append(f"{row}: it has ended")
             return not there or time.monotonic() > struck.at + SETTLED
         if outcome == "continued":
             alive = {process.pid for process in self.traces.look()}
-            return struck.victim.pid in alive and not is_stopped(struck.victim.pid)
+            return (struck.victim.pid in alive or may_end) and not is_stopped(struck.victim.pid)
         alive = self._find(row.process.removeprefix("keeper of "))
         pids = {process.pid for process in self.traces.look()}
         gone = not {struck.victim.pid, struck.worker.pid} & pids
@@ -220,8 +233,7 @@ class SignalJob(StruckJob):
         """The job goes on without its launcher for a while."""
         if time.monotonic() < struck.at + KEEPS_STOPPED or self.watch.commit_after(struck.at) is None:
             return False
-        kill_pid = struck.victim.pid
-        os.kill(kill_pid, signal.SIGCONT)
+        os.kill(struck.victim.pid, signal.SIGCONT)
         return True
 
     def _ended(self, struck: Struck) -> bool:

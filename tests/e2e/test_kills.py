@@ -1,23 +1,23 @@
-"""Kill -9 of every kind of process at seeded random moments of a real job: nothing is lost and nothing is left.
+"""A signal to every kind of process of a real job, keepers included: nothing is lost and nothing is left.
 
-The short form of `python -m tests.chaos`, which says what is looked at afterwards (`tests.chaos.judge`,
-`tests.chaos.traces`). And what no restart mends: rewards that fail, a prompt that kills whoever takes it.
+The short form of `python -m tests.chaos.signals`, which tries every signal, and of `python -m tests.chaos`, which
+says what is looked at afterwards (`tests.chaos.judge`, `tests.chaos.traces`). And what no restart mends: rewards that
+fail, a prompt that kills whoever takes it.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller.client import Call, Client
-from tests.chaos.job import StruckJob
-from tests.chaos.plan import ROLES, JobPlan, Role, Strike
+from tests.chaos.plan import JobPlan, Strike
 from tests.chaos.servers import ObjectStore
 from tests.chaos.setting import Setting
+from tests.chaos.signals import SignalJob, rows, strike
 from tests.e2e.program import Program, check_ledger, command, write_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -49,32 +49,40 @@ def moody(completion, row, marker):
 """
 
 
-def strikes(seed: int, roles: tuple[Role, ...]) -> tuple[Strike, ...]:
-    """In random order, each some moments after the first step that follows the one before."""
-    rng = random.Random(seed)
-    order = rng.sample(roles, len(roles))
-    order.sort(key=lambda role: role != "data")
-    return tuple(
-        Strike(
-            role,
-            "start" if role == "data" else "progress",
-            0.0 if role == "data" else rng.uniform(0.0, 1.0),
-            rng.random(),
-            rng.uniform(0.0, 1.0),
-        )
-        for role in order
-    )
+CHOSEN = {
+    "data": "SIGKILL",
+    "keeper of data": "SIGHUP",
+    "controller": "SIGHUP",
+    "keeper of controller": "SIGSTOP",
+    "redis": "SIGKILL",
+    "keeper of redis": "SIGTERM",
+    "rollout": "SIGHUP",
+    "keeper of rollout": "SIGKILL",
+    "reward": "SIGTERM",
+    "trackers": "SIGKILL",
+    "keeper of trackers": "SIGINT",
+    "policy": "SIGKILL",
+    "keeper of policy": "SIGINT",
+    "launcher": "SIGKILL",
+}
+"""One signal for each process of a job with the embedded engine and trainers of one rank."""
 
 
-def test_whoever_is_killed_nothing_is_lost(tmp_path: Path, model: Path) -> None:
-    roles = ROLES
-    plan = JobPlan(seed=1, ranks=1, strikes=strikes(1, roles), policies=2)
-    setting = Setting(rows=160, epochs=1, save_freq=4)
+def test_whoever_gets_a_signal_nothing_is_lost(tmp_path: Path, model: Path) -> None:
+    known = {(row.process, row.number.name): row for row in rows()}
+    chosen = [known[pair] for pair in CHOSEN.items()]
+    assert {row.process for row in known.values()} - {"other rank", "keeper of other rank", "engine"} == CHOSEN.keys()
+    signals = [strike(row, "start" if row.process.endswith("data") else "progress") for row in chosen]
+    plan = JobPlan(1, 1, (*signals, Strike("store", "progress", 0.0, 0.0, 1.0)), policies=2)
+    setting = Setting(rows=200, epochs=1, save_freq=4)
     with ObjectStore() as store:
-        job = StruckJob(plan, setting, tmp_path / "job", model, lambda kill: None, len(roles), store=store)
+        job = SignalJob(
+            plan, setting, tmp_path / "job", model, lambda kill: None, len(plan.strikes), store=store
+        )
         verdict = job.run()
     assert verdict.violations == [], (tmp_path / "job" / "launcher.log").read_text()[-5000:]
-    assert len(verdict.kills) >= len(roles) - 1, "the job is long enough to be hit"
+    assert job.tried == chosen
+    assert len(verdict.kills) == len(plan.strikes), "the job is long enough to be hit"
     assert verdict.dropped == 0
     logs = [path.read_text() for path in (tmp_path / "job").glob("**/logs/rollout-*.log")]
     assert logs
