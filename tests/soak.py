@@ -40,6 +40,10 @@ AREAS = {
         "real jobs, random kills and stops of all their processes, Redis and object store: nothing is lost",
         programs=(("chaos", "--kills", "100", "--minutes", "14"),),
     ),
+    "signals": Area(
+        "every signal to every process of a job, by the table of docs/operations.md",
+        programs=(("chaos.signals",),),
+    ),
     "exactness": Area(
         "the same bits whoever is killed: reinforcement and supervised training, several seeds",
         programs=(

@@ -35,8 +35,10 @@ what is killed
   launcher              everything below it leaves; then `cosmos-launch --resume`
   store                 the S3 server that checkpoints are uploaded to; back after some seconds
   data                  the preparation of the data, at the start of a job
-sometimes it is the keeper above a process that is hit, sometimes two within a second. One strike in three stops the
-process (SIGSTOP) instead: it goes on after some seconds, or the launcher finds and restarts it.
+  trackers              the process that feeds trackers
+sometimes it is the keeper above a process that is hit, sometimes two within a second. Three strikes in ten stop the
+process (SIGSTOP) instead: it goes on after some seconds, by its keeper, or the launcher finds and restarts it. A
+quarter of the others are SIGTERM, SIGINT or SIGHUP; `python -m tests.chaos.signals` tries all of these in order.
 
 examples
   python -m tests.chaos --kills 10                     a quick look, a few minutes

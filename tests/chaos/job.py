@@ -38,7 +38,7 @@ STUCK = 180.0
 
 @dataclass(slots=True)
 class Kill:
-    """One kill -9 that hit. Times are seconds: of `time.monotonic`, and from the kill to the next commit."""
+    """One signal that hit. Times are seconds: of `time.monotonic`, and from the kill to the next commit."""
 
     role: Role
     target: str
@@ -101,6 +101,8 @@ class StruckJob:
         self.began = time.monotonic()
         self._revivals: list[tuple[float, Callable[[], None]]] = []
         self._launcher: subprocess.Popen[bytes] | None = None
+        self._pause: float | None = None
+        """Seconds after which a launcher that got a signal and has ended is followed by another."""
         self._launch()
         code: int | None = None
         try:
@@ -141,8 +143,12 @@ class StruckJob:
             time.sleep(TICK)
 
     def _is_over(self) -> bool:
-        """Whether a launcher that has ended ends the job."""
-        return True
+        """Whether a launcher that has ended ends the job; one that got a signal is followed by another."""
+        if self._pause is None or self._launcher is None or self._launcher.returncode == 0:
+            return True
+        self._revivals.append((time.monotonic() + self._pause, lambda: self._launch("--resume")))
+        self._launcher = self._pause = None
+        return False
 
     def _strike(self, strike: Strike, now: float) -> bool:
         """Strike if it is time and there is somebody to hit; whether the strike is spent."""
@@ -209,7 +215,7 @@ class StruckJob:
             above = [p for p in alive if p.pid == victim.parent and is_keeper(p.argv)]
             victim, name = (above[0], f"keeper of {name}") if above else (victim, name)
         if not strike.stop:
-            return f"{name} {victim.pid}" if kill(victim) else None
+            return f"{name} {victim.pid}{_with(strike)}" if kill(victim, strike.number) else None
         if not kill(victim, signal.SIGSTOP):
             return None
         return self._wake_later(strike, f"{name} {victim.pid}", lambda: kill(victim, signal.SIGCONT))
@@ -230,7 +236,10 @@ class StruckJob:
             return self._wake_later(
                 strike, f"launcher {launcher.pid}", lambda: launcher.send_signal(signal.SIGCONT)
             )
-        launcher.kill()
+        launcher.send_signal(strike.number)
+        if strike.number != signal.SIGKILL:  # it ends in order, and takes its time
+            self._pause = strike.pause
+            return f"launcher {launcher.pid}{_with(strike)}"
         launcher.wait(PATIENCE)
         self._launcher = None
         self._revivals.append((time.monotonic() + strike.pause, lambda: self._launch("--resume")))
@@ -352,3 +361,8 @@ class StruckJob:
                 server.wake(server.pid)
             if server is not None and server.pid is None:
                 server.start()
+
+
+def _with(strike: Strike) -> str:
+    """Another signal than SIGKILL."""
+    return "" if strike.number == signal.SIGKILL else f" ({strike.number.name})"

@@ -13,6 +13,7 @@ A job takes several strikes, one after the other. Each waits for its moment, and
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,15 +23,18 @@ Role = Literal[
 ]
 Moment = Literal["start", "after", "progress", "checkpoint", "validation", "finish"]
 
-ROLES: tuple[Role, ...] = ("controller", "redis", "rollout", "policy", "launcher", "reward", "store", "data")
-KEPT: frozenset[Role] = frozenset({"controller", "redis", "rollout", "policy", "data"})
-"""Roles whose processes have a keeper (`launcher.processes.keeper`) above them, which may be killed in their
-place."""
-KEEPER_SHARE = 0.15
-STOP_SHARE, LONGEST_STOP = 0.35, 15.0
+ROLES: tuple[Role, ...] = (
+    "controller", "redis", "rollout", "policy", "launcher", "reward", "store", "data", "trackers",
+)  # fmt: skip
+KEPT: frozenset[Role] = frozenset({"controller", "redis", "rollout", "policy", "data", "trackers"})
+"""Roles whose processes have a keeper (`launcher.processes.keeper`) above them, which may be struck in their place.
+One that stays stopped is continued by it, or found and restarted by the launcher: half of the stops are for good."""
+KEEPER_SHARE = 0.2
+STOP_SHARE, LONGEST_STOP = 0.3, 15.0
 """Strikes that are a SIGSTOP instead of a kill -9, and the most seconds until SIGCONT."""
-NOTICED: frozenset[Role] = frozenset({"controller", "redis", "rollout"})
-"""Roles of which one that stays stopped is found and restarted by the launcher: half of the stops are for good."""
+SIGNAL_SHARE = 0.25
+"""Of the others, those that are another signal of the table in docs/operations.md."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FOR_GOOD = float("inf")
 BOOT_SECONDS = 12.0
 """From the start of a job to its first step, about: a strike during the start falls into this time."""
@@ -52,7 +56,7 @@ DELAYS: dict[Moment, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One kill -9, or a SIGSTOP for `stop` seconds where that is not 0 (`FOR_GOOD`: nobody wakes it).
+    """One signal, or a SIGSTOP for `stop` seconds where that is not 0 (`FOR_GOOD`: this script does not wake it).
 
     `choice` in [0, 1) picks one of the role's processes; `pause` is how long one that this script itself must start
     again (launcher, named Redis, object store) stays away, in seconds.
@@ -65,6 +69,7 @@ class Strike:
     pause: float
     keeper: bool = False
     stop: float = 0.0
+    number: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +115,11 @@ def _strikes(rng: random.Random, roles: Sequence[Role]) -> Iterator[Strike]:
         else:
             delay = 0.0 if role == "data" else rng.uniform(0.0, DELAYS[moment])
         keeper = role in KEPT and rng.random() < KEEPER_SHARE
-        stop = 0.0 if keeper or rng.random() >= STOP_SHARE else rng.uniform(0.5, LONGEST_STOP)
-        if stop and role in NOTICED and rng.random() < 0.5:
+        stop = 0.0 if rng.random() >= STOP_SHARE else rng.uniform(0.5, LONGEST_STOP)
+        if stop and role in KEPT and rng.random() < 0.5:
             stop = FOR_GOOD
-        yield Strike(role, moment, delay, rng.random(), rng.uniform(0.0, 3.0), keeper, stop)
+        kind = rng.choice(SIGNALS) if not stop and rng.random() < SIGNAL_SHARE else signal.SIGKILL
+        yield Strike(role, moment, delay, rng.random(), rng.uniform(0.0, 3.0), keeper, stop, kind)
 
 
 def _moment(rng: random.Random, role: Role, *, first: bool, last: bool) -> Moment:

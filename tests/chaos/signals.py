@@ -139,7 +139,7 @@ class SignalJob(StruckJob):
         return self._struck_all(strike)
 
     def _is_over(self) -> bool:
-        return self.struck is None or self.struck.row.outcome != "the job ends"
+        return super()._is_over() and (self.struck is None or self.struck.row.outcome != "the job ends")
 
     def _send(self, strike: SignalStrike, row: Row, now: float) -> None:
         last = max(self.kills[-1].at if self.kills else self.began, self.restored)

@@ -71,7 +71,11 @@ CHOSEN = {
 def test_whoever_gets_a_signal_nothing_is_lost(tmp_path: Path, model: Path) -> None:
     known = {(row.process, row.number.name): row for row in rows()}
     chosen = [known[pair] for pair in CHOSEN.items()]
-    assert {row.process for row in known.values()} - {"other rank", "keeper of other rank", "engine"} == CHOSEN.keys()
+    assert {row.process for row in known.values()} - {
+        "other rank",
+        "keeper of other rank",
+        "engine",
+    } == CHOSEN.keys()
     signals = [strike(row, "start" if row.process.endswith("data") else "progress") for row in chosen]
     plan = JobPlan(1, 1, (*signals, Strike("store", "progress", 0.0, 0.0, 1.0)), policies=2)
     setting = Setting(rows=200, epochs=1, save_freq=4)
