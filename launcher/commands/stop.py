@@ -158,6 +158,7 @@ def _send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> boo
         if not is_meant():
             return False
         signal.pidfd_send_signal(handle, number)
+        signal.pidfd_send_signal(handle, signal.SIGCONT)  # one that was stopped acts on it, too
     except ProcessLookupError:
         return False
     except PermissionError:

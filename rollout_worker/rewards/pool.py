@@ -45,9 +45,10 @@ OUTAGE_WAIT = 1.0
 """Seconds before a sample that failed by a time-out or connection error is scored again."""
 PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
-    "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "COSMOS_PARENT_PID",
 )  # fmt: skip
-"""What a reward process inherits besides `reward.environment`: no token or secret of this one is among it."""
+"""What a reward process inherits besides `reward.environment`: no token or secret of this one is among it. By the last
+one the launcher finds what functions have started, if the keeper above is killed (`launcher.processes.keeper`)."""
 
 
 class RewardPoolError(Exception):

@@ -32,6 +32,8 @@ HEAD = "| process | signal | what happens | within | exit code | what is left |"
 OUTCOMES = ("restarted", "leaves", "ignored", "continued", "the job ends", "the job waits")
 PROGRAM = (sys.executable, "-m", "launcher.cli")
 """As users have it: what hangs is waited for as long as in a real job."""
+LOOK_EVERY = 0.1
+"""Seconds between looks at what has come of a signal: a look reads all of /proc."""
 SETTLED = 1.0
 """Seconds after which a signal that does nothing would have done something."""
 KEEPS_STOPPED = 3.0
@@ -111,6 +113,7 @@ class SignalJob(StruckJob):
     struck: Struck | None = None
     tried: list[Row] = field(default_factory=list)
     restored: float = 0.0
+    looked_at: float = 0.0
 
     def _launch(self, *arguments: str) -> None:
         """While strikes are left, rewards are slow, so that the job is not over before."""
@@ -127,6 +130,9 @@ class SignalJob(StruckJob):
     def _strike(self, strike: Strike, now: float) -> bool:
         if not isinstance(strike, SignalStrike) or strike.row is None:
             return super()._strike(strike, now) and self._struck_all(strike)
+        if now - self.looked_at < LOOK_EVERY:
+            return False
+        self.looked_at = now
         if self.struck is None:
             self._send(strike, strike.row, now)
             return False

@@ -45,6 +45,7 @@ def test_the_holder_of_the_lock_is_known_as_long_as_it_lives(run: RunDir, holder
     found = run.holder()
     assert found is not None
     assert (found.pid, found.is_here) == (holder.pid, True)
+    os.kill(holder.pid, signal.SIGSTOP)
     assert signal_launcher(run, found, signal.SIGTERM)
     assert holder.wait(PATIENCE) == -signal.SIGTERM
     assert run.holder() is None, "the kernel let go of the lock"

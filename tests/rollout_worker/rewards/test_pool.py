@@ -232,6 +232,7 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
     monkeypatch.setenv("COSMOS_TOKEN", "do-not-tell")
     monkeypatch.setenv("WANDB_API_KEY", "do-not-tell")
     monkeypatch.setenv("JUDGE_KEY", "tell")
+    monkeypatch.setenv("COSMOS_PARENT_PID", "4711")
     name = word.replace(":word", ":environment")
     file = tmp_path / "environment.json"
 
@@ -248,7 +249,7 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
     assert "PATH" in seen
     assert not {"COSMOS_TOKEN", "WANDB_API_KEY"} & seen.keys()
     assert "do-not-tell" not in seen.values()
-    assert seen["JUDGE_KEY"] == "tell"
+    assert (seen["JUDGE_KEY"], seen["COSMOS_PARENT_PID"]) == ("tell", "4711")
 
 
 def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_path: Path) -> None:
