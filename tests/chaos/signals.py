@@ -21,7 +21,7 @@ from pathlib import Path
 
 from examples.quickstart.make_model import make_model
 from launcher.processes.keeper import is_stopped
-from tests.chaos.job import Kill, StruckJob
+from tests.chaos.job import STUCK, Kill, StruckJob
 from tests.chaos.plan import JobPlan, Strike
 from tests.chaos.setting import ROOT, Setting
 from tests.chaos.traces import Process, is_keeper, kill
@@ -288,9 +288,10 @@ def run(
     """One job through its rows."""
     ranks = 2 if any(row.process == "other rank" for row in chosen) else 1
     strikes = tuple(strike(row, "start" if row.process.endswith("data") else "progress") for row in chosen)
-    setting = Setting(engine=kind, rows=40 + 16 * len(chosen), epochs=1, save_freq=4)
+    replicas = 2 if kind == "transformers" else 1  # vLLM takes long to start
+    setting = Setting(engine=kind, rows=40 + 16 * len(chosen), epochs=1, save_freq=4, replicas=replicas)
     plan = JobPlan(1, ranks, strikes, policies=2 if kind == "transformers" else 1)
-    job = SignalJob(plan, setting, folder, model, say, 10**6)
+    job = SignalJob(plan, setting, folder, model, say, 10**6, stuck_after=2 * STUCK)
     verdict = job.run()
     missing = [row for row in chosen if row not in job.tried]
     job.errors = verdict.violations + [f"{row}: the job was over before" for row in missing]
