@@ -47,8 +47,8 @@ PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "COSMOS_PARENT_PID",
 )  # fmt: skip
-"""What a reward process inherits besides `reward.environment`: no token or secret of this one is among it. By the last
-one the launcher finds what functions have started, if the keeper above is killed (`launcher.processes.keeper`)."""
+"""What a reward process inherits besides `reward.environment`: no token or secret of this one is among it. By
+COSMOS_PARENT_PID the launcher finds what functions have started, if the keeper above is killed."""
 
 
 class RewardPoolError(Exception):
