@@ -31,13 +31,13 @@ from controller.state.alarms import BEGINNING, LOOKED_BACK, Alarms, Change
 from controller.state.event_log import EventLog
 from controller.state.job_facts import (
     JobFacts,
+    first_number,
     ledger_params,
     scale_limits,
     sft_total_steps,
     validation_params,
 )
 from controller.state.membership import Membership
-from controller.state.numbers import first_number
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Registry, Replica
@@ -118,7 +118,7 @@ class Job:
         """Whether validation is scored with the functions of training: what fails there fails here."""
         self.events = self._load_events(saved)
         self.restarted = self.events.highest > 0 or any(saved.values())
-        """Whether an earlier controller has given out numbers (see `controller.state.numbers`)."""
+        """Whether an earlier controller has given out numbers (see `first_number`)."""
         if isinstance(self.progress, GroupTable):
             self.progress.succeeds = self.restarted
         self.registry = self._load_registry(saved)

@@ -12,6 +12,9 @@ from controller.state.validation import ValidationParams
 from schema.config import Config
 from schema.wire.messages import Phase
 
+LEAP = 1 << 20
+"""More numbers of one kind than the history that is lost at once can hold."""
+
 
 @dataclass(slots=True)
 class JobFacts:
@@ -125,3 +128,17 @@ def sft_total_steps(config: Config, n_rows: int) -> int:
     by_data = -(-n_rows * config.train.epoch // config.samples_per_step)
     limit = config.train.max_num_steps
     return by_data if limit is None else min(by_data, limit)
+
+
+def first_number(known: int, wall: float) -> int:
+    """The first number of a kind that a controller gives out on an existing job, above all that can have been.
+
+        known ─┬─ given out, and lost ─┐           first
+               └───────── LEAP ────────┴───────────▶ or the date in milliseconds, whichever is higher
+
+    The date separates the numbers of several controllers, also where the lost history contains the start of one of
+    them; the leap does where the clock was set back.
+
+    known: the highest one in the store. wall: Unix time at which the controller started.
+    """
+    return max(known + LEAP, int(wall * 1000))

@@ -200,8 +200,10 @@ class Crew:
         getattr(self, f"_{one.does}")(one)
 
     def _register_anew(self, one: Replica) -> None:
+        """Under another incarnation, which takes the place of this one."""
         del self.replicas[one.name]
-        self.bear(one)
+        self.undetected.add(one.name)
+        self.bear()
 
     def _enter(self, one: Replica) -> None:
         """It registers, with the newest checkpoint."""
@@ -383,8 +385,8 @@ class Crew:
         elif kind == "born" and len(self.replicas) < self.size:
             self.bear()
 
-    def bear(self, process: Replica | None = None) -> None:
-        """A replica comes, or one registers anew under another incarnation."""
+    def bear(self) -> None:
+        """A replica comes."""
         self.born += 1
         self.replicas[f"r{self.born}"] = Replica(f"r{self.born}")
 

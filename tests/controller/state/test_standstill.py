@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.state.numbers import LEAP, first_number
+from controller.state.job_facts import LEAP, first_number
 from controller.state.standstill import FIRST_S, MOST_S, RECENT_S, Standstill
 
 
