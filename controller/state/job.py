@@ -100,6 +100,9 @@ class Job:
         self.clock = store.stamp = steady_clock() if clock is None else clock
         self.prompts = Prompts(run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=self._shuffle)
         headers = saved[Table.HEADERS]
+        self.events = self._load_events(saved)
+        self.restarted = self.events.highest > 0 or any(saved.values())
+        """Whether an earlier controller has given out numbers (see `first_number`)."""
         self.progress: GroupTable | StepCounter
         """How far the job has come; of a supervised job that is all there is."""
         self.ledger: Ledger | StepCounter
@@ -116,14 +119,8 @@ class Job:
             config.grpo.reward_weights
         )
         """Whether validation is scored with the functions of training: what fails there fails here."""
-        self.events = self._load_events(saved)
-        self.restarted = self.events.highest > 0 or any(saved.values())
-        """Whether an earlier controller has given out numbers (see `first_number`)."""
-        if isinstance(self.progress, GroupTable):
-            self.progress.succeeds = self.restarted
         self.registry = self._load_registry(saved)
-        self.standstill = Standstill()
-        self.membership = self._load_membership(headers.get("members"))
+        self.standstill, self.membership = Standstill(), self._load_membership(headers.get("members"))
         """Of several policy replicas; None: there is one."""
         self.steps = StepLog(saved[Table.STEPS].values())
         self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(wall())
@@ -162,7 +159,9 @@ class Job:
         params = ledger_params(self.config, len(self.prompts))
         header = saved[Table.HEADERS].get("ledger")
         if header is None:
-            return GroupTable(params)
+            table = GroupTable(params)
+            table.succeeds = self.restarted
+            return table
         table = GroupTable.restore(
             params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY]
         )
