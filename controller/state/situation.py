@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from controller.ledger.group_table import GroupTable
+from controller.state.standstill import NOTICED_S
 from schema.wire.messages import Phase
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ STARVING = 0.15
 """Share of idle time below which a pool is busy enough."""
 WORTH = 1.05
 """Gain of speed below which nothing is advised."""
-NOTICED_S = 5.0
-"""Seconds for which all policy replicas wait for each other before it is reported: they do so for moments always."""
 RECENT = 8
 """Newest steps, whose mean counts; before there are so many nothing is known."""
 

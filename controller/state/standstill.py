@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 FIRST_S, MOST_S = 15.0, 60.0
 """The first limit, and the longest one."""
+NOTICED_S = 5.0
+"""Seconds for which all policy replicas wait for each other before it is reported: they do so for moments always."""
 RECENT_S = 10.0
 """A replica whose last report is older counts as busy: it polls every few seconds while it waits."""
 
