@@ -1,7 +1,7 @@
 """Which policy replicas train together, in membership epochs, and which parts of the batch each computes. Pure.
 
     joins ─▶ waits ─ a step is committed ─▶ heals ─▶ member ─▶ gone
-      └─── there is no member, or it has their weights ──▲
+      └─── nobody trains, or it has their weights ─────▲
 
 The batch of an optimizer step is cut into as many parts as replicas were requested, however many are present. One
 member computes the gradient of each part; all members add the gradients of all parts in the same order, so that their
@@ -28,12 +28,12 @@ then proves the decisions that it can only follow from:
 | the present one          | gets a higher number                                                                   |
 | any, its `leads` above   | all members in front of the sender have left (`lead`)                                  |
 | the known one            |                                                                                        |
-| `begin(t + 1)`           | all rounds of step t were decided: the others are told to apply what they hold of them |
+| `begin(t + 1)`           | all rounds of step t were decided: the others have to apply what they hold of them  |
 | `begin(t + 2)`,          | step t was committed, which only the sender can repeat: it declares itself and replays |
 | `ready(t + 1, …)`, …     | it (`forgot`, `recover`), as it does where its registration is unknown                 |
 | `ready(t, n)`,           | the weights before step t were compared, and `weights` is right; rounds before n were  |
 | `holds(t, n)`            | decided, the last one with the exchange of membership epoch `applied`                  |
-| `holds` in the present   | all members were ready: those that are still at `ready` are told to exchange           |
+| `holds` in the present   | all members were ready: those that are still at `ready` have to exchange               |
 | membership epoch         |                                                                                        |
 | `holds` in another one   | that exchange was complete: it counts if all members hold it, and is repeated as soon  |
 |                          | as one of them is known not to                                                         |
@@ -49,7 +49,7 @@ then proves the decisions that it can only follow from:
 Why it is safe: results of one membership epoch's exchange are the same for all that hold them. `applied`, the epoch
 of the exchange that a member used last, therefore identifies its weights within a step by induction, as the checksum
 does between two; a member whose `applied` differs from the known one has used other results, in a history that is
-lost, and has to begin anew. A position only moves forward, so no round is used twice, and no member is told to use
+lost, and has to begin anew. A position only moves forward, so no round is used twice, and no member is ordered to use
 results of an exchange that did not count.
 
 For stalls that this does not resolve there is a limit (`controller.state.standstill`), after which `begin_anew` keeps
@@ -116,7 +116,7 @@ class Membership:
         self.applied = 0
         """Membership epoch whose exchange counted in the round before; 0: not known."""
         self.led = 0
-        """The latest membership epoch in which a member was told that it leads, as far as members said so."""
+        """The latest membership epoch in which a member began to lead, as far as members reported it."""
         self.members: dict[str, Member] = {}
         """In the order in which they joined: the first one leads."""
         self.waiting: dict[str, bool] = {}
@@ -144,7 +144,7 @@ class Membership:
 
     @property
     def leader(self) -> str:
-        """ "" while there is no member."""
+        """ "" without members."""
         return next(iter(self.members), "")
 
     @property
@@ -155,7 +155,7 @@ class Membership:
     # ---- members ------------------------------------------------------------------------------------------
 
     def found(self, name: str, step: int) -> None:
-        """A replica registers while there is no member: it begins as it is, with the weights of `step` steps."""
+        """A replica registers while nobody trains: it begins as it is, with the weights of `step` steps."""
         assert not self.members
         self.waiting.pop(name, None)
         self.give_up()
@@ -189,7 +189,7 @@ class Membership:
     def recover(self, name: str, step: int, epoch: int, *, leads: int = 0, anew: bool = False) -> None:
         """A replica declares itself, with `step` committed steps in its weights: it is a member.
 
-        Other members stay: those that do not know as many steps are told so when they ask.
+        Other members stay: those that do not know as many steps find out when they ask.
 
         epoch: lower bound of the membership epochs from now on. leads: see `lead`. anew: its policy epoch began after
         all that is known here, so that nobody else is a member.
@@ -208,7 +208,7 @@ class Membership:
         self.lead(name, leads)
 
     def lead(self, name: str, since: int) -> None:
-        """A member was told in membership epoch `since` that it leads: members in front of it had left then."""
+        """A member leads since membership epoch `since`: members in front of it had left then."""
         if name not in self.members or since <= self.led:
             return
         self.led = since

@@ -35,9 +35,7 @@ class MemberRequest(Message):
         default=0,
         description="Membership epoch of the exchange that it used last; 0: none since it loaded its weights.",
     )
-    leads: Count = Field(
-        default=0, description="Membership epoch since which it leads, as it was told; 0: it does not."
-    )
+    leads: Count = Field(default=0, description="Membership epoch since which it leads; 0: it does not.")
     seconds: float = Field(default=0.0, ge=0, description="That each of its parts of the round took.")
     weights: Text = Field(default="", description="Checksum of its weights before the step.")
     batch: Text = Field(default="", description="Digest of the batch that it trains on.")

@@ -43,7 +43,7 @@ class Replica:
     """Its weights before the step."""
     policy_epoch: int = 0
     known: int = 0
-    """Committed steps that it was told of."""
+    """Committed steps that it has heard of."""
     step: int = 0
     number: int = 0
     applied: int = 0
