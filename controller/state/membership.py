@@ -28,7 +28,7 @@ then proves the decisions that it can only follow from:
 | the present one          | gets a higher number                                                                   |
 | any, its `leads` above   | all members in front of the sender have left (`lead`)                                  |
 | the known one            |                                                                                        |
-| `begin(t + 1)`           | all rounds of step t were decided: the others have to apply what they hold of them  |
+| `begin(t + 1)`           | all rounds of step t were decided: the others have to apply what they hold of them      |
 | `begin(t + 2)`,          | step t was committed, which only the sender can repeat: it declares itself and replays |
 | `ready(t + 1, …)`, …     | it (`forgot`, `recover`), as it does where its registration is unknown                 |
 | `ready(t, n)`,           | the weights before step t were compared, and `weights` is right; rounds before n were  |
