@@ -135,7 +135,7 @@ def test_a_job_over_tls_gives_no_secret_away(
         for name, value in (store.environment | PLANTED).items():
             monkeypatch.setenv(name, IN_ADDRESSES.get(name, "{}").format(value))
         monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
-        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_MODE", "disabled")
         config = hold(write_config(tmp_path, model, steps=5, validation=False), step=3, rows=40)
         files = {name: getattr(made, name) for name in ("ca", "cert", "key", "client_cert", "client_key")}
         config.write_text(
