@@ -307,6 +307,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=100, help="so many jobs at most")
     parser.add_argument("--folder", type=Path, help="keep the jobs in this new directory")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job is ended, too
     chosen = [
         row for row in rows() if options.only in row.process and row.number.name.endswith(options.signal)
     ]
