@@ -18,6 +18,7 @@ import logging
 import os
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from types import TracebackType
@@ -92,7 +93,7 @@ class UnknownToken(Unauthorized):
         self.args = (detail,)
 
 
-class _Base:
+class _Base(ABC):
     def __init__(self, url: str, token: str, patience: float, secret: str) -> None:
         self.urls = [_address(part.strip()) for part in url.split(",") if part.strip()]
         if not self.urls:
@@ -129,9 +130,9 @@ class _Base:
             extensions={} if self.url.startswith("https:") else {"trace": self._trace(self.url)},
         )
 
-    def _trace(self, url: str) -> Any:
+    @abstractmethod
+    def _trace(self, url: str) -> Callable[[str, Mapping[str, Any]], object]:
         """What httpcore calls for each event of a request: demands a proof of a new connection."""
-        raise NotImplementedError
 
     def _read(self, call: Call[T], response: httpx.Response) -> T:
         self.trouble = ""
