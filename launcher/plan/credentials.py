@@ -4,7 +4,8 @@ Secrets of the user go to the processes that use them, and to no others. What lo
 (`is_secret`) or as an address with credentials in it, is withheld unless a row below, or the configuration, gives it
 to a role; everything else of the environment is handed on as it is.
 
-    AWS_*                          trainers; rollout replicas where the weight store is a bucket
+    AWS_*                          trainers where weights or checkpoints go to a bucket; rollout replicas where
+                                   weights do
     HF_*, HUGGING…, proxies        trainers, rollout replicas, the preparation of data: they load models and data
     `teacher.key_variable`         trainers
     `reward.environment`           rollout replicas and the preparation of data; `rollout_worker.rewards` hands those
@@ -63,13 +64,16 @@ def credentials_of(
     weight_store: str = "",
     rewards: Collection[str] = (),
     teachers: Collection[str] = (),
+    uploads: bool = False,
 ) -> dict[str, str]:
     """An environment without the secrets that this role has no use for.
 
     weight_store: `weight_sync.store`. rewards: `reward.environment`, for processes that score.
-    teachers: `key_variable` of each, for trainers.
+    teachers: `key_variable` of each, for trainers. uploads: whether trainers upload checkpoints to a bucket.
     """
-    buckets = {Role.POLICY, Role.ROLLOUT} if is_url(weight_store) else {Role.POLICY}
+    buckets = {Role.POLICY} if uploads else set()
+    if is_url(weight_store):
+        buckets = {Role.POLICY, Role.ROLLOUT}
     loads, scores = role in (Role.POLICY, Role.ROLLOUT, Role.DATA), role in (Role.ROLLOUT, Role.DATA)
 
     def has_use(name: str) -> bool:
@@ -92,7 +96,8 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
     """What a process of a job gets of the environment of its machine's launcher."""
     teachers = [one.key_variable for one in config.teacher if one.key_variable]
     store, rewards = config.weight_sync.store, config.reward.environment
-    return credentials_of(role, base_environment(env), store, rewards, teachers)
+    uploads = bool(config.train.ckpt.upload_s3)
+    return credentials_of(role, base_environment(env), store, rewards, teachers, uploads)
 
 
 def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:

@@ -46,12 +46,14 @@ OF_THE_LAUNCHER = (
 @pytest.mark.parametrize("role", Role)
 def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:
     given = credentials_of(role, USERS, store)
-    reads = role is Role.ROLLOUT and store.startswith("s3://")
+    uses = role in (Role.ROLLOUT, Role.POLICY) and store.startswith("s3://")
     assert given["HOME"] == "/h"
     assert given["HF_HOME"] == "/h/hf"
     assert {name for name in given if name.startswith("AWS_")} == (
-        {name for name in USERS if name.startswith("AWS_")} if role is Role.POLICY or reads else set()
+        {name for name in USERS if name.startswith("AWS_")} if uses else set()
     )
+    uploading = credentials_of(role, USERS, store, uploads=True)
+    assert ("AWS_ACCESS_KEY_ID" in uploading) == (uses or role is Role.POLICY)
     named = credentials_of(role, USERS, store, ["AWS_SESSION_TOKEN"])
     scores = {"AWS_SESSION_TOKEN": "aws-session"} if role in (Role.ROLLOUT, Role.DATA) else {}
     assert named == {**given, **scores}
@@ -64,6 +66,7 @@ def test_the_table_of_the_documentation_is_what_roles_get() -> None:
     """What the launcher makes, and what reward processes get, is looked at in a real job."""
     config = Config.model_validate(
         {
+            "train": {"ckpt": {"upload_s3": "all", "s3_bucket": "bucket"}},
             "logging": {"logger": ["console", "wandb"]},
             "reward": {"environment": ["JUDGE_API_KEY"]},
             "teacher": [{"name": "t", "url": "http://t", "key_variable": "TEACHER_API_KEY"}],
