@@ -26,9 +26,8 @@ def check_heads(model: AnyModel, sizes: MeshSizes) -> None:
     if getattr(text, "kv_lora_rank", None):  # latent attention: keys and values of all heads come of one
         del counts["key/value heads"]
     for words, count in counts.items():
-        pieces = (
-            sizes.cp if words == "attention heads" else 1
-        )  # of keys and values, pieces repeat what is missing
+        # Of keys and values each piece of a context repeats what is missing.
+        pieces = sizes.cp if words == "attention heads" else 1
         if isinstance(count, int) and count % (sizes.tp * pieces):
             asked = f"tp_size = {sizes.tp}" + (f" * cp_size = {pieces}" if pieces > 1 else "")
             raise SettingsError(
