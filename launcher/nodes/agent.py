@@ -48,6 +48,8 @@ TAKEN_IN = 180.0
 """Seconds from the proofs until the head has taken this machine in or refused it: it waits for files on NFS."""
 TROUBLES = 20
 """Reasons to wait that are reported: what is not a head may make up many."""
+STEADY = 10.0
+"""Seconds that a connection lasts which was not in vain."""
 NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
 
@@ -82,7 +84,7 @@ async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
         loop.add_signal_handler(number, interrupt, int(number))
     loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # the head's matter
     known = facts(joining.config, joining.env)
-    stopping = asyncio.create_task(interrupted.wait())
+    stopping, unsteady_since = asyncio.create_task(interrupted.wait()), float("inf")
     try:
         while True:
             searching = asyncio.create_task(_join_once(joining, known, event))
@@ -92,10 +94,20 @@ async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
                 await asyncio.wait({searching})
                 return 128 + asked[0]
             node = searching.result()
+            joined = time.monotonic()
             code = await node.run(stopping)
             if code is not None:
                 return code if not asked else 128 + asked[0]
             event(f"the connection to the head is lost ({node.why}); joining again")
+            is_steady = time.monotonic() - joined > STEADY
+            unsteady_since = float("inf") if is_steady else min(unsteady_since, joined)
+            if time.monotonic() - unsteady_since > joining.config.controller.start_timeout:
+                raise LaunchError(
+                    f"{socket.gethostname()} joins {joining.head} and loses it again at once: {node.why}",
+                    "give every machine the same version and configuration",
+                    EXIT_FAILED,
+                )
+            await asyncio.wait({stopping}, timeout=LOOK)
     finally:
         stopping.cancel()
         for number in (*stop_signals(), signal.SIGUSR1):
@@ -337,16 +349,14 @@ class Node:
         del self._processes[message.number]
         self._names.discard(name)
         self._event(f"{spec.name} has ended (exit code {end.code})")
-        self._link.send(
-            m.Ended(number=message.number, code=end.code, lines=end.lines, out_of_memory=end.out_of_memory)
-        )
+        self._link.send(m.Ended.of(message.number, end.code, end.lines, end.out_of_memory))
 
     def _not_started(self, message: m.Start, error: Exception) -> None:
         verb = "refuses" if isinstance(error, OrderError) else "cannot start a process"
         text = f"{socket.gethostname()} {verb}: {error}"
         self._event(text)
         self._link.send(m.Started(number=message.number, pid=0))
-        self._link.send(m.Ended(number=message.number, code=NOT_STARTED, lines=(text,)))
+        self._link.send(m.Ended.of(message.number, NOT_STARTED, (text,)))
 
     def _task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

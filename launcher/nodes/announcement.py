@@ -12,6 +12,7 @@ import json
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
@@ -20,6 +21,7 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.paths import absolute
 from launcher.plan.rundir import RunDir
+from launcher.processes.host import make_private
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.wire.store_url import is_url
@@ -105,17 +107,19 @@ class Announcement:
 
     def write(self, path: Path) -> None:
         """Raises OSError."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         write_text(path, json.dumps(asdict(self)) + "\n", mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> Announcement | None:
         """None while there is none. Raises AnnouncementError: another user may have written it."""
         try:
-            with path.open("rb") as file:
-                found, output = os.fstat(file.fileno()), path.parent.parent.stat()
-                data = json.loads(file.read(MOST_BYTES))
-        except (OSError, ValueError):
+            # A FIFO that another user has put there is opened without waiting for its writer.
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(handle, "rb") as file:
+                found, output = os.fstat(handle), path.parent.parent.stat()
+                content = file.read(MOST_BYTES) if stat.S_ISREG(found.st_mode) else b""
+        except OSError:
             return None
         if found.st_uid not in (os.geteuid(), output.st_uid) or found.st_mode & 0o022:
             raise AnnouncementError(
@@ -124,8 +128,8 @@ class Announcement:
                 "else may write"
             )
         try:
-            made = cls(**data)
-        except TypeError:
+            made = cls(**json.loads(content))
+        except (TypeError, ValueError):
             return None
         return made if isinstance(made.token, str) and made.token else None
 

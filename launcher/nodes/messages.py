@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -9,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from launcher.plan.machine import Machine
 from launcher.restarts import Role
 
-Text = Annotated[str, Field(max_length=4096)]
+MOST_TEXT = 4096
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Paths = Annotated[dict[str, Text], Field(max_length=64)]
 Facts = Annotated[dict[str, Annotated[str, Field(max_length=256)]], Field(max_length=4096)]
 
@@ -114,6 +116,12 @@ class Ended(Message):
     code: int
     lines: tuple[Text, ...] = ()
     out_of_memory: Text = ""
+
+    @classmethod
+    def of(cls, number: int, code: int, lines: Iterable[str], out_of_memory: str = "") -> Ended:
+        """The end of a process that may have written lines of any length: they are cut to `MOST_TEXT` characters."""
+        cut = tuple(line[:MOST_TEXT] for line in lines)
+        return cls(number=number, code=code, lines=cut, out_of_memory=out_of_memory[:MOST_TEXT])
 
 
 class Beat(Message):

@@ -26,8 +26,6 @@ SENT: Mapping[Role, tuple[str, ...]] = {
 }
 """The variables that a head sends with a process: where the controller is, and the secrets of this start."""
 _TEXT = re.compile(r"[!-~]{1,1024}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
-"""As `train.timestamp`."""
 
 
 class OrderError(Exception):
@@ -38,7 +36,7 @@ def run_of(config: Config, path: str) -> RunDir:
     """The run directory that the head names, where it is one of `train.output_dir`. Raises OrderError."""
     output = Path(absolute(config.train.output_dir))
     name = path.rpartition("/")[2]
-    if not _NAME.fullmatch(name) or path != str(output / name):
+    if name in ("", ".", "..") or not name.isprintable() or path != str(output / name):
         raise OrderError(
             f"the head names the run directory {path}, which is not one of train.output_dir = {output}"
         )
