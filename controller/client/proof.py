@@ -6,7 +6,9 @@ Requests carry the token of their role, the secret of a replica, samples. None o
 the controller's address without knowing the token: one that took the port over, or one that a stale file leads to.
 Where client and controller are on one machine the proof must also come from the port that was dialled (and where a
 name was dialled, from the address that it led to), so no other process there can pass the question on to the genuine
-controller. Across machines a process on the way can do that: only TLS helps against it.
+controller. A loopback address that is dialled by number may lead to a forward of the same port (`ssh -L`): it is
+believed, so a process that takes such a forward's port over can pass the question on. Across machines a process on
+the way can do that: only TLS helps against it.
 
 `connection.connect_tcp.complete` of httpcore's `trace` extension hands over the stream of a new connection.
 """
@@ -61,7 +63,7 @@ class Question:
         host = parsed.raw_host.decode()
         self._name, self._token = parsed.host, token
         self._dialled = f"[{host}]" if ":" in host else host
-        self._port = parsed.port or 80
+        self._port, self._path = parsed.port or 80, parsed.path.rstrip("/")
         self._asked = ProofRequest(nonce=new_nonce(), dialled=f"{self._dialled}:{self._port}")
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MOST_BYTES)
         self._give_up = time.monotonic() + SECONDS
@@ -70,7 +72,7 @@ class Question:
     @property
     def request(self) -> bytes:
         """The bytes to send."""
-        target = f"{PATH}?{urlencode(self._asked.model_dump())}"
+        target = f"{self._path}{PATH}?{urlencode(self._asked.model_dump())}"
         headers = [("host", self._asked.dialled), ("accept", "application/json")]
         head = self._http.send(h11.Request(method="GET", target=target, headers=headers))
         return (head or b"") + (self._http.send(h11.EndOfMessage()) or b"")
@@ -126,7 +128,8 @@ class Question:
         ours, dialled, arrived = _ip(own[0]), _ip(there[0]), _ip(reply.host)
         if dialled is None or not (dialled.is_loopback or dialled == ours):
             return
-        if reply.port == there[1] and (_ip(self._name) is not None or arrived == dialled):
+        is_forwardable = dialled.is_loopback and _ip(self._name) is not None
+        if reply.port == there[1] and (is_forwardable or arrived == dialled):
             return
         at = f"[{reply.host}]:{reply.port}" if ":" in reply.host else f"{reply.host}:{reply.port}"
         raise Relayed(
