@@ -25,10 +25,10 @@ import typer
 from launcher.errors import LaunchError
 from launcher.paths import resolved
 from launcher.plan import nsight, placement
-from launcher.plan.credentials import credentials_of
+from launcher.plan.credentials import given_to
 from launcher.plan.machine import find_machine
 from launcher.plan.placement import PlacementError, Replica
-from launcher.plan.rundir import RunDir, base_environment
+from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
@@ -106,7 +106,7 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
             Folders(directory, directory, run.profiles),
             nsight.grace(config),
             Budget(0, 0.0, 0.0),
-            lambda spec: {**credentials_of(spec.role, base_environment(env)), **spec.env},
+            lambda spec: {**given_to(spec.role, config, env), **spec.env},
         )
         code = asyncio.run(run_ranks(replica, directory / "output.jsonl", setting, screen.show))
         screen.end()

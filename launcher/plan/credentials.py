@@ -38,22 +38,29 @@ _SECRET_WORD = re.compile(
     r"\w*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)\w*|\w*(TOKEN|KEY)S?|PASS|PWD|AUTH|PAT|JWT|BEARER|COOKIES?|"
     r"WEBHOOKS?|DSN|PRIVATE"
 )
-_NO_SECRETS = ("PWD", "OLDPWD")
+_NO_SECRETS = ("PWD", "OLDPWD", "GPG_KEY", "SSH_AUTH_SOCK", "VLLM_USE_FASTOKENS")
+"""GPG_KEY: the fingerprint of Python's own releases in its images."""
+_SETTINGS = re.compile(r"(TIKTOKEN|NCCL|UCX|CUDA|TORCH\w*|PYTORCH|TRITON)_\w+")
+"""Settings of libraries that have no secrets."""
+_NUMBER = re.compile(r"-?\d{1,9}(\.\d+)?|0[xX][0-9a-fA-F]{1,8}")
+"""Too short for a secret."""
 _EVERYBODYS = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables that no process does without, even if `reward.environment` names them."""
 _SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off")
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable must be taken for a secret: by its name, or because its value is an address that holds one.
+    """Whether a variable must be taken for a secret: by its name, or as an address that holds one.
 
-    A word of the name decides (`MY_API_KEY`, `PGPASSWORD`; not `TOKENIZERS_PARALLELISM`). Switches and numbers of
-    tokens are none.
+    A word of the name decides (`MY_API_KEY`, `PGPASSWORD`; not `TOKENIZERS_PARALLELISM`). Switches, short numbers
+    that are not passwords, and settings of numerical libraries are none.
     """
     upper = name.upper()
     if found_in(value):
         return True
-    if value.lower() in _SWITCHES or upper in _NO_SECRETS or (upper.endswith("TOKENS") and value.isdecimal()):
+    if value.lower() in _SWITCHES or upper in _NO_SECRETS or _SETTINGS.fullmatch(upper):
+        return False
+    if _NUMBER.fullmatch(value) and not re.search("PASS|PWD|PIN", upper):
         return False
     return any(_SECRET_WORD.fullmatch(word) for word in upper.split("_"))
 
@@ -84,7 +91,7 @@ def credentials_of(
             return role in buckets
         return loads and (upper.startswith(_HUB) or _PROXY.fullmatch(upper) is not None)
 
-    named = {*teachers, *rewards} - set(_EVERYBODYS)
+    named = set(teachers) - set(_EVERYBODYS)
     return {
         name: value
         for name, value in env.items()
@@ -103,6 +110,10 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
 def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
     """What the process that feeds these trackers gets of the environment: of the secrets, theirs."""
     own = tuple(prefix for name in trackers for prefix in _OF_TRACKERS.get(name, ()))
+    if "mlflow" in trackers and (
+        env.get("MLFLOW_TRACKING_URI", "").startswith("arn:") or env.get("MLFLOW_TRACKING_AWS_SIGV4")
+    ):
+        own += (_AWS,)
     return {
         name: value
         for name, value in base_environment(env).items()

@@ -108,6 +108,10 @@ def test_the_table_of_the_documentation_is_what_roles_get() -> None:
         ("KEYBOARD", "de", False),
         ("USE_AUTH", "true", False),
         ("VLLM_MAX_TOKENS", "4096", False),
+        ("VLLM_MAX_TOKENS_PER_EXPERT_FUSED_MOE_CHUNK", "16384", False),
+        ("NCCL_IB_PKEY", "0x8001", False),
+        ("TIKTOKEN_CACHE_DIR", "/cache", False),
+        ("DB_PASSWORD", "123456", True),
         ("CUDA_VISIBLE_DEVICES", "0", False),
     ],
 )
