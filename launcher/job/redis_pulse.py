@@ -29,6 +29,9 @@ HUNG_AFTER = 2
 RESTART_AFTER = 12
 """Looks, a minute: waiting for a slow disk loses nothing, a restart costs the time to read the file again."""
 
+OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""Faults of a connection that say nothing about the server."""
+
 Answer = Literal["answer", "refused", "silence"]
 State = Literal["ok", "away", "hung"]
 
@@ -75,7 +78,8 @@ class RedisPulse:
         connect = await asyncio.to_thread(_opener, self._server.url)  # imports redis-py, may read authorities
         while True:
             began = time.monotonic()
-            must_restart = self._pulse.heard(await _look(connect))
+            answer = await _look(connect)
+            must_restart = answer is not None and self._pulse.heard(answer)
             self._note(self._pulse.state)
             if must_restart:
                 self._event(f"redis has not answered for {RESTART_AFTER * LOOK_EVERY:.0f} s: restarting it")
@@ -108,8 +112,9 @@ def _opener(url: str) -> Opener:
     return partial(asyncio.open_connection, connection.host, connection.port, ssl=tls)
 
 
-async def _look(connect: Opener) -> Answer:
-    """One PING on a connection of its own: what an earlier one left unanswered is not waited for.
+async def _look(connect: Opener) -> Answer | None:
+    """One PING on a connection of its own: what an earlier one left unanswered is not waited for. None: this process
+    could not ask.
 
     It shows no password: that one is asked for is an answer too.
     """
@@ -122,6 +127,8 @@ async def _look(connect: Opener) -> Answer:
     except TimeoutError:
         return "silence"
     except OSError as error:
+        if error.errno in OWN_FAULTS:
+            return None
         # These two: the queue of a unix socket whose server does not accept is full.
         return "silence" if error.errno in (errno.EAGAIN, errno.ENOTCONN) else "refused"
     finally:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -26,6 +27,8 @@ from launcher.processes.logs import tail
 from launcher.restarts import EXIT_OK
 from schema.util.memory_kills import LOOK_EVERY, RecentKills
 
+MFD_NOEXEC_SEAL = 0x8
+"""Of memfd_create: what is in the file is never executed."""
 KEEPER_MARGIN = 3.0
 """Seconds that a keeper gets beyond what it grants its process."""
 STOPPED_PATIENCE = keeper.STOPPED_PATIENCE
@@ -199,9 +202,9 @@ class LocalProcess:
         """A keeper that was stopped would see neither the end of its process nor the launcher's signals."""
         if not keeper.is_stopped(self.pid):
             return
-        with self._log_file.open("a") as log:
-            log.write(f"launcher: keeper {self.pid} was stopped (SIGSTOP): continuing it\n")
         self.send_signal(signal.SIGCONT)
+        with suppress(OSError), self._log_file.open("a") as log:
+            log.write(f"launcher: keeper {self.pid} was stopped (SIGSTOP): continuing it\n")
 
 
 async def start_kept(
@@ -245,7 +248,11 @@ def make_private(path: Path) -> None:
 
 def _in_memory(data: bytes) -> BinaryIO:
     """A file that has no name and holds `data`."""
-    file = os.fdopen(os.memfd_create("cosmos"), "w+b")
+    try:
+        handle = os.memfd_create("cosmos", os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError:  # a kernel before 6.3 does not know this flag, a hardened one demands it
+        handle = os.memfd_create("cosmos")
+    file = os.fdopen(handle, "w+b")
     file.write(data)
     file.seek(0)
     return file
