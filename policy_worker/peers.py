@@ -179,6 +179,8 @@ class Peers:
                 return False
             # Two answers do not wait: one comes while the others reach the end of the data, the other one where the
             # store has lost the commit before, which the next heartbeat shows.
+            if order.action == "commit" and self._session is not None:
+                self._session.declare_again()
             finished = self.committed is not None and self.committed.finished
             if order.action == "commit" or (order.action == "wait" and finished):
                 time.sleep(LOOK_S)

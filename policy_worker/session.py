@@ -326,6 +326,10 @@ class Session(Caller):
         asked, self.anchor_asked = self.anchor_asked, False
         return asked
 
+    def declare_again(self) -> None:
+        """The controller lost once more what was declared to it: the next heartbeat declares it again."""
+        self._told = None
+
     @property
     def profile_is_asked(self) -> bool:
         """Whether there is a profile to take; the controller repeats it until it hears that it was taken."""
@@ -360,7 +364,7 @@ class Session(Caller):
                         raise
                     self.mend(self._mends, self._client)
                     self._client.send(farewell)
-            except ControllerError as error:
+            except (ControllerError, PolicyError) as error:
                 log.warning("left without deregistering: %s", error)
         self.close()
 
@@ -369,14 +373,25 @@ class Session(Caller):
             while not self._closed.wait(self.reply.heartbeat_interval):
                 self._beat_once(client, self.reply)
 
-    def _mend_beside(self, seen: int, client: Client) -> None:
-        """In the heartbeat's thread, while the main one may be training for minutes."""
+    def _mend_beside(self, seen: int, client: Client) -> bool:
+        """In the heartbeat's thread, while the main one may be training for minutes. Returns whether it is done."""
         try:
             self.mend(seen, client)
         except PolicyError as error:
             self._fatal = error
         except ControllerError as error:
             log.warning("the history that the controller lost could not be declared: %s", error)
+            return False
+        return True
+
+    def _compare_history(
+        self, there: tuple[int, int], known: tuple[int, int], seen: int, client: Client
+    ) -> None:
+        """Declare what the controller has lost. there, known: committed steps and newest publication."""
+        if there[0] >= known[0] and there[1] >= known[1]:
+            self._told = None
+        elif self._told != (there, known) and self._mend_beside(seen, client):
+            self._told = there, known  # where it helps it helps at once
 
     def _beat_once(self, client: Client, reply: m.RegisterReply) -> None:
         request = m.HeartbeatRequest(
@@ -402,14 +417,9 @@ class Session(Caller):
         except ControllerError as error:
             log.debug("no heartbeat: %s", error)
             return
-        there = (answer.committed_steps, answer.newest_publication)
-        if (
-            reply is self.reply
-            and (there[0] < known[0] or there[1] < known[1])
-            and self._told != (there, known)
-        ):
-            self._told = there, known  # where it helps it helps at once
-            self._mend_beside(seen, client)
+        if reply is self.reply:
+            there = (answer.committed_steps, answer.newest_publication)
+            self._compare_history(there, known, seen, client)
         self.members_epoch = answer.members_epoch
         for command in answer.commands:
             if command == "checkpoint":

@@ -48,17 +48,18 @@ class RecoveryService:
         job.registry.restore(request, job.clock())
         anew = request.policy_epoch > job.facts.policy_epoch
         job.facts.policy_epoch = request.policy_epoch
+        timeline = job.progress.timeline
+        if not isinstance(decision, NeedSnapshot):
+            self._carry_out(decision, request)
         if job.membership is not None:
             if before is not None and before.replica_id != replica_id:
                 job.membership.gone(before.replica_id)
-            floor = int(job.wall() * 1000)
-            job.membership.recover(replica_id, request.steps, floor, leads=request.leads, anew=anew)
+            floor, committed = int(job.wall() * 1000), job.progress.committed
+            job.membership.recover(replica_id, committed, floor, leads=request.leads, anew=anew)
             job.member_signal.notify()
         if isinstance(decision, NeedSnapshot):
             await job.save()
             return self._reply(decision.missing, needs_snapshot=True)
-        timeline = job.progress.timeline
-        self._carry_out(decision, request)
         log.warning(
             "trainer %s declared itself: %d steps are known, it has %d",
             replica_id,

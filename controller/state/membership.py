@@ -186,21 +186,23 @@ class Membership:
             return Order("differs", self.epoch)
         return self._admit(name)
 
-    def recover(self, name: str, step: int, epoch: int, *, leads: int = 0, anew: bool = False) -> None:
-        """A replica declares itself, with `step` committed steps in its weights: it is a member.
+    def recover(self, name: str, committed: int, epoch: int, *, leads: int = 0, anew: bool = False) -> None:
+        """A replica declares itself: it is a member. Steps that the store lost are counted as it replays them
+        (`follow`), not before: it may end in the middle.
 
         Other members stay: those that do not know as many steps find out when they ask.
 
-        epoch: lower bound of the membership epochs from now on. leads: see `lead`. anew: its policy epoch began after
-        all that is known here, so that nobody else is a member.
+        committed: steps that are committed now. epoch: lower bound of the membership epochs from now on. leads: see
+        `lead`. anew: its policy epoch began after all that is known here, so that nobody else is a member.
         """
         self._first_epoch = max(self._first_epoch, epoch)
         known = name in self.members
         if anew:
             self.members = {name: self.members.get(name, Member())}
             self.kind = {}
-        if anew or step > self.step:
-            self._at(step)
+        if anew or committed < self.step or not self.members:
+            self._at(committed)
+        self.follow(committed)
         self.members.setdefault(name, Member())
         self.waiting.pop(name, None)
         if anew or not known:
@@ -223,6 +225,9 @@ class Membership:
         if self.members.pop(name, None) is None:
             return False
         self._places.pop(name, None)
+        self._holding.pop(name, None)
+        self._said.pop(name, None)
+        self._without.discard(name)
         self.renew()
         return True
 

@@ -37,7 +37,10 @@ class Standstill:
     def heard(self, name: str, now: float, *, waits: bool, for_s: float = 0.0) -> None:
         """A replica was answered. waits: by `wait`. for_s: seconds for which its call stays open."""
         before = self._reports.get(name)
-        since = before.waits_since if before is not None and before.waits_since is not None else now
+        goes_on = before is not None and now - before.at <= RECENT_S
+        since = (
+            before.waits_since if before is not None and goes_on and before.waits_since is not None else now
+        )
         self._reports[name] = _Report(now + for_s, since if waits else None)
 
     def at(self, step: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from controller.client import calls as api
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.save import Checkpointer
+from policy_worker.errors import LeftBehindError
 from policy_worker.parallel.group import Group
 from policy_worker.peers import BatchChanged, Peers
 from policy_worker.process import ShutdownRequest
@@ -205,8 +206,15 @@ class Loop:
         return True
 
     def _lead(self, step: int) -> None:
-        """Begin to publish and to save, if this replica leads others since a moment ago. A collective."""
-        if self._peers is not None and self._peers.leads and not self._leads:
+        """Begin to publish and to save, if this replica leads others since a moment ago. A collective.
+
+        Raises LeftBehindError: another one has led meanwhile, which a store without its last writes did not show.
+        """
+        if self._peers is None:
+            return
+        if self._leads and not self._peers.leads:
+            raise LeftBehindError("another policy replica leads by now: this one has to begin anew")
+        if self._peers.leads and not self._leads:
             self._checkpointer.lead()
             self._take_lead()
             self._publish(step)

@@ -108,6 +108,7 @@ class MemberService:
             return membership.begin(name, step, request.weights, request.applied)
         if at == "saved":
             membership.save(step)
+            self._job.member_signal.notify()  # replicas that wait can load it
             return membership.begin(name, step, request.weights, request.applied)
         if number == 0 and membership.begins(step) and self._is_another(step, request.batch):
             return Order("batch", membership.epoch)

@@ -155,6 +155,8 @@ class Crew:
         else:
             if one.takes_part and control.forgot(one.step, begins=begins):
                 self.declare(one)
+                if control.forgot(one.step, begins=begins):
+                    return Order("wait")
             control.lead(one.name, one.leads)
             order = call()
         self.standstill.heard(one.name, self.tick * TICK_S, waits=order.action == "wait")
@@ -176,9 +178,17 @@ class Crew:
             return
         self.policy_epoch = one.policy_epoch
         self.registered.add(one.name)
-        self.control.recover(one.name, one.step, self.clock(), leads=one.leads, anew=anew)
-        self._commit(one.history)
+        committed = one.step if anew else self.control.step
+        self.control.recover(one.name, committed, self.clock(), leads=one.leads, anew=anew)
+        self._commit({step: weights for step, weights in one.history.items() if step <= committed})
         self.write()
+        while self.control.step < one.step:
+            if not self.calm and self.chance.random() < 0.1:
+                return  # it is cut off from the controller before it has replayed the rest
+            replayed = self.control.step + 1
+            self._commit({replayed: one.history[replayed]})
+            self.control.follow(replayed)
+            self.write()
 
     def _commit(self, history: dict[int, str]) -> None:
         """Versions are committed, maybe again: each has one content."""
