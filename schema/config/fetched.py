@@ -12,6 +12,7 @@ from pathlib import Path
 
 from schema.config.model_facts import FindFile, local_file
 from schema.config.modules import CANNOT_LOAD
+from schema.config.problem import Absent
 from schema.config.root import Config
 from schema.config.rules import check_models
 
@@ -41,5 +42,9 @@ def of_policy(config: Config, find: FindFile) -> FindFile:
 
 
 def refusal(config: Config, find: FindFile) -> str:
-    """All that the rules have against models and meshes, as `validate` shows it; "" where they have nothing."""
-    return "\n".join(problem.render() for problem in check_models(config, find))
+    """All that the rules have against models and meshes, as `validate` shows it; "" where they have nothing.
+
+    A directory that is absent here is no fault: a replica does not load each model of the job.
+    """
+    found = check_models(config, find)
+    return "\n".join(problem.render() for problem in found if not isinstance(problem, Absent))
