@@ -36,7 +36,7 @@ def run_of(config: Config, path: str) -> RunDir:
     """The run directory that the head names, where it is one of `train.output_dir`. Raises OrderError."""
     output = Path(absolute(config.train.output_dir))
     name = path.rpartition("/")[2]
-    if name in ("", ".", "..") or not name.isprintable() or path != str(output / name):
+    if not name or name.startswith(".") or not name.isprintable() or path != str(output / name):
         raise OrderError(
             f"the head names the run directory {path}, which is not one of train.output_dir = {output}"
         )

@@ -145,6 +145,13 @@ HERE, LAN, FAR = "127.0.0.1", "10.0.0.5", "10.0.0.9"
         ("http://[::1]:8000", "::1", ("::1", 8000), ("::1", 8000), True),
         ("http://localhost:8000", HERE, (HERE, 8000), ("::ffff:127.0.0.1", 8000), True),
         (f"http://{LAN}:8000", LAN, (LAN, 8000), (LAN, 8001), False),  # this machine by another address
+        (
+            f"http://{LAN}:8000",
+            LAN,
+            (LAN, 8000),
+            (FAR, 8000),
+            False,
+        ),  # a stand-by's proof, passed on from here
         ("http://head:8000", LAN, (LAN, 8000), (FAR, 8000), False),
         ("http://head:80", LAN, (FAR, 80), ("172.16.0.2", 8000), True),  # a Service of a cluster
         ("http://127.0.0.2:8000", HERE, ("127.0.0.2", 8000), (HERE, 8000), True),
@@ -160,6 +167,10 @@ def test_where_a_proof_may_come_from(
     else:
         with pytest.raises(proof.Relayed, match="forward the same port"):
             question.judge((own, 40000), there)
+
+
+def test_a_controller_below_a_path_is_asked_there() -> None:
+    assert proof.Question("http://gateway/job-a/", TOKEN).request.startswith(b"GET /job-a/v1/proof?nonce=")
 
 
 def test_a_proof_is_of_one_connection_and_one_speaker() -> None:

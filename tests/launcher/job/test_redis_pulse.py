@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -79,6 +81,13 @@ def test_a_real_server_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert [looks(plain), looks(named)] == [A, A]
             valkey.stop()
             assert looks(plain) == R
+
+
+def test_what_this_process_lacks_says_nothing_of_the_server() -> None:
+    async def no_descriptors() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    assert asyncio.run(_look(no_descriptors)) is None
 
 
 def test_a_full_queue_is_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,10 @@ def test_an_announcement_that_others_could_write_is_not_believed(tmp_path: Path)
                 os.chown(place_of(stage.config, stage.head), 12345, -1)
                 with pytest.raises(LaunchError, match="of user 12345"):
                     await stage.node()
+        place_of(stage.config, stage.head).unlink()
+        os.mkfifo(place_of(stage.config, stage.head), 0o600)
+        with pytest.raises(LaunchError, match="could not join"):  # nobody will ever write to it
+            await stage.node()
         assert not any(connections)
 
     on(body, tmp_path, start=0.1)
@@ -475,6 +479,12 @@ async def refusal(link: Link) -> str:
     assert (await link.expect(m.Started)).pid == 0
     (line,) = (await link.expect(m.Ended)).lines
     return line
+
+
+def test_a_process_that_wrote_long_lines_has_ended_all_the_same() -> None:
+    end = m.Ended.of(1, 134, ["x" * 70_000, "short"], "y" * 5_000)
+    assert m.ADAPTER.validate_json(end.model_dump_json()) == end
+    assert [len(line) for line in end.lines] == [m.MOST_TEXT, 5]
 
 
 SMALL = config(
