@@ -44,7 +44,8 @@ def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
     assert (ledger["over_bound"], ledger["dropped"]) == (0, {})
     output = program.output()
     assert "autoscale: 2 rollout replicas are needed (the trainer waits" in output
-    assert "rollout-1 is asked to leave" in output
+    # On a slow machine the killed one has not come back when one is enough.
+    assert "rollout-1 is asked to leave" in output or "rollout-1 is ended before it has registered" in output
     events = event_file.read(event_file.path_of(program.run_dir))
     scaled = [event for event in events if event.kind is EventKind.SCALE]
     numbers = [e.data["desired"] for e in scaled if e.data["desired"] != e.data["before"]]
