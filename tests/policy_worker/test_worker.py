@@ -358,7 +358,7 @@ def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, star
 @pytest.mark.parametrize(
     ("config", "environment", "message"),
     [
-        ({}, {"COSMOS_TOKEN": "wrong"}, "policy token"),
+        ({}, {"COSMOS_TOKEN": "wrong"}, "a controller that does not know this token"),
         ({"policy": {"model_name_or_path": "/nowhere"}}, {}, "policy.model_name_or_path"),
         ({"policy": {"parallelism": {"tp_size": 1, "dp_shard_size": 3}}}, {}, "dp_shard_size = 3"),
     ],
