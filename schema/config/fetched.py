@@ -44,7 +44,7 @@ def of_policy(config: Config, find: FindFile) -> FindFile:
 def refusal(config: Config, find: FindFile) -> str:
     """All that the rules have against models and meshes, as `validate` shows it; "" where they have nothing.
 
-    A directory that is absent here is no fault: a replica does not load each model of the job.
+    A directory that is absent here passes: a replica does not load each model of the job.
     """
     found = check_models(config, find)
     return "\n".join(problem.render() for problem in found if not isinstance(problem, Absent))
