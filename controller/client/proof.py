@@ -33,7 +33,7 @@ CONNECTED = "connection.connect_tcp.complete"
 SECONDS = 10.0
 """For the whole exchange, as long as for the connection itself: it is one round trip."""
 MOST_BYTES = 16 * 1024
-"""Of the answer, which has some six hundred."""
+"""Largest answer that is read; a genuine one has some six hundred bytes."""
 
 
 class Unproven(Exception):

@@ -70,7 +70,7 @@ class Alarms:
         """Version and score of each validation, and the reward around it."""
         self.active: dict[str, str] = {}
         self.shown: frozenset[str] = frozenset()
-        """Those of `ONCE` that have begun."""
+        """Alarms of `ONCE` that have begun in this run."""
 
     def restore(
         self, steps: Iterable[StepRecord], validations: Iterable[ValidationRecord], shown: Iterable[str] = ()

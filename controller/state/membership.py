@@ -493,7 +493,7 @@ class Membership:
 
     @classmethod
     def from_record(cls, parts: int, record: Mapping[str, Any], first_epoch: int = 0) -> Membership:
-        """As it was; with another number of parts they are dealt anew. first_epoch: see `__init__`."""
+        """Restore a record; with another number of parts they are dealt anew. first_epoch: see `__init__`."""
         found = cls(parts, record["step"], first_epoch)
         found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]
         found.trained, found.applied = record.get("trained", False), record.get("applied", 0)

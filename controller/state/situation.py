@@ -78,7 +78,7 @@ def _training(job: Job, trainers: Sequence[Replica], trainer: Replica) -> tuple[
 
 
 def _standstill(job: Job, membership: Membership) -> str:
-    """That all policy replicas wait for each other, which a membership epoch is about to end; empty: they do not."""
+    """Say that all policy replicas wait for each other until a membership epoch begins; empty: they do not."""
     now, names = job.clock(), membership.expected
     since = job.standstill.since(names, now)
     if since is None or now - since < NOTICED_S:

@@ -29,7 +29,7 @@ from schema.wire.store_url import is_url
 DEFAULT_PORT = 29600
 """Of the head, where its address names none."""
 MOST_BYTES = 65536
-"""Of the file."""
+"""Largest file that is read."""
 
 
 @dataclass(frozen=True, slots=True)
