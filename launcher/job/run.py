@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LaunchError
 from launcher.job.resume import continued, finished, finished_lines
-from launcher.job.trackers import CLOSE_SECONDS
 from launcher.nodes.announcement import HeadAddress
 from launcher.paths import absolute
 from launcher.plan import nsight, redis_server
@@ -131,6 +130,8 @@ def launch(
         if goes_on:
             if leaving := run.leaving():
                 screen.event(f"waiting for processes of an earlier start to leave ({', '.join(leaving)})")
+            from launcher.job.trackers import CLOSE_SECONDS
+
             # Workers, controller and Redis leave one after the other, each within that time.
             run.wait_until_left(3 * nsight.grace(checked.config) + CLOSE_SECONDS)
             run.forget_earlier_end()

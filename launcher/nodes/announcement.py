@@ -21,7 +21,7 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.paths import absolute
 from launcher.plan.rundir import RunDir
-from launcher.processes.host import make_private
+from launcher.processes.private_directory import make_private
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.wire.store_url import is_url

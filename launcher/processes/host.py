@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from launcher.plan import nsight
 from launcher.plan.placement import ProcessSpec
 from launcher.processes import keeper
 from launcher.processes.logs import tail
+from launcher.processes.private_directory import make_private
 from launcher.restarts import EXIT_OK
 from schema.util.memory_kills import LOOK_EVERY, RecentKills
 
@@ -220,30 +220,6 @@ async def start_kept(
             pass_fds=(values.fileno(),),
             start_new_session=True,
         )  # fmt: skip
-
-
-def make_private(path: Path) -> None:
-    """Make a directory that its owner alone can enter, or see that it is one.
-
-    Raises OSError where another user has it, or something else is there: in a directory such as /tmp anybody can
-    take a name that was removed.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True)
-        return
-    except FileExistsError:
-        pass
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if os.fstat(handle).st_uid != os.geteuid():
-            raise PermissionError(
-                errno.EPERM,
-                "it belongs to another user; remove it, or set TMPDIR to a place of your own",
-                path,
-            )
-        os.fchmod(handle, 0o700)
-    finally:
-        os.close(handle)
 
 
 def _in_memory(data: bytes) -> BinaryIO:

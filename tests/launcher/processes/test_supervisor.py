@@ -17,7 +17,8 @@ import pytest
 from launcher.plan import redis_server
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import host
-from launcher.processes.host import Folders, LocalHost, make_private
+from launcher.processes.host import Folders, LocalHost
+from launcher.processes.private_directory import make_private
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
 from launcher.restarts import Budget, Role
 from schema.util import memory_kills
