@@ -5,7 +5,9 @@ writes its record before it answers. `lose` takes an older record for the presen
 writes; registrations and commits come back as old as the rest.
 
 Asserted all the time: gradients are exchanged between equal weights alone, each version of a timeline has one
-content, and no number that was handed out gets another meaning.
+content, and no number that was handed out gets another meaning. The store of half of the jobs keeps commits,
+registrations and checkpoints, as one does that says what is on disk (WAITAOF). Of any other a version may get
+another content, but only one that the store has lost and no member knows.
 """
 
 from __future__ import annotations
@@ -89,6 +91,10 @@ class Crew:
         self.policy_epoch = 0
         self.past: deque[Stored] = deque(maxlen=50)
         self.replicas: dict[str, Replica] = {}
+        self.keeps = self.chance.random() < 0.5
+        """Whether what is committed, registered or saved is on disk before it is answered."""
+        self.lost: set[tuple[int, int]] = set()
+        """Policy epochs and versions whose commit the store has lost."""
         self.undetected: set[str] = set()
         self.checkpoints = {0: {0: "start"}}
         """By step: the versions that its weights descend from."""
@@ -120,9 +126,12 @@ class Crew:
         """A number was handed out: it has this content for ever."""
         assert self.meanings.setdefault(number, content) == content, f"{number} has two meanings"
 
-    def write(self) -> None:
+    def write(self, *, kept: bool = False) -> None:
+        """kept: it is on disk before the answer, where the store can say so."""
         record = json.dumps(self.control.to_record())
         stored = Stored(record, frozenset(self.registered), self.policy_epoch)
+        if kept and self.keeps:
+            self.past.clear()
         if not self.past or self.past[-1] != stored:
             self.past.append(stored)
 
@@ -141,6 +150,9 @@ class Crew:
             if len(self.past) > 1:
                 self.past.pop()
         self.restart()
+        known = self.policy_epoch, self.control.step
+        versions = {(epoch, step) for epoch, timeline in self.timelines.items() for step in timeline}
+        self.lost |= {version for version in versions if version > known}
 
     def clock(self) -> int:
         """Above all membership epochs that there can have been, as the date is."""
@@ -181,19 +193,28 @@ class Crew:
         committed = one.step if anew else self.control.step
         self.control.recover(one.name, committed, self.clock(), leads=one.leads, anew=anew)
         self._commit({step: weights for step, weights in one.history.items() if step <= committed})
-        self.write()
+        self.write(kept=True)
         while self.control.step < one.step:
             if not self.calm and self.chance.random() < 0.1:
                 return  # it is cut off from the controller before it has replayed the rest
             replayed = self.control.step + 1
             self._commit({replayed: one.history[replayed]})
             self.control.follow(replayed)
-            self.write()
+            self.write(kept=True)
 
     def _commit(self, history: dict[int, str]) -> None:
-        """Versions are committed, maybe again: each has one content."""
+        """Versions are committed, maybe again: each has one content, unless nobody can know the one that it had."""
         for step, weights in history.items():
-            assert self.committed.setdefault(step, weights) == weights, f"version {step} has two contents"
+            before = self.committed.setdefault(step, weights)
+            if before != weights:
+                forgotten = (self.policy_epoch, step) in self.lost and not self._known(step, before)
+                assert forgotten, f"version {step} has two contents"
+                self.committed[step] = weights
+
+    def _known(self, step: int, weights: str) -> list[str]:
+        """Members with a version of the present timeline."""
+        members = [one for one in self.replicas.values() if one.name in self.control.members]
+        return [one.name for one in members if one.history.get(step) == weights]
 
     # ---- what replicas do ---------------------------------------------------------------------------------
 
@@ -226,7 +247,7 @@ class Crew:
             self.timelines[self.policy_epoch] = dict(self.checkpoints[newest])
         self._restore(one, newest)
         one.policy_epoch, one.known, one.does = self.policy_epoch, 0, "join"
-        self.write()
+        self.write(kept=True)
 
     def _restore(self, one: Replica, step: int) -> None:
         one.history = dict(self.checkpoints[step])
@@ -294,13 +315,13 @@ class Crew:
             assert order.step + 1 == one.step
             self._commit(one.history)
             self.control.committed(order.step)
-            self.write()
+            self.write(kept=True)
             if self.chance.random() < 0.2:
                 self.checkpoints[one.step] = dict(one.history)
         elif order.action == "save":
             self.checkpoints[one.step] = dict(one.history)
             self.control.save(one.step)
-            self.write()
+            self.write(kept=True)
         else:
             self._obey(one, order)
 
