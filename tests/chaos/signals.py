@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from examples.quickstart.make_model import make_model
@@ -166,6 +167,8 @@ class SignalJob(StruckJob):
                 return
             before, worker = len(found), found[-1]
             victim = self._keeper_of(worker) if row.process.startswith("keeper of ") else worker
+            if row.outcome == "leaves" and not _catches(worker.pid, signal.SIGTERM):
+                return  # it is still starting
             if victim is None or not kill(victim, row.number):
                 return
         status = self.watch.status
@@ -260,6 +263,16 @@ class SignalJob(StruckJob):
         return True
 
 
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process does something of its own with a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def _rank(pid: int) -> str:
     try:
         values = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -270,13 +283,20 @@ def _rank(pid: int) -> str:
 
 def jobs(chosen: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Which rows are tried in which job: most in one; trainers of several ranks, vLLM, and the preparation of data,
-    which every job has once, in others."""
+    which every job has once, in others.
+
+    Those that end a job, or a replica, come last. They begin a start of the launcher, after which trackers, which
+    wait longer after each end, are started again at once: so theirs come in between.
+    """
     special = {
         name: [row for row in chosen if row.process.endswith(name)]
         for name in ("other rank", "engine", "data")
     }
     rest = [row for row in chosen if not row.process.endswith(tuple(special))]
-    order = sorted(rest, key=lambda row: row.outcome in COSTLY)
+    costly = [row for row in rest if row.outcome in COSTLY]
+    trackers = [row for row in rest if row.process.endswith("trackers")]
+    order = [row for row in rest if row not in (*costly, *trackers)]
+    order += [row for pair in zip_longest(costly, trackers) for row in pair if row is not None]
     found = [("transformers", order), ("transformers", special["other rank"]), ("vllm", special["engine"])]
     found += [("transformers", [row]) for row in special["data"]]
     return [(kind, rows) for kind, rows in found if rows]
@@ -292,9 +312,7 @@ def run(
     setting = Setting(engine=kind, rows=40 + 16 * len(chosen), epochs=1, save_freq=4, replicas=replicas)
     plan = JobPlan(1, ranks, strikes, policies=2 if kind == "transformers" else 1)
     job = SignalJob(plan, setting, folder, model, say, 10**6, stuck_after=2 * STUCK)
-    verdict = job.run()
-    missing = [row for row in chosen if row not in job.tried]
-    job.errors = verdict.violations + [f"{row}: the job was over before" for row in missing]
+    job.errors = job.run().violations
     return job
 
 
@@ -319,14 +337,21 @@ def main() -> int:
     def say(hit: Kill) -> None:
         _say(f"{time.monotonic() - begun:6.0f} s  {hit.target} ({hit.phase}, step {hit.step})")
 
-    for number, (kind, part) in enumerate(jobs(chosen)[: options.jobs]):
+    number, waiting = 0, jobs(chosen)
+    while waiting and number < options.jobs:
+        kind, part = waiting.pop(0)
         job = run(kind, part, folder / f"job-{number}", folder / "model", say)
-        _say(
-            f"{time.monotonic() - begun:6.0f} s  job {number}: {len(job.tried)} of {len(part)} signals tried"
-        )
+        passed = f"{time.monotonic() - begun:6.0f} s  job {number}"
+        _say(f"{passed}: {len(job.tried)} of {len(part)} signals tried")
+        if rest := [row for row in part if row not in job.tried]:  # it was over before
+            if job.tried:
+                waiting.insert(0, (kind, rest))
+            else:
+                job.errors += [f"{row}: it could not be sent" for row in rest]
         for error in job.errors:
             _say(f"          VIOLATION {error}")
         failed += bool(job.errors)
+        number += 1
     if failed:
         _say(f"kept: {folder}")
     elif options.folder is None:
