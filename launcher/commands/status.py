@@ -130,7 +130,7 @@ def _alive(target: Target, ending: bool) -> dict[str, Any]:
     except LaunchError as error:
         if ending:
             return {"state": "ending"}
-        if error.hint == HOW_TO_GET_IN:
+        if error.hint.startswith(HOW_TO_GET_IN):
             raise
         state = "waiting" if isinstance(error, NotServingError) else "unreachable"
         return {"state": state, "error": error.message}

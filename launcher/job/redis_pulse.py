@@ -123,7 +123,7 @@ async def _look(connect: Opener) -> Answer | None:
         async with asyncio.timeout(LOOK_EVERY):
             reader, writer = await connect()
             writer.write(b"PING\r\n")
-            return "answer" if await reader.readline() else "refused"
+            return "answer" if await reader.read(1) else "refused"
     except TimeoutError:
         return "silence"
     except OSError as error:

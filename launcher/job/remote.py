@@ -2,7 +2,8 @@
 
 A target is a run directory, a directory of runs (the newest counts), the files of a configuration (their
 `train.output_dir`; the environment and --set count as in the run), or the URL of a controller, for which the user
-token comes from COSMOS_TOKEN.
+token comes from COSMOS_TOKEN. In another user's run directory that one is of no use: its files say where a token is
+sent, and whom to trust there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from launcher.errors import LaunchError, NotServingError
-from launcher.plan.rundir import RunDir, is_run, newest, read_json
+from launcher.plan.rundir import RunDir, is_run, newest
 from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Target:
         """Where its controller listens; empty while there is none yet, and for a run without a launcher."""
         if self.run is None:
             return self.url
-        holder, found = self.run.holder(), read_json(self.run.controller_json)
+        holder, found = self.run.holder(), self.run.read_of_owner(self.run.controller_json)
         if found is None or "url" not in found or not self.run.is_alive():
             return ""
         written = self.run.controller_json.stat().st_mtime
@@ -63,7 +64,8 @@ class Target:
         if not url:
             raise no_controller(self)
         if not self.token:
-            raise LaunchError(f"{self.name} requires a token, and none can be read", HOW_TO_GET_IN)
+            where = "" if self.run is None or self.run.is_own else f", and ask its controller: {url}"
+            raise LaunchError(f"{self.name} requires a token, and none can be read", HOW_TO_GET_IN + where)
         try:
             with Client(url, self.token, tls_ca=self._tls_ca()) as client:
                 return client.send(call)
@@ -72,7 +74,7 @@ class Target:
 
     def _tls_ca(self) -> str | None:
         """The authorities that the run trusts; None: those of COSMOS_TLS_CA, else of the system."""
-        config = read_json(self.run.config_json) if self.run else None
+        config = self.run.read_of_owner(self.run.config_json) if self.run else None
         return ((config or {}).get("controller") or {}).get("tls_ca") or None
 
     def _refused(self, url: str, error: Exception) -> LaunchError:
@@ -126,7 +128,7 @@ def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str
             raise LaunchError(f"COSMOS_TOKEN is not set: {target} requires a token", HOW_TO_GET_IN)
         return Target(None, target, token)
     run = _run_of(targets, overrides, env)
-    return Target(run, token=run.read_token() or token)
+    return Target(run, token=run.read_token() or (token if run.is_own else ""))
 
 
 def _check_targets(targets: Sequence[str], overrides: Sequence[str], are_files: bool) -> None:

@@ -75,9 +75,7 @@ class _Controller:
 
     @classmethod
     def of(cls, run: RunDir, role: Role) -> _Controller | None:
-        from launcher.plan.rundir import read_json
-
-        found, token = read_json(run.controller_json) or {}, run.read_token(role)
+        found, token = run.read_of_owner(run.controller_json) or {}, run.read_token(role)
         return cls(str(found["url"]), token, role) if token and "url" in found else None
 
 
@@ -119,9 +117,7 @@ def _look(run: RunDir, found: _Controller) -> tuple[str | None, str]:
 
 
 def _config(run: RunDir) -> dict[str, Any]:
-    from launcher.plan.rundir import read_json
-
-    return read_json(run.config_json) or {"controller": {"tls_ca": ""}}
+    return run.read_of_owner(run.config_json) or {"controller": {"tls_ca": ""}}
 
 
 class _Observer:

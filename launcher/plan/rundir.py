@@ -29,6 +29,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -154,9 +155,33 @@ class RunDir:
             write_text(self.path / ".tokens" / name, getattr(tokens, name), mode=0o600)
 
     def read_token(self, name: str = "user") -> str | None:
+        """None: there is none that this user may read."""
+        return (self._of_owner(self.path / ".tokens" / name) or "").strip() or None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user, or root, has made the directory: what lies in it can be believed."""
         try:
-            return (self.path / ".tokens" / name).read_text().strip()
+            return self.path.stat().st_uid in (os.geteuid(), 0)
         except OSError:
+            return False
+
+    def read_of_owner(self, path: Path) -> dict[str, Any] | None:
+        """A JSON object that decides where a token is sent; None if there is none, or it is damaged.
+
+        It counts only where it belongs to whom the directory does, as the tokens must: so nobody's address gets a
+        token that is not its own.
+        """
+        return _object(self._of_owner(path))
+
+    def _of_owner(self, path: Path) -> str | None:
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO is not waited for
+            with os.fdopen(handle, encoding="utf-8") as file:
+                found = os.fstat(handle)
+                same = stat.S_ISREG(found.st_mode) and found.st_uid == self.path.stat().st_uid
+                return file.read() if same else None
+        except (OSError, UnicodeDecodeError):
             return None
 
     # ---- alive or not -------------------------------------------------------------------------------------
@@ -386,7 +411,14 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file; None if there is none or it is damaged."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _object(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    try:
+        data = json.loads(text or "")
+    except ValueError:
         return None
     return data if isinstance(data, dict) else None

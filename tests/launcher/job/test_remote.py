@@ -13,7 +13,7 @@ from controller.client import Untrusted
 from controller.client import calls as api
 from launcher.commands import plot
 from launcher.errors import LaunchError
-from launcher.job.remote import HOW_TO_GET_IN, Target
+from launcher.job.remote import HOW_TO_GET_IN, Target, find
 from launcher.nodes import join
 from launcher.plan.rundir import RunDir, Tokens
 from launcher.plan.tls import controller_url, reachable_elsewhere, url_of
@@ -74,6 +74,37 @@ def test_a_stale_run_directory_gives_no_token_away(tmp_path: Path) -> None:
         assert there.connections >= 3
         assert not [token for token in vars_of(tokens) if token.encode() in there.received]
         assert b"uthorization" not in there.received
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_another_users_run_directory_gets_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names an address, and an authority that vouches for it; or it leads to tokens of this user."""
+    mine, theirs = RunDir(tmp_path / "mine"), RunDir(tmp_path / "theirs")
+    for run in (mine, theirs):
+        run.make()
+        run.write_config(config())
+        run.controller_json.write_text(json.dumps({"url": "https://127.0.0.1:1"}))
+        run.lock()
+    try:
+        mine.write_tokens(Tokens.fresh())
+        monkeypatch.setattr(os, "geteuid", lambda: 1)
+        for owner in (1, 2):
+            os.chown(theirs.path, owner, owner)
+            token = find([str(theirs.path)], [], {"COSMOS_TOKEN": "of another job"}).token
+            assert token == ("of another job" if owner == 1 else "")
+        (theirs.path / ".tokens" / "user").symlink_to(mine.path / ".tokens" / "user")
+        assert theirs.read_token() is None, "it is not of the directory's owner"
+        assert mine.read_token()
+        target = Target(theirs, token="t")
+        assert (target.address(), target._tls_ca()) == ("", None), "so are these"
+        os.chown(theirs.controller_json, 2, 2)
+        theirs.controller_json.touch()
+        with pytest.raises(LaunchError, match="none can be read") as caught:
+            Target(theirs).ask(api.job())
+        assert caught.value.hint.endswith("and ask its controller: https://127.0.0.1:1")
+    finally:
+        for run in (mine, theirs):
+            run.unlock()
 
 
 def test_a_token_that_the_controller_does_not_have_is_not_sent() -> None:
