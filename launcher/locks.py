@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.errors import LaunchError
@@ -32,6 +33,18 @@ def held_by_any(path: Path) -> bool:
         if _can_take(path, exclusive=True):
             return False
     return True
+
+
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process has a file open, as the one that holds its lock must. Raises OSError where it is another
+    user's, which the system does not let us see, or one of the two is gone."""
+    meant = path.stat()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed just now
+            found = os.stat(f"/proc/{pid}/fd/{name}")
+            if (found.st_dev, found.st_ino) == (meant.st_dev, meant.st_ino):
+                return True
+    return False
 
 
 def _can_take(path: Path, *, exclusive: bool) -> bool:

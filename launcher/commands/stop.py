@@ -5,8 +5,9 @@ launcher alive, no controller        the launcher gets a Ctrl-C
 launcher killed                      its processes leave by themselves
 --now                                the launcher gets Ctrl-C twice; without one the keepers kill what they keep
 
-A signal never reaches a foreign process that got a reused process id: a process file descriptor is opened first, the
-check follows. As long as the descriptor is open its id is not reused, so what was checked is what gets the signal.
+A signal never reaches a foreign process: a process file descriptor is opened first, and the check follows that the
+process has the lock's file open. As long as the descriptor is open its id is not reused, so what was checked is what
+gets the signal.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from launcher.errors import LaunchError
 from launcher.job.remote import Target, no_controller
+from launcher.locks import has_open
 from launcher.plan.rundir import Holder, RunDir
 from launcher.restarts import EXIT_FAILED
 
@@ -140,8 +143,19 @@ def _stop_by_url(target: Target, *, now: bool, wait: float) -> str:
 
 
 def signal_launcher(run: RunDir, holder: Holder, number: signal.Signals) -> bool:
-    """Signal the launcher of a run; False if it has gone. Raises LaunchError if it is another user's."""
-    return _send(holder.pid, number, lambda: run.holder() == holder)
+    """Signal the launcher of a run; False if it has gone. Raises LaunchError if another process has been named."""
+
+    def is_meant() -> bool:
+        holds = run.holder() == holder and has_open(holder.pid, run.locks / "launcher.lock")
+        if not holds and run.holder() == holder:
+            raise LaunchError(
+                f"{run.locks}/launcher.lock names process {holder.pid}, which does not hold it: nothing is signalled",
+                "stop the run on the machine, or in the container, where it runs",
+                EXIT_FAILED,
+            )
+        return holds
+
+    return _send(holder.pid, number, is_meant)
 
 
 def signal_keepers(run: RunDir, number: signal.Signals) -> int:
@@ -177,11 +191,15 @@ def _all_pids() -> list[int]:
 
 
 def _keeps(pid: int, run: RunDir) -> bool:
-    """Whether a process is a keeper of this run: its arguments name the lock that it holds."""
+    """Whether a process is a keeper of this run: its arguments name a lock of the run, and it has that file open."""
     try:
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         script = next(i for i, part in enumerate(argv) if part.endswith("/keeper.py"))
         hold = json.loads(argv[script + 1])["hold"]
     except (OSError, StopIteration, ValueError, KeyError, IndexError, TypeError):
         return False
-    return bool(hold) and Path(hold).parent.resolve() == run.locks.resolve()
+    if not hold or Path(hold).parent.resolve() != run.locks.resolve():
+        return False
+    with suppress(OSError):  # another user may have given a process of his these arguments
+        return has_open(pid, Path(hold))
+    return False

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.commands.stop import signal_keepers, signal_launcher
+from launcher.errors import LaunchError
 from launcher.plan.rundir import RunDir
 from tests.support.waiting import PATIENCE, until
 
@@ -66,6 +67,17 @@ def test_a_process_that_got_the_launchers_id_is_left_alone(run: RunDir):
     assert not signal_launcher(run, holder, signal.SIGKILL), "or this test is dead"
 
 
+def test_a_process_that_another_one_names_is_left_alone(run: RunDir, holder: subprocess.Popen[bytes]):
+    """Who holds the lock may write what it likes into the file: the process must hold it itself."""
+    named = {**json.loads((run.locks / "launcher.lock").read_text()), "pid": os.getpid()}
+    (run.locks / "launcher.lock").write_text(json.dumps(named))
+    found = run.holder()
+    assert found is not None
+    with pytest.raises(LaunchError, match=f"names process {os.getpid()}, which does not hold it"):
+        signal_launcher(run, found, signal.SIGKILL)
+    assert holder.poll() is None
+
+
 def test_a_later_launcher_is_not_the_one_that_was_meant(run: RunDir, holder: subprocess.Popen[bytes]):
     now = run.holder()
     assert now is not None
@@ -77,17 +89,19 @@ def test_only_keepers_of_this_run_are_signalled(run: RunDir, tmp_path: Path):
     other = RunDir(tmp_path / "other")
     other.make()
     script = tmp_path / "keeper.py"
-    script.write_text("import time; time.sleep(600)")
+    script.write_text(
+        "import json, sys, time; held = sys.argv[2:] or open(json.loads(sys.argv[1])['hold'], 'w'); time.sleep(600)"
+    )
     keepers = [
         subprocess.Popen(
-            [sys.executable, str(script), json.dumps({"hold": str(where.locks / "workers.lock")})]
+            [sys.executable, str(script), json.dumps({"hold": str(where.locks / "workers.lock")}), *claims]
         )
-        for where in (run, other)
+        for where, claims in ((run, []), (other, []), (run, ["and does not hold it"]))
     ]
     try:
         until(lambda: signal_keepers(run, signal.SIGINT) == 1, "the keeper's command line")
         assert keepers[0].wait(PATIENCE) != 0
-        assert keepers[1].poll() is None
+        assert [keeper.poll() for keeper in keepers[1:]] == [None, None]
     finally:
         for keeper in keepers:
             keeper.kill()
