@@ -25,6 +25,7 @@ import httpcore
 import httpx
 from pydantic import ValidationError
 
+from schema.util.host import has_address
 from schema.util.proof import new_nonce
 from schema.wire.messages import Problem
 from schema.wire.messages.proof import PATH, ProofReply, ProofRequest, handshake
@@ -126,7 +127,8 @@ class Question:
     def _judge_way(self, own: Any, there: Any, reply: ProofReply) -> None:
         """Raises `Relayed`: both ends are on one machine, and the controller was reached elsewhere than dialled."""
         ours, dialled, arrived = _ip(own[0]), _ip(there[0]), _ip(reply.host)
-        if dialled is None or not (dialled.is_loopback or dialled == ours):
+        # Of several addresses of this machine another one may be that from which it dials.
+        if dialled is None or not (dialled.is_loopback or dialled == ours or has_address(there[0])):
             return
         is_forwardable = dialled.is_loopback and _ip(self._name) is not None
         if reply.port == there[1] and (is_forwardable or arrived == dialled):

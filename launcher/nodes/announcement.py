@@ -24,6 +24,7 @@ from launcher.plan.rundir import RunDir
 from launcher.processes.private_directory import make_private
 from schema.config import Config
 from schema.util.atomic_file import write_text
+from schema.util.host import has_address
 from schema.wire.store_url import is_url
 
 DEFAULT_PORT = 29600
@@ -75,20 +76,12 @@ class HeadAddress:
     def is_here(self) -> bool:
         """Whether this machine has the address: one can listen there. Raises LaunchError if the name is unknown."""
         try:
-            found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
+            return has_address(self.host)
         except OSError as error:
             raise LaunchError(
                 f"--head {self.host} cannot be resolved on {socket.gethostname()}: {error.strerror}",
                 "write an address that every machine of the job knows",
             ) from None
-        for family, kind, protocol, _, address in found:
-            with socket.socket(family, kind, protocol) as probe:
-                try:
-                    probe.bind((address[0], 0))
-                except OSError:
-                    continue
-                return True
-        return False
 
 
 class AnnouncementError(Exception):

@@ -12,6 +12,7 @@ import pytest
 
 from controller.client import AsyncClient, Client, ControllerLost, UnknownToken, Untrusted, http, proof
 from controller.client import calls as api
+from schema.util.host import has_address
 from schema.wire.messages.proof import PATH, ProofReply, ProofRequest, handshake
 from tests.controller.conftest import Stage
 from tests.controller.drivers import make_frame, make_header
@@ -131,7 +132,8 @@ def test_no_process_of_this_machine_can_pass_the_question_on() -> None:
         assert_only_asked(there.received)
 
 
-HERE, LAN, FAR = "127.0.0.1", "10.0.0.5", "10.0.0.9"
+HERE, LAN, SECOND, FAR = "127.0.0.1", "10.0.0.5", "10.0.0.6", "10.0.0.9"
+"""SECOND: another address of this machine, which is dialled from the first one."""
 
 
 @pytest.mark.parametrize(
@@ -153,13 +155,22 @@ HERE, LAN, FAR = "127.0.0.1", "10.0.0.5", "10.0.0.9"
             False,
         ),  # a stand-by's proof, passed on from here
         ("http://head:8000", LAN, (LAN, 8000), (FAR, 8000), False),
+        (f"http://{SECOND}:8000", LAN, (SECOND, 8000), (SECOND, 8000), True),
+        (f"http://{SECOND}:8000", LAN, (SECOND, 8000), (LAN, 8000), False),
         ("http://head:80", LAN, (FAR, 80), ("172.16.0.2", 8000), True),  # a Service of a cluster
         ("http://127.0.0.2:8000", HERE, ("127.0.0.2", 8000), (HERE, 8000), True),
     ],
 )
 def test_where_a_proof_may_come_from(
-    url: str, own: str, there: tuple[str, int], reached: tuple[str, int], passes: bool
+    url: str,
+    own: str,
+    there: tuple[str, int],
+    reached: tuple[str, int],
+    passes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert [has_address(name) for name in (HERE, "192.0.2.1")] == [True, False]
+    monkeypatch.setattr(proof, "has_address", lambda name: name in (HERE, "::1", LAN, SECOND))
     question = proof.Question(url, TOKEN)
     assert question.receive(proven(question.request.decode(), reached))
     if passes:
