@@ -35,6 +35,8 @@ AT_ONCE = 16
 """Requests on their way to one teacher: more than a server computes at once gain nothing."""
 BACKOFF = Backoff(0.5, 15.0)
 LONGEST_REASON = 300
+MOST_BYTES, MOST_OF_A_TOKEN = 2**20, 1024
+"""Largest answer that is read, and what each log-prob in it adds; vLLM writes some 100 bytes for one."""
 ABOVE_ZERO = 1e-4
 """A log-prob this far above 0 is rounding."""
 PROBE = "If f(x) = 3*x + 12345, then\n\tf(7) = 12366.  Größe, naïve — 你好, мир! {'a': [1, 2.5]} <|end|> 🙂"
@@ -56,7 +58,10 @@ class TeacherClient:
 
     def __init__(self, teacher: TeacherConfig, vocabulary: int, api_key: str | None = None) -> None:
         self.teacher, self._vocabulary = teacher, vocabulary
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # Not compressed: of what is, nobody knows how long it is.
+        self._headers = {"accept-encoding": "identity"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         self._runner = asyncio.Runner()
         self._tasks: list[asyncio.Task[None]] = []
         self._served = teacher.served_model
@@ -114,14 +119,15 @@ class TeacherClient:
         assert self.is_done
 
         async def all_of(pending: Sequence[Callable[[httpx.AsyncClient], Awaitable[None]]]) -> None:
-            limits = httpx.Limits(max_connections=AT_ONCE)
-            address, seconds = str(self.teacher.url).rstrip("/"), self.teacher.timeout
-            async with (
-                httpx.AsyncClient(
-                    base_url=address, headers=self._headers, timeout=seconds, limits=limits
-                ) as http,
-                asyncio.TaskGroup() as group,
-            ):
+            address = str(self.teacher.url).rstrip("/")
+            made = httpx.AsyncClient(
+                base_url=address,
+                headers=self._headers,
+                timeout=self.teacher.timeout,
+                limits=httpx.Limits(max_connections=AT_ONCE),
+                trust_env=address.startswith("https://"),  # a proxy of the environment would read the rest
+            )
+            async with made as http, asyncio.TaskGroup() as group:
                 for call in pending:
                     group.create_task(_as_coroutine(call(http)))
 
@@ -180,22 +186,31 @@ class TeacherClient:
                 "temperature": 0.0,
                 "prompt_logprobs": k,
             }
+            most = MOST_BYTES + MOST_OF_A_TOKEN * len(ids) * (k + 2)
             async with room:
-                answer = await self._request(http, "POST", "/v1/completions", body)
+                answer = await self._request(http, "POST", "/v1/completions", body, most=most)
             parts += list(self._entries(answer, ids, learned, k))
         own, values, tokens = zip(*parts, strict=True)
         top = TopTokens(torch.tensor(values), torch.tensor(tokens)) if k else None
         self.found[row] = Judged(torch.tensor(own), top)
 
     async def _request(
-        self, http: httpx.AsyncClient, method: str, path: str, body: Any = None, *, optional: bool = False
+        self,
+        http: httpx.AsyncClient,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        optional: bool = False,
+        most: int = MOST_BYTES,
     ) -> dict[str, Any]:
-        """The answer; {} where the server has no such path and it is optional."""
+        """The answer, of at most so many bytes; {} where the server has no such path and it is optional."""
         attempt = 0
         while True:
             attempt += 1
             try:
-                answer = await http.request(method, path, json=body)
+                async with http.stream(method, path, json=body) as answer:
+                    content = await self._content(answer, f"{method} {path}", most)
             except httpx.TransportError as error:
                 if (fault := _distrust(error)) is not None:
                     raise self._error(f"its certificate is not trusted: {fault}") from error
@@ -214,15 +229,26 @@ class TeacherClient:
         if optional and answer.status_code in (404, 405, 501):
             return {}
         if not answer.is_success:
-            text = " ".join(answer.text.split())[:LONGEST_REASON]
+            text = " ".join(content.decode(errors="replace").split())[:LONGEST_REASON]
             raise self._error(f"{method} {path} is refused with HTTP {answer.status_code}: {text}")
         try:
-            found = answer.json()
+            found = json.loads(content)
         except ValueError:
             found = None
         if not isinstance(found, dict):
             raise self._error(f"{method} {path} is not answered with a JSON object")
         return found
+
+    async def _content(self, answer: httpx.Response, asked: str, most: int) -> bytes:
+        """What was answered. Raises TeacherError: it is compressed, which nobody asked for, or too long."""
+        content = bytearray()
+        if answer.headers.get("content-encoding", "identity") != "identity":
+            raise self._error(f"{asked} is answered with compressed data")
+        async for piece in answer.aiter_raw():
+            content += piece
+            if len(content) > most:
+                raise self._error(f"{asked} is answered with more than {most} bytes")
+        return bytes(content)
 
     # ---- answers ------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ It speaks real HTTP on a port of its own. `fault` makes it misbehave from the ne
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from transformers import PreTrainedModel
 
 from tests.support.ports import free_port
@@ -25,7 +26,8 @@ SERVED = "tiny"
 
 class TeacherServer:
     """fault: "", "500" (out of order), "slow" (answers after `delay`), "other tokens", "fewer tokens", "above zero",
-    "nan", "refuses", "no log-probs". seen: the bodies and authorization headers of completions.
+    "nan", "refuses", "no log-probs", "endless", "compressed". seen: the bodies and authorization headers of
+    completions.
     """
 
     def __init__(
@@ -87,6 +89,10 @@ class TeacherServer:
                 return JSONResponse(
                     {"error": {"message": "prompt_logprobs is larger than --max-logprobs"}}, 400
                 )
+            if self.fault == "endless":
+                return PlainTextResponse("[" * 2**24)
+            if self.fault == "compressed":
+                return PlainTextResponse(gzip.compress(b"[" * 2**20), headers={"content-encoding": "gzip"})
             if self.fault == "slow":
                 time.sleep(self.delay)
             return {"choices": [{"text": "", "prompt_logprobs": self._entries(body)}]}

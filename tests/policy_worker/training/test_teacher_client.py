@@ -89,6 +89,8 @@ def test_it_teaches_what_a_local_model_teaches(
         ("above zero", r"position \d+: 0.5 is not a log-prob: it is above 0"),
         ("nan", r"position \d+: null is not a log-prob"),
         ("no log-probs", "its answer has no prompt_logprobs"),
+        ("endless", r"POST /v1/completions is answered with more than \d+ bytes"),
+        ("compressed", "POST /v1/completions is answered with compressed data"),
         ("refuses", "POST /v1/completions is refused with HTTP 400: .*--max-logprobs"),
     ],
 )
@@ -181,6 +183,15 @@ def test_a_teacher_is_looked_at_before_the_start(server: TeacherServer) -> None:
 def test_a_server_without_tokenize_is_taken() -> None:
     with teacher_server(tiny_lm(seed=2)) as server:
         meet(server, lambda text: [1, 2, 3])
+
+
+def test_no_proxy_gets_what_goes_to_a_plain_teacher(
+    server: TeacherServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert asked(client_of(server)).found
 
 
 def test_a_certificate_that_nobody_vouches_for_is_no_outage(tmp_path: Path) -> None:
