@@ -109,7 +109,7 @@ def dashboard(
             target.ask(api.ready())  # a browser demands no proof of what gets the token
         show(f"{live}{_FRAGMENT}{target.token}")
         return
-    command = [sys.executable, "-m", "controller.dashboard", "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "controller.dashboard", "--port", str(port)]
     command += [str(run.path) for run in chosen]
     pipe = subprocess.PIPE if as_json else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)

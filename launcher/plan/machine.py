@@ -70,12 +70,21 @@ def _query_driver(fields: str) -> str:
     import shutil
     import subprocess  # with it 10 ms that a command which looks for no GPU need not spend
 
+    from launcher.plan.credentials import without_secrets
+
     tool = shutil.which("nvidia-smi")
     if not tool:
         return ""
     query = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT, check=True)
+        answer = subprocess.run(
+            query,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT,
+            check=True,
+            env=without_secrets(os.environ),
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout

@@ -23,6 +23,7 @@ from typing import Any
 
 from launcher.paths import absolute
 from launcher.plan import redis_server
+from launcher.plan.credentials import without_secrets
 from launcher.plan.machine import Capability, Machine, has_module
 from launcher.plan.nsight import check_nsight
 from launcher.plan.placement import PlacementError, needs, place_elastic
@@ -230,12 +231,12 @@ def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[P
     """Trackers whose packages are not installed, here or where `logging.tracker_python` says."""
     key, python = "logging.logger", config.logging.tracker_python
     if python and len(config.logging.logger) > 1:
+        without = without_secrets(os.environ)
         look = "import importlib.util as u, sys; sys.exit(sum(u.find_spec(n) is None for n in sys.argv[1:]))"
 
         def installed(name: str) -> bool:
-            return (
-                subprocess.run([python, "-c", look, name], check=False, timeout=LOOK_TIMEOUT).returncode == 0
-            )
+            looks = [python, "-P", "-c", look, name]
+            return subprocess.run(looks, check=False, timeout=LOOK_TIMEOUT, env=without).returncode == 0
 
         try:
             installed("pydantic")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from launcher.commands.plot import Curves
 from schema.wire import event_file, sample_file
-from tests.launcher.cli import cosmos
+from tests.launcher.cli import ROOT, cosmos
 from tests.schema.wire.test_event_file import rewind, step, validation
 from tests.schema.wire.test_sample_file import record
 
@@ -75,9 +76,17 @@ def test_what_cannot_be_drawn_is_said(run_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_link_to_the_dashboard_for_a_program(run_dir: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "launcher.cli", "dashboard", str(run_dir), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as serving:
+def test_the_link_to_the_dashboard_for_a_program(
+    run_dir: Path, number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "uvicorn.py").write_text(
+        "raise SystemExit('of the current directory, which may be anybody's')"
+    )
+    command = [sys.executable, "-P", "-m", "launcher.cli", "dashboard", str(run_dir), "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, process_group=0, cwd=tmp_path, env=env
+    ) as serving:
         assert serving.stdout is not None
         found = json.loads(serving.stdout.readline())
         (server,) = psutil.Process(serving.pid).children()

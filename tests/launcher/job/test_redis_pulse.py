@@ -90,6 +90,20 @@ def test_what_this_process_lacks_says_nothing_of_the_server() -> None:
     assert asyncio.run(_look(no_descriptors)) is None
 
 
+def test_an_answer_without_an_end_is_one(tmp_path: Path) -> None:
+    """Whatever listens there, and however long its line: the watch goes on."""
+
+    async def main() -> None:
+        async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"x" * 2**20)
+            await asyncio.sleep(PATIENCE)
+
+        async with await asyncio.start_unix_server(endless, tmp_path / "socket"):
+            assert await _look(_opener(f"unix://{tmp_path / 'socket'}")) == A
+
+    asyncio.run(main())
+
+
 def test_a_full_queue_is_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_pulse, "LOOK_EVERY", 0.2)
     with running_valkey("--tcp-backlog", "1") as valkey:

@@ -25,6 +25,7 @@ from launcher.preflight.checks import (
     missing_compiler,
     missing_kernels,
     missing_packages,
+    missing_trackers,
     unknown_names,
     unset_variables,
 )
@@ -98,6 +99,17 @@ def test_missing_packages_come_with_the_extra_that_brings_them():
     assert "rollout.backend: vllm is not installed" in text
     assert 'rollout.backend = "transformers"' in text
     assert missing_packages(config(rollout={"backend": "vllm"}), lambda name: True) == []
+
+
+def test_the_python_of_trackers_is_looked_at_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its packages are not ours, and run code of theirs when it starts."""
+    monkeypatch.setenv("OPENAI_API_KEY", "planted")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nenv >> {tmp_path}/environment\n")
+    python.chmod(0o755)
+    logging = {"logger": ["console", "wandb"], "tracker_python": str(python)}
+    assert missing_trackers(config(logging=logging), lambda name: False) == []
+    assert "planted" not in (tmp_path / "environment").read_text()
 
 
 def test_an_optimizer_whose_library_is_missing_is_named():
