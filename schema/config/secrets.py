@@ -20,6 +20,10 @@ SECRET_KEY = re.compile(
 )
 # A scheme is short: without the bound, a long word in front of `://` is looked at from each of its letters.
 _USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
+# What a password breaks that has a `/`, `?` or `#` in it: where a port would be is none.
+_BROKEN = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>(?!\[)[^/:@\s?#]*:)(?!\d{1,5}(?:[/?#]|$))[^@\s]*@"
+)
 _PARAMETER = re.compile(
     r"(?P<mark>[?&])(?P<name>[A-Za-z0-9_.-]*?(?:token|password|passwd|pwd|secret|key|sig|signature|auth|credential|"
     r"authorization)s?=)[^&#\s]*",
@@ -67,12 +71,13 @@ def _in_addresses(text: str, change: Callable[[str], str]) -> str:
 
 
 def _mask(address: str) -> str:
-    address = _USER.sub(lambda m: f"{m['scheme']}{m['name'] or ''}{MASK}@", address)
+    for users in (_USER, _BROKEN):
+        address = users.sub(lambda m: f"{m['scheme']}{m['name'] or ''}{MASK}@", address)
     return _PARAMETER.sub(rf"\g<mark>\g<name>{MASK}", address)
 
 
 def _cut(address: str) -> str:
-    head, mark, query = _USER.sub(r"\g<scheme>", address).partition("?")
+    head, mark, query = _BROKEN.sub(r"\g<scheme>", _USER.sub(r"\g<scheme>", address)).partition("?")
     if not mark:
         return head
     query, hash_mark, fragment = query.partition("#")

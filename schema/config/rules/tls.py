@@ -18,9 +18,10 @@ def redis_address_is_one(config: Config) -> Iterator[Problem]:
     """The address of Redis can be taken apart: a host that is closed, a port that is a number."""
     try:
         _ = urlsplit(config.redis.url).port
-    except ValueError as error:
+    except ValueError:  # its text may hold a part of the password
+        message = "cannot be read: host or port is none (in a password, write / as %2F, # as %23, ? as %3F)"
         hint = 'write redis.url = "rediss://host:6379/0", with COSMOS_REDIS_PASSWORD in the environment'
-        yield Problem("redis.url", f"cannot be read: {error}", None, hint)
+        yield Problem("redis.url", message, None, hint)
 
 
 def redis_files_act(config: Config) -> Iterator[Problem]:
