@@ -60,45 +60,87 @@ def check_encryption(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, warnings
 
 
+OF_PROFILE = "endpoint_url in ~/.aws/config"
 ENVIRONMENT = {
     "AWS_ENDPOINT_URL_S3": "weights and checkpoints, with AWS_SESSION_TOKEN where that is set,",
     "AWS_ENDPOINT_URL": "weights and checkpoints, with AWS_SESSION_TOKEN where that is set,",
+    OF_PROFILE: "weights and checkpoints, with the profile's session token,",
     "HF_ENDPOINT": "HF_TOKEN, models and data",
     "WANDB_BASE_URL": "WANDB_API_KEY and all metrics",
+    "SWANLAB_API_HOST": "SWANLAB_API_KEY and all metrics",
     "MLFLOW_TRACKING_URI": "MLFLOW_TRACKING_TOKEN, MLFLOW_TRACKING_PASSWORD and all metrics",
 }
 """Addresses that libraries read from the environment, and what goes there."""
 
 
 def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Problem]:
-    """Warnings: what this job uses of `ENVIRONMENT` is at http:// on another machine, where nothing proves itself."""
+    """Warnings: what this job uses of `ENVIRONMENT` is at http:// on another machine, where nothing proves itself, or
+    is taken to one by a proxy."""
     ckpt, trackers = config.train.ckpt, config.logging.logger
     bucket = is_url(config.weight_sync.store) or bool(ckpt.upload_s3)
     used = {
         "AWS_ENDPOINT_URL_S3": bucket,
         "AWS_ENDPOINT_URL": bucket and not env.get("AWS_ENDPOINT_URL_S3"),
+        "SWANLAB_API_HOST": "swanlab" in trackers,
         "HF_ENDPOINT": True,
         "WANDB_BASE_URL": "wandb" in trackers,
         "MLFLOW_TRACKING_URI": "mlflow" in trackers,
     }
-    return [
-        Problem(
-            "", f"{name} is an http:// address: {sent} go in the clear to whatever listens there", None, HTTPS
-        )
-        for name, sent in ENVIRONMENT.items()
-        if used[name] and _is_plain(env.get(name, ""))
-    ]
+    addresses = {name: env.get(name, "") for name, counts in used.items() if counts}
+    if bucket and not (env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")):
+        addresses[OF_PROFILE] = _endpoint_of_profile(env)
+    found = []
+    for name, sent in ENVIRONMENT.items():
+        host = _plain_host(addresses.get(name, ""))
+        if host and (proxy := _proxy(host, env)):
+            message = (
+                f"{name} is an http:// address, and {proxy} is set: {sent} go in the clear through that proxy"
+            )
+            found.append(Problem("", message, None, f"name {host} in NO_PROXY, or an https:// address"))
+        elif host and not is_this_machine(host):
+            message = f"{name} is an http:// address: {sent} go in the clear to whatever listens there"
+            hint = "name an https:// address, unless the network is trusted"
+            found.append(Problem("", message, None, hint))
+    return found
 
 
-HTTPS = "name an https:// address, unless the network is trusted"
+def _endpoint_of_profile(env: Mapping[str, str]) -> str:
+    """Of the profile that boto3 takes; "" where it has none."""
+    from configparser import Error, RawConfigParser
+    from pathlib import Path
+
+    profile = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
+    files = RawConfigParser(strict=False)
+    try:
+        files.read(Path(env.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser())
+    except (Error, OSError, UnicodeDecodeError):
+        return ""  # boto3 says so
+    section = profile if profile == "default" else f"profile {profile}"
+    return files.get(section, "endpoint_url", fallback="")
 
 
-def _is_plain(address: str) -> bool:
+def _plain_host(address: str) -> str:
+    """The host of an http:// address; "" of any other."""
     try:
         parts = urlsplit(address)
     except ValueError:
-        return False  # the library that reads it says so
-    return parts.scheme.lower() == "http" and not is_this_machine(parts.hostname or "")
+        return ""  # the library that reads it says so
+    return (parts.hostname or "") if parts.scheme.lower() == "http" else ""
+
+
+def _proxy(host: str, env: Mapping[str, str]) -> str:
+    """The variable by which libraries send what goes to http://host through a proxy; "" where there is none."""
+    names = [name for name in env if name.lower() in ("http_proxy", "all_proxy") and env[name]]
+    if not names:
+        return ""
+    from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined] # typeshed lacks it
+
+    excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
+    return "" if proxy_bypass_environment(host, {"no": excepted}) else min(names, key=_is_general)
+
+
+def _is_general(name: str) -> bool:
+    return name.lower() == "all_proxy"
 
 
 def _redis_faults(config: Config) -> list[Problem]:

@@ -295,8 +295,9 @@ def test_a_cluster_of_another_authority_gets_no_token(
         assert b"token-of-the-service-account" in there.received
 
 
-def test_addresses_of_the_environment_without_tls_are_warnings() -> None:
-    """Those that the job uses, on other machines."""
+def test_addresses_of_the_environment_without_tls_are_warnings(tmp_path: Path) -> None:
+    """Those that the job uses, on other machines, or at a proxy's."""
+    nowhere = {"AWS_CONFIG_FILE": str(tmp_path / "none")}
     there = {
         "AWS_ENDPOINT_URL": "http://store:9000",
         "HF_ENDPOINT": "http://10.0.0.7",
@@ -304,7 +305,7 @@ def test_addresses_of_the_environment_without_tls_are_warnings() -> None:
     }
 
     def named(environ: dict[str, str], **sections: Any) -> list[str]:
-        found = unencrypted_addresses(make_config(**sections), environ)
+        found = unencrypted_addresses(make_config(**sections), nowhere | environ)
         return [problem.message.partition(" ")[0] for problem in found]
 
     assert named(there) == ["HF_ENDPOINT"]
@@ -313,6 +314,17 @@ def test_addresses_of_the_environment_without_tls_are_warnings() -> None:
     assert named({**there, "AWS_ENDPOINT_URL_S3": "https://store"}, **bucket) == ["HF_ENDPOINT"]
     assert named(dict.fromkeys(there, "http://127.0.0.1:9000"), **bucket) == []
     assert named(dict.fromkeys(there, "https://h"), **bucket) == []
+    here, proxy = {"HF_ENDPOINT": "http://127.0.0.1:9000"}, {"all_proxy": "http://proxy:3128"}
+    assert named({**here, **proxy}) == ["HF_ENDPOINT"]
+    assert named({**here, **proxy, "NO_PROXY": "localhost,127.0.0.1"}) == []
+    assert named({"HF_ENDPOINT": "https://h", **proxy}) == []
+    (tmp_path / "config").write_text(
+        "[default]\nregion = x\n[profile far]\nendpoint_url = http://store:9000\n"
+    )
+    profiles = {"AWS_CONFIG_FILE": str(tmp_path / "config")}
+    assert named(profiles, **bucket) == []
+    assert named({**profiles, "AWS_PROFILE": "far"}, **bucket) == ["endpoint_url"]
+    assert named({**profiles, "AWS_PROFILE": "far", "AWS_ENDPOINT_URL": "https://h"}, **bucket) == []
 
 
 def test_an_unverified_redis_is_a_warning_and_a_broken_address_a_problem() -> None:
@@ -325,8 +337,11 @@ def test_an_unverified_redis_is_a_warning_and_a_broken_address_a_problem() -> No
     assert warned("rediss://h:1?ssl_cert_reqs=none")
     assert warned("rediss://h:1?ssl_check_hostname=False")
     assert not warned("rediss://h:1?ssl_cert_reqs=required&db=1")
-    for url in ("rediss://[h:1", "redis://h:port"):
-        assert "redis.url" in [problem.key for problem in check_rules(make_config(redis={"url": url}))]
+    for url in ("rediss://[h:1", "redis://h:port", "redis://me:planted/secret@h:1"):
+        (found,) = [
+            problem for problem in check_rules(make_config(redis={"url": url})) if problem.key == "redis.url"
+        ]
+        assert "planted" not in found.render()
 
 
 # ---- what the processes get -----------------------------------------------------------------------------------
