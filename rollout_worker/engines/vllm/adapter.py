@@ -37,6 +37,7 @@ from rollout_worker.engines.vllm.arguments import (
 from rollout_worker.engines.vllm.nodes import Members, NodeError, Nodes
 from rollout_worker.engines.vllm.processes import boot_environment, environment
 from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
+from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
 from schema.wire.weights import Piece
 
@@ -99,6 +100,7 @@ class Boot:
         self._config, self._nodes = config, nodes
         self._cancelled = threading.Event()
         self._before: set[int] | None = None
+        self._scratch: Scratch | None = None
 
     def run(self) -> VllmAdapter:
         """Start vLLM and load the model. Blocks for about 10 to 60 seconds, and until all machines have come.
@@ -108,7 +110,12 @@ class Boot:
             EngineFailed: its processes did not come up.
         """
         modules, sampling = self._config.policy.external_modules, self._config.rollout.sampling_config
-        with environment(boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)):
+        try:
+            scratch = self._scratch = Scratch()
+        except OSError as error:
+            raise EngineFailed(f"no directory for vLLM's temporary files: {error}") from None
+        values = boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)
+        with environment(values | scratch.environment()):
             vllm_config = engine_config(self._config, self._nodes)
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -137,6 +144,11 @@ class Boot:
         """One machine is gone: the ranks of this one would wait for its ranks for ever."""
         if self._before is not None:
             processes.end(processes.started_by_vllm(self._before), patience=0.0)
+
+    def clear(self) -> None:
+        """Remove what vLLM's processes, which have ended, have left."""
+        if self._scratch is not None:
+            self._scratch.remove()
 
     def cancel(self) -> None:
         """Make `run` fail soon: what it has started is ended. Call it until `run` is over."""

@@ -148,6 +148,7 @@ class VllmEngine:
             await asyncio.wait([self._booting], timeout=CANCEL_SECONDS)
         if self._booting.exception() is None:  # else it has cleaned up after itself
             await self._booting.result().shutdown()
+        await asyncio.to_thread(self._boot.clear)
 
     # ---- requests -----------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from rollout_worker.engines.vllm import processes
 from rollout_worker.engines.vllm.adapter import engine_config
 from rollout_worker.engines.vllm.nodes import Leader, NodeError, differences, join, nodes_of
 from rollout_worker.engines.vllm.processes import boot_environment, environment
+from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
 from schema.util.text import configure_logging
 from schema.util.threads import in_daemon
@@ -76,8 +77,9 @@ def _heard(*_: Any) -> None:
 
 def _follow(leader: Leader, config: Config) -> int:
     before = processes.children()
+    scratch = Scratch()
     over = in_daemon(leader.wait, "leader")
-    ranks: Future[None] = in_daemon(lambda: _run(leader, config), "ranks")
+    ranks: Future[None] = in_daemon(lambda: _run(leader, config, scratch), "ranks")
     wait([over, ranks], return_when=FIRST_COMPLETED)
     code = OK
     if ranks.done():
@@ -95,13 +97,15 @@ def _follow(leader: Leader, config: Config) -> int:
     processes.end(started)
     for segment in segments:
         segment.unlink(missing_ok=True)
+    scratch.remove()
     return code
 
 
-def _run(leader: Leader, config: Config) -> NoReturn:
+def _run(leader: Leader, config: Config, scratch: Scratch) -> NoReturn:
     """Start the ranks and wait for their end. Raises `EngineConfigError`, `EngineFailed`."""
     modules, sampling = config.policy.external_modules, config.rollout.sampling_config
-    with environment(boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)):
+    values = boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)
+    with environment(values | scratch.environment()):
         vllm_config = engine_config(config, leader.nodes)
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError
+from rollout_worker.engines.vllm import scratch
 from rollout_worker.engines.vllm.processes import (
     MODULES,
     PARENT,
@@ -22,6 +26,7 @@ from rollout_worker.engines.vllm.processes import (
     environment,
     follow_parent,
 )
+from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
 from tests.support.waiting import PATIENCE
 
@@ -127,3 +132,39 @@ def test_a_missing_vllm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
     config = Config.model_validate({"rollout": {"backend": "vllm"}})
     with pytest.raises(EngineConfigError, match=r"not installed: install the extra `vllm`.*transformers"):
         create_engine(config, None, frozenset())
+
+
+def test_what_a_killed_replica_has_left_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "LONGEST", 4096)
+    for name in ("VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR"):  # torch sets the latter in this process
+        monkeypatch.delenv(name, raising=False)
+    lives, killed = Scratch(), Scratch()
+    (killed.path / "socket").touch()
+    assert killed._lock is not None
+    os.close(killed._lock)  # as the kernel does
+    (tmp_path / "cosmos-vllm-link").symlink_to(tmp_path)
+    following = Scratch()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        lives.path.name, following.path.name, "cosmos-vllm-link",
+    }  # fmt: skip
+    given = following.environment()
+    assert given["TMPDIR"] == given["VLLM_RPC_BASE_PATH"] == str(following.path)
+    assert Path(given["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path, "it outlives the replica"
+    assert stat.S_IMODE(following.path.stat().st_mode) == 0o700
+    for one in (lives, following, following):
+        one.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["cosmos-vllm-link"]
+
+
+def test_sockets_fit_into_a_deep_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    made = Scratch()
+    try:
+        assert len(str(made.path / "00000000-0000-0000-0000-000000000000")) <= 107
+    finally:
+        made.remove()
