@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.judge import Batch, Evidence, judge, parse
+from tests.chaos.judge import Evidence, judge, parse, together
 from tests.chaos.plan import FOR_GOOD, LONGEST_STOP, JobPlan, Role, Strike
 from tests.chaos.servers import NamedRedis, ObjectStore
 from tests.chaos.setting import ROOT, Setting
@@ -302,8 +302,7 @@ class StruckJob:
         events, lives = parse(chain(*each)), []
         if self.plan.policies > 1:  # one that comes back says so, and the others go on
             lives = [parse(lines) for lines in each]
-            together = parse(sorted(chain(*each)))
-            events = [event for event in together if isinstance(event, Batch)]
+            events = together(each)
         evidence = Evidence(code, summary, events, left, self.errors + self._unfinished(), lives)
         violations = judge(evidence, self.setting.shape)
         ledger = (summary or {}).get("ledger") or {}

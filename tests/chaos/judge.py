@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 LINE = re.compile(
@@ -89,6 +90,13 @@ def parse(log: Iterable[str]) -> list[Event]:
             groups += [(int(epoch), position) for position in range(int(first), int(last or first) + 1)]
         found.append(Batch(step, timeline, samples, oldest, newest, tuple(groups)))
     return found
+
+
+def together(logs: Iterable[Iterable[str]]) -> list[Event]:
+    """The batches of several trainers in the order of time. Each is there once, when the first of them got it: one
+    that was stopped meanwhile, and is left behind, tells of it when the others are further."""
+    found = parse(sorted(chain(*logs)))
+    return list(dict.fromkeys(event for event in found if isinstance(event, Batch)))
 
 
 def history(events: Iterable[Event]) -> list[Batch]:

@@ -15,10 +15,10 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,10 @@ from schema.config import Config
 from schema.wire.weights import Piece
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+WATCH_SECONDS = 1.0
+"""How soon it is noticed that vLLM died while an answer of it, or a completion, is waited for."""
 FIRST_LOOK_S, LOOK_S = 0.002, 0.05
 """How often vLLM's workers are asked whether they are done: each question takes its turn between two steps."""
 Ids = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -211,6 +214,17 @@ class VllmAdapter:
     def _lost(self) -> str:
         return self._members.lost if self._members is not None else ""
 
+    async def _answered(self, asked: Awaitable[T]) -> T:
+        """What vLLM's processes answer. Raises `EngineFailed`: they have died, and vLLM would wait for ever."""
+        task = asyncio.ensure_future(asked)
+        try:
+            while not (await asyncio.wait([task], timeout=WATCH_SECONDS))[0]:
+                if self.death:
+                    raise EngineFailed(self.death)
+            return task.result()
+        finally:
+            task.cancel()
+
     async def shutdown(self) -> None:
         """End vLLM's processes, by force where they do not go. Idempotent."""
         llm, self._llm = self._llm, None
@@ -285,18 +299,19 @@ class VllmAdapter:
     async def pause(self, *, forget_cache: bool) -> None:
         """Stop after the current step, requests kept; with `forget_cache` they are computed anew on resume."""
         # AsyncLLM.pause_generation does the same and then sleeps for 20 ms.
-        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=forget_cache)
+        paused = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=forget_cache)
+        await self._answered(paused)
 
     async def sleep(self) -> None:
         """Weights to host memory, the cache is gone; requests are kept and computed again after `wake`."""
-        await self._llm.sleep(level=1, mode="keep")
+        await self._answered(self._llm.sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:
         """The memory is there again, and requests run."""
-        await self._llm.wake_up()
+        await self._answered(self._llm.wake_up())
 
     async def resume(self) -> None:
-        await self._llm.resume_generation()
+        await self._answered(self._llm.resume_generation())
 
     async def prepare(self, base: str, deltas: Sequence[tuple[Path, Piece]], content_hash: str) -> str | None:
         """Make all of vLLM's workers ready to write deltas over the weights `base`, while requests run.
@@ -316,7 +331,7 @@ class VllmAdapter:
     async def apply(self, version: int) -> Update:
         """Write what was prepared, and read it back. Pause before."""
         found, _ = await asyncio.gather(
-            self._ask("cosmos_finish"), self._llm.update_weight_version(str(version))
+            self._ask("cosmos_finish"), self._answered(self._llm.update_weight_version(str(version)))
         )
         return _update(found)
 
@@ -361,7 +376,7 @@ class VllmAdapter:
         `AsyncLLM.collective_rpc` leaves all answers but those of the first engine out.
         """
         ask = self._llm.engine_core.call_utility_all_async
-        answers = await ask("collective_rpc", method, None, arguments, None)
+        answers = await self._answered(ask("collective_rpc", method, None, arguments, None))
         return [answer for ranks in answers for answer in ranks]
 
     async def _until_done(self, question: str) -> tuple[str | None, list[dict[str, Any]]]:

@@ -43,7 +43,14 @@ from rollout_worker.engines.base import (
     WeightSource,
     check_request,
 )
-from rollout_worker.engines.vllm.adapter import Boot, Completion, Update, VllmAdapter, installed_version
+from rollout_worker.engines.vllm.adapter import (
+    WATCH_SECONDS,
+    Boot,
+    Completion,
+    Update,
+    VllmAdapter,
+    installed_version,
+)
 from rollout_worker.engines.vllm.arguments import (
     adapter_settings,
     check_logprobs,
@@ -60,8 +67,6 @@ from weight_sync import DirectoryStore, publish
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 1.0
-"""How soon `collect` notices that vLLM died while nothing was running in it."""
 CANCEL_SECONDS = 0.2
 """How often a start that is given up is cancelled: it may be about to start its next process."""
 NAMED_PROBLEMS = 5

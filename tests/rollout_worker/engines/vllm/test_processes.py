@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import stat
@@ -12,13 +13,15 @@ import textwrap
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rollout_worker.engines import create_engine
-from rollout_worker.engines.base import EngineConfigError
+from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import scratch
+from rollout_worker.engines.vllm.adapter import VllmAdapter
 from rollout_worker.engines.vllm.processes import (
     MODULES,
     PARENT,
@@ -132,6 +135,30 @@ def test_a_missing_vllm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
     config = Config.model_validate({"rollout": {"backend": "vllm"}})
     with pytest.raises(EngineConfigError, match=r"not installed: install the extra `vllm`.*transformers"):
         create_engine(config, None, frozenset())
+
+
+def test_processes_that_died_are_not_asked_for_ever() -> None:
+    """One that dies while vLLM boots, and after it has said that it is there: vLLM's own call never returns."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def ask(engine: subprocess.Popen[bytes]) -> None:
+        adapter = object.__new__(VllmAdapter)
+        adapter._llm = SimpleNamespace(
+            errored=False, engine_core=SimpleNamespace(call_utility_all_async=never)
+        )
+        adapter._members, adapter._processes = None, [psutil.Process(engine.pid)]
+        asked = asyncio.create_task(adapter.begin())
+        await asyncio.sleep(0)
+        engine.kill()
+        engine.wait(PATIENCE)
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(EngineFailed, match="have died"):
+                await asked
+
+    with subprocess.Popen(["sleep", "600"]) as engine:
+        asyncio.run(ask(engine))
 
 
 def test_what_a_killed_replica_has_left_is_removed_by_the_next_one(
