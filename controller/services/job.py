@@ -111,7 +111,7 @@ class JobService:
             return status
         found = advice(
             status.idle,
-            [record.metrics for record in job.steps.ends(0, RECENT)],
+            [record.metrics for record in job.steps.ends(RECENT)],
             None if status.rewards is None else status.rewards.wait_fraction,
             rollouts=status.replicas["rollout"],
             bound=job.config.staleness_bound,

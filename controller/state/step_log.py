@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from schema.wire.messages import StepRecord
@@ -84,10 +85,12 @@ class StepLog:
     def since(self, step: int) -> list[StepRecord]:
         return [entry.record for entry in self._entries if entry.step >= step]
 
-    def ends(self, first: int, last: int) -> list[StepRecord]:
-        """The first and the last so many records, in order, each once."""
-        chosen = {entry.step: entry for entry in (*self._entries[:first], *self._entries[-last:])}
-        return [entry.record for entry in chosen.values()]
+    def ends(self, last: int, first: int = 0, names: Iterable[str] = ()) -> list[StepRecord]:
+        """The last so many records, and so many of the first ones that have each of these metrics; in order, once."""
+        with_name = ((entry for entry in self._entries if name in entry.names) for name in names)
+        firsts = chain.from_iterable(islice(entries, first) for entries in with_name)
+        chosen = {entry.step: entry for entry in (*firsts, *self._entries[-last:])}
+        return [chosen[step].record for step in sorted(chosen)]
 
     @property
     def names(self) -> frozenset[str]:

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from controller.state.alarms import BEGINNING, WINDOW, Alarms, Change
+from controller.state.alarms import BEGINNING, COLLAPSES, WINDOW, Alarms, Change
+from controller.state.step_log import StepLog
 from schema.wire.messages import StepRecord, ValidationRecord
 
 HEALTHY = {
@@ -53,6 +54,29 @@ def test_an_alarm_begins_and_is_over(name: str, metrics: dict[str, float]) -> No
     over = feed(alarms, 2 * WINDOW, 100)
     assert [(change.name, change.on) for change in over] == [(name, False)]
     assert alarms.active == {}
+
+
+@pytest.mark.parametrize("without", [1, BEGINNING, 40])
+def test_first_steps_without_entropy_do_not_silence_its_alarm(without: int) -> None:
+    """The critic warms up, or everything is masked."""
+    records = [
+        StepRecord(
+            step=n, at=1.0, metrics={} if n < without or n == 65 else {"entropy": 2.0 if n < 60 else 0.01}
+        )
+        for n in range(69)
+    ]
+    alarms, stored = Alarms({}), StepLog()
+    for record in records:
+        alarms.step(record)
+        stored.add(record, 1, 1)
+    assert alarms.active.keys() == {"entropy"}
+    again = Alarms({})
+    again.restore(stored.ends(WINDOW + 1, BEGINNING, COLLAPSES), [])
+    assert again.active == alarms.active, "nor in a controller that starts again"
+    alarms.rewind(without + 4)
+    assert feed(alarms, 3, without + 4, entropy=0.01) == [
+        Change("entropy", text, False) for text in again.active.values()
+    ], "four first values are left"
 
 
 def test_one_low_step_is_not_a_collapse() -> None:
