@@ -51,6 +51,7 @@ class JobService:
             job.facts.paused = action == "pause"
             if not job.facts.paused:
                 job.reset_rewards()
+                job.steps.begin_window()
             job.wake_all()
         await job.save_durably()
         return self.status()

@@ -511,6 +511,7 @@ class Job:
         if isinstance(self.progress, GroupTable):
             self.progress.filtered = 0
         self.facts.paused = False
+        self.steps.begin_window()
         self.opened_at = self.clock()
         self.settle()
         self.wake_all()
