@@ -22,6 +22,8 @@ BEGINNING = 8
 """First values of a metric, which later ones are compared with."""
 COLLAPSES = ("entropy", "response_tokens_mean")
 """Metrics that are compared with their first values; not each step has them."""
+PENALTY = "overlong"
+"""Part of a score next to the rewards, where `overlong_reward` is on."""
 LOOKED_BACK = 1024
 """Newest stored steps from which a controller that starts again learns."""
 COLLAPSED = 0.1
@@ -192,7 +194,7 @@ class Alarms:
             return ""
         parts = {
             name: abs(weight * (self._mean(f"reward/{name}") or 0.0))
-            for name, weight in self._weights.items()
+            for name, weight in (*self._weights.items(), (PENALTY, 1.0))
         }
         total = sum(parts.values())
         name = max(parts, key=lambda part: parts[part])

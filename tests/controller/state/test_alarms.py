@@ -85,6 +85,14 @@ def test_one_low_step_is_not_a_collapse() -> None:
     assert feed(alarms, 20) + low + feed(alarms, 20, 21) == []
 
 
+def test_the_penalty_for_long_answers_is_a_part_of_the_score() -> None:
+    alarms = Alarms({"right": 1.0, "format": 0.1})
+    parts = {"reward/right": 0.0, "reward/format": 1.0}
+    assert feed(alarms, WINDOW, **parts, **{"reward/overlong": -0.9}) == []
+    (begun,) = feed(alarms, WINDOW, WINDOW, **parts)
+    assert begun.text.startswith("100% of the score come from the reward format")
+
+
 def test_answers_that_nothing_compares_may_all_be_alike() -> None:
     assert feed(Alarms({}, compares=False), 20, zero_variance_fraction=1.0) == []
 
