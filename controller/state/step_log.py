@@ -101,6 +101,13 @@ class StepLog:
         """All metrics that some step has, and the `DERIVED` ones."""
         return frozenset(DERIVED).union(*self._names) if self._entries else frozenset()
 
+    def newest(self, name: str) -> float | None:
+        """A metric of the last step that has it."""
+        if not any(name in names for names in self._names):
+            return None
+        entry = next((entry for entry in reversed(self._entries) if name in entry.names), None)
+        return None if entry is None else entry.values[entry.names.index(name)]
+
     def curve(self, name: str) -> list[tuple[int, float | None]]:
         """Step and value of a metric, for each step; None where a step has none. Any thread may ask."""
         entries = list(self._entries)

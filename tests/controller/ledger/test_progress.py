@@ -106,3 +106,13 @@ def test_a_standstill_is_not_in_the_speed(restarted: bool) -> None:
     for number, at in enumerate((36010.0, 36014.0), start=4):
         log.add(StepRecord(step=number, at=at, metrics={}), 10, 100)
     assert log.recent().step_s == 4.0
+
+
+def test_the_newest_value_is_of_the_last_step_that_has_one() -> None:
+    log = StepLog()
+    assert log.newest("reward_mean") is None
+    for step, metrics in enumerate(({"reward_mean": 0.0, "loss": 1.0}, {"reward_mean": 0.5}, {"loss": 2.0})):
+        log.add(StepRecord(step=step, at=1.0, metrics=metrics), 1, 1)
+    assert [log.newest(name) for name in ("reward_mean", "loss", "entropy")] == [0.5, 2.0, None]
+    log.rewind(0)
+    assert log.newest("reward_mean") is None
