@@ -146,7 +146,8 @@ def latest_publication(
 def report_update(publication_id: int, request: m.UpdateReport) -> Call[None]:
     """Report what came of a publication: applied, or unreadable."""
     path = f"/v1/publications/{publication_id}/reports"
-    return Call("POST", path, _nothing, body=request.model_dump_json().encode())
+    # A controller that is older knows no field that came later, and most reports need none.
+    return Call("POST", path, _nothing, body=request.model_dump_json(exclude_defaults=True).encode())
 
 
 # ---- policy -----------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class RunFiles(RunView):
             "version": history.version,
             "step": 0 if last is None else last.step + 1,
             "metrics": {} if last is None else last.metrics,
-            "reward": None if last is None else last.metrics.get("reward_mean"),
+            "reward": self.steps.newest("reward_mean"),
             "validation": {"version": scores[-1][0], "score_mean": scores[-1][1]}
             if scores
             else {"version": losses[-1][0], "loss": losses[-1][1]}

@@ -51,6 +51,7 @@ class JobService:
             job.facts.paused = action == "pause"
             if not job.facts.paused:
                 job.reset_rewards()
+                job.steps.begin_window()
             job.wake_all()
         await job.save_durably()
         return self.status()
@@ -89,14 +90,14 @@ class JobService:
             samples_per_s=speed.samples_per_s,
             tokens_per_s=speed.tokens_per_s,
             eta_s=None if over or speed.step_s is None else remaining * speed.step_s,
-            reward=metrics.get("reward_mean", job.facts.last_score),
+            reward=job.facts.last_score if (reward := job.steps.newest("reward_mean")) is None else reward,
             validation=next(reversed(job.validation.records.values()), None),
             staleness_mean=metrics.get("staleness_mean"),
             staleness_max=max(progress.totals.staleness, default=0),
             queue_ready=progress.ready,
             outstanding=progress.outstanding,
             replicas={role: len(job.registry.present(role)) for role in ("policy", "rollout")},
-            idle=self._idle(metrics),
+            idle=self._idle(metrics, over),
             members=self._members(),
             metrics=metrics,
             last_error=job.facts.last_error,
@@ -111,7 +112,7 @@ class JobService:
             return status
         found = advice(
             status.idle,
-            [record.metrics for record in job.steps.ends(0, RECENT)],
+            [record.metrics for record in job.steps.ends(RECENT)],
             None if status.rewards is None else status.rewards.wait_fraction,
             rollouts=status.replicas["rollout"],
             bound=job.config.staleness_bound,
@@ -169,11 +170,12 @@ class JobService:
             unreadable=updates.unreadable,
         )
 
-    def _idle(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Idle fraction by role: the trainer's own metric, and the mean over rollout replicas."""
+    def _idle(self, metrics: dict[str, float], over: bool) -> dict[str, float]:
+        """Idle fraction by role: the trainer's own metric, and the mean over rollout replicas that are present; once
+        the job is over and none is, over all that there were."""
         idle = {"policy": metrics["idle_fraction"]} if "idle_fraction" in metrics else {}
         rollouts = [replica for replica in self._job.registry if replica.role == "rollout"]
-        present = [replica for replica in rollouts if replica.present] or rollouts
+        present = [replica for replica in rollouts if replica.present] or (rollouts if over else [])
         gauges = [r.gauges["idle_fraction"] for r in present if "idle_fraction" in r.gauges]
         if gauges:
             idle["rollout"] = fmean(gauges)

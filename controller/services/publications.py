@@ -18,6 +18,7 @@ from controller.errors import ApiError
 from controller.services.trainers.steps import StepService
 from controller.state.job import Job
 from controller.state.replicas import Replica
+from controller.state.update_reports import is_equal
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, EventKind
 from schema.wire.weights import Publication
@@ -155,10 +156,11 @@ class PublicationService:
             log.warning("%s cannot read publication %d: %s", who, publication.id, report.detail)
             if not job.publications.begins_after(publication.id):
                 self._want_anchor()
-        if report.served_hash not in ("", publication.content_hash):
+        if is_equal(publication, report) is False:
+            served = report.served_hash or "not known"
             job.facts.last_error = (
-                f"{who} serves weights that are not those of version {publication.version}: their hash is "
-                f"{report.served_hash}, the trainer's is {publication.content_hash}"
+                f"{who} serves weights that are not those of version {publication.version}: their hash is {served}, "
+                f"the trainer's is {publication.content_hash}"
             )
             log.error("%s", job.facts.last_error)
 

@@ -266,11 +266,9 @@ class ReplicaService:
         job.store.require()
         now = job.clock()
         replica = job.registry.check(replica_id, request.incarnation)
-        job.registry.beat(replica, now, request)
-        late = request.sequence <= replica.sequence
-        replica.sequence = max(replica.sequence, request.sequence)
-        lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and not late else []
-        if request.trouble:
+        news = job.registry.beat(replica, now, request)
+        lost = self._renew(replica, request.leases, now) if replica.role == "rollout" and news else []
+        if request.trouble and news:
             job.facts.last_error = request.trouble
         reply = m.HeartbeatReply(
             commands=self._commands(replica),

@@ -19,7 +19,11 @@ from schema.wire.messages import StepRecord, ValidationRecord
 WINDOW = 8
 """Steps that a condition must hold for, or is averaged over."""
 BEGINNING = 8
-"""First steps, which later ones are compared with."""
+"""First values of a metric, which later ones are compared with."""
+COLLAPSES = ("entropy", "response_tokens_mean")
+"""Metrics that are compared with their first values; not each step has them."""
+PENALTY = "overlong"
+"""Part of a score next to the rewards, where `overlong_reward` is on."""
 LOOKED_BACK = 1024
 """Newest stored steps from which a controller that starts again learns."""
 COLLAPSED = 0.1
@@ -64,7 +68,9 @@ class Alarms:
 
     def __init__(self, weights: Mapping[str, float], *, compares: bool = True) -> None:
         self._weights, self._compares = dict(weights), compares
-        self._first: list[StepRecord] = []
+        self._first: dict[str, dict[int, float]] = {name: {} for name in COLLAPSES}
+        """By metric its first values, each with its step."""
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in COLLAPSES}
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
         self._rounds: list[tuple[int, Mean, Mean]] = []
         """Version and score of each validation, and the reward around it."""
@@ -89,13 +95,18 @@ class Alarms:
     def rewind(self, step: int) -> None:
         """Steps from `step` on are undone: look at what comes."""
         self._recent.clear()
-        self._first = [record for record in self._first if record.step < step]
+        for name, values in self._first.items():
+            self._first[name] = {at: value for at, value in values.items() if at < step}
+            self._last[name].clear()
         self._rounds = [known for known in self._rounds if known[0] <= step]
 
     def step(self, record: StepRecord) -> list[Change]:
         """A step was committed."""
-        if len(self._first) < BEGINNING:
-            self._first.append(record)
+        for name, values in self._first.items():
+            if name in record.metrics:
+                self._last[name].append(record.metrics[name])
+                if len(values) < BEGINNING:
+                    values[record.step] = record.metrics[name]
         self._recent.append(record)
         found = {name: text for name, look in self._rules().items() if (text := look())}
         return self._change(found)
@@ -136,8 +147,7 @@ class Alarms:
         return fmean(values) if values else None
 
     def _collapsed(self, alarm: str, name: str, what: str) -> str:
-        first = [record.metrics[name] for record in self._first if name in record.metrics]
-        now = self._values(name)
+        first, now = list(self._first[name].values()), list(self._last[name])
         if len(first) < BEGINNING or len(now) < WINDOW or median(first) <= 0:
             return ""
         edge = (
@@ -145,9 +155,8 @@ class Alarms:
         )  # it begins when all are below, and ends when all are above
         if edge(now) >= COLLAPSED * median(first):
             return ""
-        return (
-            f"{what} has collapsed: {fmean(now):.3g} now, {median(first):.3g} in the first {BEGINNING} steps"
-        )
+        then = f"{median(first):.3g} in the first {BEGINNING} steps that have it"
+        return f"{what} has collapsed: {fmean(now):.3g} now, {then}"
 
     def _no_variance(self) -> str:
         shares = self._values("zero_variance_fraction")
@@ -185,7 +194,7 @@ class Alarms:
             return ""
         parts = {
             name: abs(weight * (self._mean(f"reward/{name}") or 0.0))
-            for name, weight in self._weights.items()
+            for name, weight in (*self._weights.items(), (PENALTY, 1.0))
         }
         total = sum(parts.values())
         name = max(parts, key=lambda part: parts[part])

@@ -27,7 +27,7 @@ from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
 from controller.state import situation
-from controller.state.alarms import BEGINNING, LOOKED_BACK, Alarms, Change
+from controller.state.alarms import BEGINNING, COLLAPSES, LOOKED_BACK, Alarms, Change
 from controller.state.event_log import EventLog
 from controller.state.job_facts import (
     JobFacts,
@@ -174,7 +174,7 @@ class Job:
         return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
 
     def _load_alarms(self) -> Alarms:
-        config, steps = self.config, self.steps.ends(BEGINNING, LOOKED_BACK)
+        config, steps = self.config, self.steps.ends(LOOKED_BACK, BEGINNING, COLLAPSES)
         # A teacher teaches where scores are alike.
         compares = config.is_grpo and config.group_size > 1 and not config.teacher
         alarms = Alarms(_short_weights(config), compares=compares)
@@ -229,6 +229,7 @@ class Job:
 
     def _say_rewind(self, step: int) -> None:
         self.alarms.rewind(step)
+        self.facts.last_score = None  # of a step that is undone
         self.scaling.restart()
         text = f"training goes back to the checkpoint after {step} steps"
         self.events.add(EventKind.REWIND, text, step=step, timeline=self.progress.timeline)
@@ -511,6 +512,7 @@ class Job:
         if isinstance(self.progress, GroupTable):
             self.progress.filtered = 0
         self.facts.paused = False
+        self.steps.begin_window()
         self.opened_at = self.clock()
         self.settle()
         self.wake_all()

@@ -364,13 +364,17 @@ class Registry:
             raise ApiError(ErrorCode.FORBIDDEN, f"replica {replica_id} is a {replica.role} replica")
         return replica
 
-    def beat(self, replica: Replica, now: float, request: HeartbeatRequest) -> None:
-        """A sign of life of a checked replica."""
+    def beat(self, replica: Replica, now: float, request: HeartbeatRequest) -> bool:
+        """A sign of life of a checked replica; whether what it says is news: not if it comes late, or twice."""
         self.seen(replica, now)
+        if request.sequence <= replica.sequence:
+            return False
+        replica.sequence = request.sequence
         replica.version, replica.fetching = request.version, request.fetching
         kept = {name: replica.gauges[name] for name in RISING if name in replica.gauges}
         replica.status, replica.gauges = request.status, kept | request.gauges
         self._profiled(replica, request.profile)
+        return True
 
     def _profiled(self, replica: Replica, found: ProfileStatus | None) -> None:
         """A trainer reports its newest profile; one that it has not heard of is not overwritten."""

@@ -1,8 +1,9 @@
 """Records of committed steps, and the speed that follows from them.
 
 Speeds are over a sliding window while training goes on: (work of the steps after the window's first commit) /
-(time since that commit). The first commit of a run starts the clock, so model loading and compilation before it
-never count.
+(time since that commit), up to the last commit: no clock is read. The first commit of a run starts it, so model
+loading and compilation before it never count. After a restart of the controller and after a pause a new one begins
+with the next commit; until it has two, the speed is that of before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from schema.wire.messages import StepRecord
@@ -69,6 +71,9 @@ class StepLog:
         ]
         self._entries = sorted(entries, key=lambda entry: entry.step)
         self._dirty: dict[int, _Entry | None] = {}
+        self._begins, self._before = 0, Speed()
+        """Entries before the window may begin, and the speed of before."""
+        self.begin_window()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,15 +89,24 @@ class StepLog:
     def since(self, step: int) -> list[StepRecord]:
         return [entry.record for entry in self._entries if entry.step >= step]
 
-    def ends(self, first: int, last: int) -> list[StepRecord]:
-        """The first and the last so many records, in order, each once."""
-        chosen = {entry.step: entry for entry in (*self._entries[:first], *self._entries[-last:])}
-        return [entry.record for entry in chosen.values()]
+    def ends(self, last: int, first: int = 0, names: Iterable[str] = ()) -> list[StepRecord]:
+        """The last so many records, and so many of the first ones that have each of these metrics; in order, once."""
+        with_name = ((entry for entry in self._entries if name in entry.names) for name in names)
+        firsts = chain.from_iterable(islice(entries, first) for entries in with_name)
+        chosen = {entry.step: entry for entry in (*firsts, *self._entries[-last:])}
+        return [chosen[step].record for step in sorted(chosen)]
 
     @property
     def names(self) -> frozenset[str]:
         """All metrics that some step has, and the `DERIVED` ones."""
         return frozenset(DERIVED).union(*self._names) if self._entries else frozenset()
+
+    def newest(self, name: str) -> float | None:
+        """A metric of the last step that has it."""
+        if not any(name in names for names in self._names):
+            return None
+        entry = next((entry for entry in reversed(self._entries) if name in entry.names), None)
+        return None if entry is None else entry.values[entry.names.index(name)]
 
     def curve(self, name: str) -> list[tuple[int, float | None]]:
         """Step and value of a metric, for each step; None where a step has none. Any thread may ask."""
@@ -118,14 +132,22 @@ class StepLog:
         """Forget the steps from `step` on: they will be trained again."""
         while self._entries and self._entries[-1].step >= step:
             self._dirty[self._entries.pop().step] = None
+        self._begins = min(self._begins, len(self._entries))
+
+    def begin_window(self) -> None:
+        """Training stood still: what comes is not mixed with what was."""
+        self._before, self._begins = self.recent(), len(self._entries)
 
     def recent(self) -> Speed:
         """Speed over the sliding window up to the last commit."""
         if not self._entries:
             return Speed()
+        begins = self._begins
+        if begins and len(self._entries) - begins < 2:
+            return self._before
         horizon = self._entries[-1].at - WINDOW_SECONDS
-        start = max(0, len(self._entries) - 1 - WINDOW_STEPS)
-        while start > 0 and self._entries[start - 1].at >= horizon:
+        start = max(begins, len(self._entries) - 1 - WINDOW_STEPS)
+        while start > begins and self._entries[start - 1].at >= horizon:
             start -= 1
         return _speed(self._entries[start:])
 

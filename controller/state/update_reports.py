@@ -106,14 +106,13 @@ class Updates:
         known, digest = reports.get(report.replica_id), _hash(report)
         if known is not None and known[0] == digest:
             return False
-        checked = report.served_hash == publication.content_hash if report.served_hash else None
         update = ReplicaUpdate(
             replica_id=report.replica_id,
             at=now,
             status=report.status,
             transport=report.transport,
             mode=report.mode,
-            checked=checked,
+            checked=is_equal(publication, report),
             n_bytes=report.n_bytes,
             seconds={stage: value for stage, value in report.seconds.items() if stage in self.seconds},
             detail=report.detail[:DETAIL],
@@ -145,6 +144,13 @@ class Updates:
         for stage, value in seconds.items():
             if stage in self.seconds:
                 self.seconds[stage].add(value)
+
+
+def is_equal(publication: Publication, report: UpdateReport) -> bool | None:
+    """Whether a replica serves what was published; None: it did not compare."""
+    if report.differs:
+        return False
+    return report.served_hash == publication.content_hash if report.served_hash else None
 
 
 def _hash(report: UpdateReport) -> bytes:

@@ -36,7 +36,8 @@ KlType = Literal["k1", "abs", "k2", "k3", "full"]
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped here before they are exponentiated: e^20 is far beyond any meaningful ratio."""
 K3_BOUND = 10.0
-"""k3 is clamped here, so that one token with a broken log-prob cannot dominate a mean."""
+"""k3 is clamped here in losses and rewards, so that one token with a broken log-prob cannot dominate a mean; metrics
+show what there is."""
 GSPO_LOG_RATIO_MAX = 10.0
 """Upper bound of GSPO's log ratio before it is exponentiated."""
 
@@ -280,7 +281,7 @@ def geo_mean(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     segments = (tokens.mask, tokens.sample, tokens.n_samples)
     ratio = segment_mean(kept, *segments).exp()[tokens.sample]
     mean = segment_mean(advantages, *segments)[tokens.sample]
-    return TokenLoss(-mean * ratio, log_ratio.exp(), kept != log_ratio)
+    return TokenLoss(-mean * ratio, log_ratio.exp(), (kept != log_ratio) & (sign != 0))
 
 
 SAPO_TEMPERATURES = 1.0, 1.05
@@ -429,11 +430,12 @@ def token_weights(
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
     """Per-token estimate of KL(π ‖ π_ref) on tokens sampled from π, [K]: d, |d|, d² / 2 or k3, d = log π − log π_ref.
 
+    k3 is clamped at `K3_BOUND`.
     "full" is no estimate of one token's: see `policy_worker.model.logprobs.token_kl`.
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
     if kind == "k3":
-        return k3(logprobs, ref_logprobs)
+        return k3(logprobs, ref_logprobs).clamp(max=K3_BOUND)
     d = logprobs - ref_logprobs
     return {"k1": lambda: d, "abs": d.abs, "k2": lambda: d.square() / 2}[kind]()
 
@@ -450,11 +452,12 @@ def adapted(beta: float, kl: float, target: float, samples: int, horizon: int) -
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Per-token estimate of KL(p ‖ q) on tokens sampled from p: e^d − 1 − d, d = log q − log p, never negative.
 
-    `expm1` keeps it exact near d = 0, where e^d − 1 would lose every digit in float32.
+    `expm1` keeps it exact near d = 0, where e^d − 1 would lose every digit in float32. d is clamped to ±20, so that
+    a sum stays finite.
     Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3.
     """
     d = (log_q - log_p).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (torch.expm1(d) - d).clamp(-K3_BOUND, K3_BOUND)
+    return torch.expm1(d) - d
 
 
 # ---- under a mask: nothing outside of it matters, not even NaN --------------------------------------------------

@@ -78,7 +78,7 @@ class BatchSource:
         """Called with every table and all its payloads before they are trained on. This rank asks for all then."""
         self._frames: Frames | None = None
         self.lookahead: Lookahead | None = None
-        self.ahead_fraction = 0.0
+        self.ahead_fraction: float | None = None
 
     def look_ahead(
         self,
@@ -156,7 +156,7 @@ class BatchSource:
             return None
         if len(frames) != len(missing):
             raise BadBatchError(f"asked for {len(missing)} samples of step {table.step}, got {len(frames)}")
-        self.ahead_fraction = n_ahead / max(n_rows, 1)
+        self.ahead_fraction = n_ahead / n_rows if n_rows else None
         if self.lookahead is not None:
             self.lookahead.begin(table.step + 1)
         found = dict(zip(missing, frames, strict=True))

@@ -40,6 +40,8 @@ from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_nor
 from schema.config import Config
 from schema.wire.batch import StepTable
 
+ROUNDED = 1e-10
+"""Variance as a share of the mean square, up to which it may be what rounding leaves of a constant."""
 VALUE, RETURN = "value", "return"
 """Columns: what the critic expected of each token before the step, and what it should have expected."""
 
@@ -224,10 +226,16 @@ class CriticTraining:
         value, gain = (torch.cat([torch.zeros(0), *parts]).double() for parts in (values, returns))
         error = gain - value
         parts = (value, gain, gain.square(), error, error.square())
-        n, *totals = self._critic.group.reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum")
-        if not n:
-            return {}
-        v, g, g2, e, e2 = (total / n for total in totals)
-        spread = g2 - g**2
-        found = {"critic/value_mean": v, "critic/return_mean": g}
-        return found | ({"critic/explained_variance": 1 - (e2 - e**2) / spread} if spread > 1e-12 else {})
+        return fit(self._critic.group.reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum"))
+
+
+def fit(sums: Sequence[float]) -> Metrics:
+    """See `CriticTraining._fit`. sums: how many tokens, and over them the value, the return and its square, the error
+    and its square."""
+    n, *totals = sums
+    if not n:
+        return {}
+    v, g, g2, e, e2 = (total / n for total in totals)
+    spread = g2 - g**2
+    found = {"critic/value_mean": v, "critic/return_mean": g}
+    return found | ({"critic/explained_variance": 1 - (e2 - e**2) / spread} if spread > ROUNDED * g2 else {})

@@ -64,7 +64,7 @@ from policy_worker.training.batch_plan import (
 )
 from policy_worker.training.batch_source import Batches, DataEnded, counts
 from policy_worker.training.critic import RETURN, VALUE, CriticTraining, lengths_of
-from policy_worker.training.metrics import KeptSamples, Metrics, PartSums, StepMetrics
+from policy_worker.training.metrics import KeptSamples, Metrics, PartSums, StepMetrics, age_sums
 from policy_worker.training.teachers import Teachers
 from schema.config import Config, GrpoConfig
 from schema.util.own_code import is_own
@@ -244,8 +244,11 @@ class Grpo:
             own,
         )
         tokens = self._leave_out(table, samples, own, masked, prefixes, advantages, columns)
-        metrics = StepMetrics(table, advantages.by_sample, own, self._source.bound, self._names)
-        metrics.facts = self._facts(plan, learned, table, tokens, alike)
+        updates = self._updates(table, tokens, plan)
+        trained = own.keys() & computed_rows(updates)
+        ages = age_sums(table.step, (own[row] for row in trained), self._source.bound)
+        metrics = StepMetrics(table, advantages.by_sample, ages, self._source.bound, self._names)
+        metrics.facts = self._facts(updates, learned, table, tokens, alike)
         if (ahead := self._source.ahead_fraction) is not None:
             metrics.facts["ahead_fraction"] = ahead
         metrics.facts |= unreplayed | {
@@ -258,7 +261,7 @@ class Grpo:
         warms_up = table.step < self._warmup
         lesson = Lesson(table, samples, columns, head, advantages, tokens, metrics, kept)
         if not warms_up:
-            self._learn(lesson, plan)
+            self._learn(lesson, updates)
             metrics.facts |= trainer.scale_metrics()
         if not any(n for n, counted in zip(tokens, learned, strict=True) if counted):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
@@ -276,11 +279,18 @@ class Grpo:
             )
         return {**metrics.reduce(trainer.group), "lr": 0.0 if warms_up else trainer.lr(table.step)}
 
-    def _learn(self, lesson: Lesson, plan: Sequence[MiniBatch]) -> None:
-        """One optimizer step per mini-batch; one whose tokens are all left out makes none."""
+    def _updates(self, table: StepTable, tokens: Sequence[int], plan: Sequence[MiniBatch]) -> list[MiniBatch]:
+        """The mini-batches that make an optimizer step: none while only the critic learns, and none whose tokens are
+        all left out. tokens: of each row, those that count."""
+        if table.step < self._warmup:
+            return []
+        return [mini_batch for mini_batch in plan if any(tokens[row] for row in mini_batch.rows)]
+
+    def _learn(self, lesson: Lesson, updates: Sequence[MiniBatch]) -> None:
+        """One optimizer step per mini-batch."""
         trainer, table, tokens = self._trainer, lesson.table, lesson.tokens
-        normed = ((mini_batch, normalizers(table, tokens, mini_batch.rows)) for mini_batch in plan)
-        for number, (mini_batch, norm) in enumerate(pair for pair in normed if pair[1].tokens):
+        for number, mini_batch in enumerate(updates):
+            norm = normalizers(table, tokens, mini_batch.rows)
             compute = partial(
                 self._learn_part, lesson, mini_batch, partial(self._loss_of, lesson, norm, number == 0)
             )
@@ -461,7 +471,7 @@ class Grpo:
 
     def _facts(
         self,
-        plan: Sequence[MiniBatch],
+        updates: Sequence[MiniBatch],
         learned: Sequence[bool],
         table: StepTable,
         tokens: Sequence[int],
@@ -469,16 +479,21 @@ class Grpo:
     ) -> Metrics:
         """Shares of samples that are computed, of tokens that shared prompts spare, and that the loss leaves out."""
         rows = [row for row in range(table.n_samples) if learned[row]]
-        computed = len(computed_rows(plan)) / max(len(table.sampled), 1)
-        facts = {"computed_fraction": computed, "shared_fraction": 0.0}
-        if alike is not None:
-            batches = [rows for mini_batch in plan for rank in mini_batch.ranks for rows in rank]
-            total = sum(table.total_tokens[row] for rows in batches for row in rows)
-            facts["shared_fraction"] = spared_tokens(batches, alike, table.prompt_tokens) / max(total, 1)
+        facts = {"computed_fraction": len(computed_rows(updates)) / max(len(table.sampled), 1)}
+        batches = [rows for mini_batch in updates for rank in mini_batch.ranks for rows in rank]
+        if total := sum(table.total_tokens[row] for rows in batches for row in rows):
+            facts["shared_fraction"] = sum(self._spared(rows, table, alike) for rows in batches) / total
         whole = sum(table.response_tokens[row] for row in rows)
         if whole and (self._leaves_out or self._masks != SampleMasks()):
             facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / whole
         return facts
+
+    def _spared(self, rows: Rows, table: StepTable, alike: Sequence[int] | None) -> int:
+        """Tokens that a micro-batch does not compute, of prompts that it has already; with a row per sample prompts
+        are shared only where that spares enough (see `collate`)."""
+        spared = 0 if alike is None else spared_tokens([rows], alike, table.prompt_tokens)
+        least = 0.0 if self._batching.packed else self._trainer.least_spared or 0.0
+        return spared if spared >= least * sum(table.total_tokens[row] - 1 for row in rows) else 0
 
     def _mismatch(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
         """Of the tokens of the first optimizer step, for which the policy is what it was before the step."""

@@ -127,7 +127,8 @@ def _is_max(name: str) -> bool:
 class StepMetrics:
     """Metrics of a step of reinforcement learning.
 
-    samples: those that this rank counts. bound: S, the most steps by which a sample may be older than the step.
+    ages: see `age_sums`, of samples that are computed. bound: S, the most steps by which a sample may be older than
+    the step.
     names: short ones of the rewards.
     """
 
@@ -135,12 +136,12 @@ class StepMetrics:
         self,
         table: StepTable,
         advantages: Sequence[float],
-        samples: Mapping[int, TrainSample],
+        ages: Sequence[float],
         bound: int,
         names: Mapping[str, str],
     ) -> None:
         self._table, self._advantages, self._bound, self._names = table, advantages, bound, names
-        self._ages = age_sums(table.step, samples.values(), bound)
+        self._ages = ages
         self._sums, self._mismatch = PartSums(), PartSums()
         self._tokens: list[int] = []
         self.facts: Metrics = {}

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from controller.client import ControllerError
@@ -87,6 +87,8 @@ class WeightFollower:
         self._fetching = 0
         self._ready: Arrival | None = None
         self._loading: Arrival | None = None
+        self._unreported = 0
+        """Bytes of arrivals that were overtaken before they were used: the next report has them too."""
         self._checked: Publication | None = None
         self._news = asyncio.Event()
         self._changed: list[Callable[[], None]] = []
@@ -143,9 +145,18 @@ class WeightFollower:
         weights = arrival.weights
         self._metrics.extra["fetch_seconds"] = weights.seconds["fetch"]
         if self.current is None or weights.publication.id > self.current.id:
+            self._drop_ready()
             self._ready = arrival
             self._news.set()
+        else:
+            self._unreported += weights.n_bytes
         return weights.publication.id
+
+    def _drop_ready(self) -> None:
+        """What is ready will not be used, if there is something."""
+        if self._ready is not None:
+            self._unreported += self._ready.weights.n_bytes
+        self._ready = None
 
     async def _failed(
         self, publication: Publication, known: int, failures: _Failures, error: WeightError
@@ -204,7 +215,7 @@ class WeightFollower:
             publication = report.publication or weights.publication
             self.current = publication
             if self._ready is not None and self._ready.weights.publication.id <= publication.id:
-                self._ready = None  # the host's copy was there already when the engine read it
+                self._drop_ready()  # the host's copy was there already when the engine read it
             for callback in self._changed:
                 callback()
             await self._settle(arrival, publication, report)
@@ -213,6 +224,7 @@ class WeightFollower:
         """Compare, log and report what is in use now."""
         weights = arrival.weights
         checksum = await self._engine.checksum() if self._check_is_due(publication) else None
+        problems = [] if checksum is None else _problems(publication, checksum)
         seconds = {
             **weights.seconds,
             "prepare": report.prepare_s,
@@ -223,6 +235,7 @@ class WeightFollower:
             seconds["read_back"] = report.verify_s
         if checksum is not None:
             seconds["checksum"] = checksum.seconds
+        overtaken, self._unreported = self._unreported, 0
         self._log(weights, publication, report, seconds)
         self._metrics.extra.update(
             prepare_seconds=report.prepare_s,
@@ -236,13 +249,14 @@ class WeightFollower:
             "; ".join(filter(None, (arrival.detail, report.detail))),
             mode=report.mode,
             transport=arrival.transport,
-            n_bytes=weights.n_bytes,
+            n_bytes=weights.n_bytes + overtaken,
             seconds=seconds,
             served_hash=(checksum and checksum.content_hash) or "",
+            differs=bool(problems),
         )
         if checksum is not None:
             try:
-                self._compare(publication, checksum)
+                self._compare(publication, checksum, problems)
             except WeightMismatch:
                 with contextlib.suppress(TimeoutError, ControllerError):
                     async with asyncio.timeout(FLUSH_S):
@@ -269,14 +283,9 @@ class WeightFollower:
         interval = self._config.checksum_interval
         return interval > 0 and abs(publication.version - self._checked.version) >= interval
 
-    def _compare(self, publication: Publication, checksum: Checksum) -> None:
+    def _compare(self, publication: Publication, checksum: Checksum, problems: Sequence[str]) -> None:
         """Raises `WeightMismatch` when what is served is not what was published."""
         self._checked = publication
-        problems = list(checksum.problems)
-        if checksum.content_hash not in (None, publication.content_hash):
-            problems.append(
-                f"their content hash is {checksum.content_hash}, the trainer's is {publication.content_hash}"
-            )
         if problems:
             raise WeightMismatch(
                 f"the weights being served are not those of version {publication.version}: "
@@ -290,3 +299,13 @@ class WeightFollower:
                 publication.version,
                 "bit by bit" if checksum.exact else "cast to the engine's type",
             )
+
+
+def _problems(publication: Publication, checksum: Checksum) -> list[str]:
+    """In what the weights being served are not those that were published; empty: in nothing that was compared."""
+    if checksum.content_hash in (None, publication.content_hash):
+        return checksum.problems
+    return [
+        *checksum.problems,
+        f"their content hash is {checksum.content_hash}, the trainer's is {publication.content_hash}",
+    ]

@@ -12,13 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.engines.base import EngineStats, Generation
+from rollout_worker.engines.base import EngineStats, Generation, GenerationRequest, SamplingSettings
+from rollout_worker.engines.vllm import engine as vllm_engine
+from rollout_worker.engines.vllm.adapter import Completion
 from rollout_worker.groups.pipeline import finish_reason
 from rollout_worker.groups.pushing import failed, to_sample
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.rewards.pool import PoolStats
 from rollout_worker.shutdown import ShutdownRequest
+from schema.config import Config
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample, encode_sample
 
@@ -196,6 +199,71 @@ def test_rates_look_back_ten_seconds_and_idle_counts_from_the_first_lease() -> N
     assert values["samples_per_s"] == pytest.approx(10.0)
     assert values["tokens_per_s"] == pytest.approx(100.0)
     assert values["idle_fraction"] == pytest.approx(1.0 / 29)
+
+
+class Inside:
+    """What the engine asks of vLLM, which has aborted a request a while after its task was cancelled."""
+
+    max_model_len, vocabulary, death = 64, 64, ""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        self.answer = asyncio.Event()
+
+    def progress(self) -> dict[str, int]:
+        return dict(self.tokens)
+
+    async def generate(self, name: str, *_: Any, **__: Any) -> Completion:
+        self.tokens[name] = 0
+        try:
+            await self.answer.wait()
+        finally:
+            del self.tokens[name]
+        await asyncio.sleep(0)
+        none = np.zeros(0, np.int32)
+        return Completion(
+            [5] * 30,
+            np.zeros(30, np.float32),
+            [(0, 0)],
+            "stop",
+            None,
+            none,
+            none,
+            np.zeros((0, 0, 0), np.uint8),
+        )
+
+
+def test_tokens_of_aborted_requests_stay_in_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "installed_version", lambda: "")
+    totals: list[int] = []
+
+    async def work() -> None:
+        engine, inside = vllm_engine.VllmEngine(Config.model_validate({}), frozenset()), Inside()
+        engine._adapter = inside  # type: ignore[assignment]
+        engine._gate.set()
+        settings = SamplingSettings(max_tokens=40)
+        engine.submit([GenerationRequest(name, [5], (1, 2), settings) for name in ("a", "b")])
+
+        async def look() -> None:
+            for _ in range(4):
+                totals.append(engine.stats().tokens)
+                await asyncio.sleep(0)
+
+        await look()
+        for name, tokens in (("a/0", 10), ("b/0", 20), ("b/1", 30)):
+            inside.tokens[name] = tokens
+        await look()
+        inside.tokens["a/1"] = 5
+        engine.abort(["a"])
+        await look()
+        inside.answer.set()
+        await look()
+        assert (engine.stats().samples, engine.stats().longest) == (2, 0)
+        engine.abort(["a", "b"])
+
+    asyncio.run(work())
+    assert totals == sorted(totals)
+    assert list(dict.fromkeys(totals)) == [0, 60, 65, 75]
 
 
 # ---- shutdown ------------------------------------------------------------------------------------------------

@@ -288,11 +288,10 @@ class VllmAdapter:
             raise EngineConfigError(f"vLLM refuses the sampling settings: {error}") from error
         raise EngineFailed(f"vLLM ended request {request_id} without an output")
 
-    def progress(self) -> tuple[int, int, int]:
-        """Requests inside of vLLM that have generated something, their tokens, and those of the longest."""
+    def progress(self) -> dict[str, int]:
+        """Tokens that each request inside of vLLM has generated so far, by the id that `generate` was given."""
         started = [state for state in self._llm.output_processor.request_states.values() if state.detokenizer]
-        counts = [state.detokenizer.num_output_tokens() for state in started]
-        return sum(count > 0 for count in counts), sum(counts), max(counts, default=0)
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in started}
 
     # ---- weights ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,7 +107,7 @@ class VllmEngine:
         self._finished: list[Generation] = []
         self._news = asyncio.Event()
         self._idle = _IdleClock()
-        self._samples = self._tokens = 0
+        self._samples, self._tokens = 0, _TokenTotal()
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class VllmEngine:
                 task.add_done_callback(functools.partial(self._forget, request.request_id))
 
     async def _run(self, request: GenerationRequest, index: int) -> None:
-        adapter = self._running()
+        adapter, name, tokens = self._running(), f"{request.request_id}/{index}", 0
         try:
             arguments = sampling_arguments(
                 request.settings_of(index),
@@ -190,16 +190,18 @@ class VllmEngine:
             )
             await self._gate.wait()
             version = self.version
-            name, salt = f"{request.request_id}/{index}", str(self._loads)
+            salt = str(self._loads)
             completion = await adapter.generate(
                 name, request.prompt_token_ids, arguments, salt, experts=request.settings.routing != "none"
             )
             generation = self._generation(request, index, completion, version)
+            tokens = len(generation.token_ids)
         except EngineError as error:
             self._fail(error)
             return
+        finally:
+            self._tokens.end(name, tokens)
         self._samples += 1
-        self._tokens += len(generation.token_ids)
         self._finished.append(generation)
         self._news.set()
 
@@ -253,6 +255,8 @@ class VllmEngine:
 
     def abort(self, request_ids: Collection[str]) -> None:
         """Forget requests: their tasks are cancelled, which aborts them inside of vLLM."""
+        if self._adapter is not None and any(request_id in self._tasks for request_id in request_ids):
+            self._tokens.see(self._adapter.progress())
         for request_id in request_ids:
             for task in self._tasks.pop(request_id, ()):
                 task.cancel()
@@ -416,10 +420,12 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         inside = sum(map(len, self._tasks.values()))
-        running, tokens, longest = (0, 0, 0) if self._adapter is None else self._adapter.progress()
-        running = min(running, inside)
+        progress = {} if self._adapter is None else self._adapter.progress()
+        self._tokens.see(progress)
+        running = min(sum(tokens > 0 for tokens in progress.values()), inside)
+        longest = max(progress.values(), default=0)
         return EngineStats(
-            self._idle.seconds(), self._samples, self._tokens + tokens, running, inside - running, longest
+            self._idle.seconds(), self._samples, self._tokens.total, running, inside - running, longest
         )
 
     # ---- failure ------------------------------------------------------------------------------------------
@@ -440,6 +446,25 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
         return self._adapter
+
+
+class _TokenTotal:
+    """Tokens that were generated, each once, whatever became of its request: the total never falls. Pure."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seen: dict[str, int] = {}
+        """Tokens of requests inside of vLLM that are in the total already."""
+
+    def see(self, progress: Mapping[str, int]) -> None:
+        """Tokens of each request so far."""
+        for name, tokens in progress.items():
+            self.total += max(tokens - self._seen.get(name, 0), 0)
+            self._seen[name] = tokens
+
+    def end(self, name: str, tokens: int) -> None:
+        """A request has left vLLM with so many tokens; 0: it was aborted, and what was seen of it counts."""
+        self.total += max(tokens - self._seen.pop(name, 0), 0)
 
 
 class _IdleClock:

@@ -66,7 +66,14 @@ class UpdateReport(Message):
         pattern=PLAIN,
         description="Content hash computed from the weights being served; empty: not computed this time.",
     )
-    n_bytes: Count = Field(default=0, description="Bytes that were fetched for it.")
+    differs: bool = Field(
+        default=False,
+        description="Whether a comparison found other weights than the trainer's, which may leave no hash.",
+    )
+    n_bytes: Count = Field(
+        default=0,
+        description="Bytes that were fetched for it, and for earlier ones that were overtaken before use.",
+    )
     seconds: Seconds = Field(default_factory=dict)
     detail: Prose = Field(
         default="",
@@ -84,7 +91,7 @@ class ReplicaUpdate(Message):
     transport: Transport
     mode: UpdateMode
     checked: bool | None = Field(
-        description="Whether the served weights have the trainer's hash; null: not compared."
+        description="Whether the served weights were found to be the trainer's; null: not compared."
     )
     n_bytes: int
     seconds: dict[str, float]

@@ -162,7 +162,7 @@ class HeartbeatRequest(Message):
     )
     sequence: int = Field(
         default_factory=lambda: time.monotonic_ns() // 1000,
-        description="Rises from beat to beat; one that comes late, or twice, says nothing about leases any more.",
+        description="Rises from beat to beat; one that comes late, or twice, says no more than that it lives.",
     )
     status: Text = Field(default="", description="What it is doing, for people.")
     gauges: dict[MetricName, float] = Field(

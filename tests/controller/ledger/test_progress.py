@@ -87,3 +87,32 @@ def test_the_counter_counts_each_step_once() -> None:
     assert StepCounter.restore(2, counter.header()).header() == counter.header()
     with pytest.raises(ApiError):
         counter.rewind(2)
+
+
+@pytest.mark.parametrize("restarted", [True, False], ids=["controller restarted", "paused and resumed"])
+def test_a_standstill_is_not_in_the_speed(restarted: bool) -> None:
+    log = log_of(*range(10))
+    if restarted:
+        log = StepLog(row for row in log.take_changes().values() if row is not None)
+    else:
+        log.begin_window()
+    speeds = []
+    for number, at in enumerate((36000.0, 36002.0, 36004.0), start=10):
+        log.add(StepRecord(step=number, at=at, metrics={}), 10, 100)
+        speeds.append(log.recent())
+    assert [(speed.samples_per_s, speed.step_s) for speed in speeds] == [(10.0, 1.0), (5.0, 2.0), (5.0, 2.0)]
+    log.rewind(4)
+    assert log.recent().step_s == 1.0, "what is left is of before"
+    for number, at in enumerate((36010.0, 36014.0), start=4):
+        log.add(StepRecord(step=number, at=at, metrics={}), 10, 100)
+    assert log.recent().step_s == 4.0
+
+
+def test_the_newest_value_is_of_the_last_step_that_has_one() -> None:
+    log = StepLog()
+    assert log.newest("reward_mean") is None
+    for step, metrics in enumerate(({"reward_mean": 0.0, "loss": 1.0}, {"reward_mean": 0.5}, {"loss": 2.0})):
+        log.add(StepRecord(step=step, at=1.0, metrics=metrics), 1, 1)
+    assert [log.newest(name) for name in ("reward_mean", "loss", "entropy")] == [0.5, 2.0, None]
+    log.rewind(0)
+    assert log.newest("reward_mean") is None

@@ -91,9 +91,11 @@ def test_fallbacks_and_checks_are_counted() -> None:
     updates.report(publication(), update("a", transport="collective", served_hash="c"), "collective", 0.0)
     updates.report(publication(), update("b", served_hash="other"), "collective", 0.0)
     updates.report(publication(), update("c", status="unreadable"), "collective", 0.0)
-    assert (updates.fallbacks, updates.unreadable) == (1, 1)
-    assert (updates.checks[True], updates.checks[False]) == (1, 1)
-    assert [found.checked for found in updates.of(1)] == [True, False, None]
+    updates.report(publication(), update("d", transport="collective", differs=True), "collective", 0.0)
+    updates.report(publication(), update("e", served_hash="c", differs=True), "collective", 0.0)
+    assert (updates.fallbacks, updates.unreadable) == (2, 1)
+    assert (updates.checks[True], updates.checks[False]) == (1, 3)
+    assert [found.checked for found in updates.of(1)] == [True, False, None, False, False]
 
 
 def test_buckets_are_cumulative() -> None:

@@ -338,6 +338,13 @@ def test_gauges_and_versions_are_shown(stage: Stage) -> None:
     infos = {info.name: info for info in user.send(api.replicas())}
     assert infos["rollout-0"].status == "generating"
     assert infos["rollout-0"].gauges == {"idle_fraction": 0.25}
+    rollout.leave()
+    assert user.send(api.job()).idle == {"policy": 0.5}, "a replica that is gone is not idle"
+    ended = user.send(api.operate("stop"))
+    assert ended.idle == {"policy": 0.5, "rollout": 0.25}, "how it was, for the summary"
+    user.send(api.operate("resume"))
+    stage.trainer(served).register(resume_step=0)
+    assert user.send(api.job()).reward is None, "every step is undone"
 
 
 def test_the_two_roles_do_not_share_a_name(stage: Stage) -> None:

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from controller.state.alarms import BEGINNING, WINDOW, Alarms, Change
+from controller.state.alarms import BEGINNING, COLLAPSES, WINDOW, Alarms, Change
+from controller.state.step_log import StepLog
 from schema.wire.messages import StepRecord, ValidationRecord
 
 HEALTHY = {
@@ -55,10 +56,41 @@ def test_an_alarm_begins_and_is_over(name: str, metrics: dict[str, float]) -> No
     assert alarms.active == {}
 
 
+@pytest.mark.parametrize("without", [1, BEGINNING, 40])
+def test_first_steps_without_entropy_do_not_silence_its_alarm(without: int) -> None:
+    """The critic warms up, or everything is masked."""
+    records = [
+        StepRecord(
+            step=n, at=1.0, metrics={} if n < without or n == 65 else {"entropy": 2.0 if n < 60 else 0.01}
+        )
+        for n in range(69)
+    ]
+    alarms, stored = Alarms({}), StepLog()
+    for record in records:
+        alarms.step(record)
+        stored.add(record, 1, 1)
+    assert alarms.active.keys() == {"entropy"}
+    again = Alarms({})
+    again.restore(stored.ends(WINDOW + 1, BEGINNING, COLLAPSES), [])
+    assert again.active == alarms.active, "nor in a controller that starts again"
+    alarms.rewind(without + 4)
+    assert feed(alarms, 3, without + 4, entropy=0.01) == [
+        Change("entropy", text, False) for text in again.active.values()
+    ], "four first values are left"
+
+
 def test_one_low_step_is_not_a_collapse() -> None:
     alarms = Alarms({})
     low = feed(alarms, 1, 20, entropy=0.0, zero_variance_fraction=1.0)
     assert feed(alarms, 20) + low + feed(alarms, 20, 21) == []
+
+
+def test_the_penalty_for_long_answers_is_a_part_of_the_score() -> None:
+    alarms = Alarms({"right": 1.0, "format": 0.1})
+    parts = {"reward/right": 0.0, "reward/format": 1.0}
+    assert feed(alarms, WINDOW, **parts, **{"reward/overlong": -0.9}) == []
+    (begun,) = feed(alarms, WINDOW, WINDOW, **parts)
+    assert begun.text.startswith("100% of the score come from the reward format")
 
 
 def test_answers_that_nothing_compares_may_all_be_alike() -> None:

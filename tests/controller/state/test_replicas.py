@@ -90,6 +90,20 @@ def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was(registry: R
     assert replica.state == "draining"
 
 
+def test_a_beat_that_comes_late_only_says_that_it_lives(registry: Registry) -> None:
+    replica = registry.register(request(), 0.0).replica
+    for at, (sequence, number, is_news) in enumerate(
+        [(5, 50, True), (4, 10, False), (5, 20, False), (6, 60, True)]
+    ):
+        gauges = {"reward_attempts": float(number), "running": 1.0 * number}
+        facts = {"version": number, "fetching": number, "status": str(number), "gauges": gauges}
+        beat = HeartbeatRequest.model_validate({"incarnation": 1, "sequence": sequence, **facts})
+        before = {name: getattr(replica, name) for name in facts}
+        assert registry.beat(replica, float(at), beat) is is_news
+        assert {name: getattr(replica, name) for name in facts} == (facts if is_news else before)
+        assert replica.last_seen == at
+
+
 def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_used_again(
     registry: Registry,
 ) -> None:

@@ -28,6 +28,7 @@ from policy_worker.algorithms.losses import (
     segment_mean,
     token_weights,
 )
+from policy_worker.algorithms.mismatch import mismatch_sums
 from policy_worker.errors import OwnCodeFailedError, SettingsError
 
 CLIP = Clip(low=0.2, high=0.28, dual=3.0)
@@ -117,6 +118,8 @@ def test_geo_mean_by_hand():
     assert facts.logprobs.grad is not None
     assert facts.logprobs.grad.tolist() == pytest.approx([0.0, expected / 2], rel=1e-9)
     assert found.clipped.tolist() == [True, False]
+    idle = policy_loss_of("geo_mean").loss_fn(tokens([2.0, 0.5, 1.5, 0.5], [0.0, 0.0, 1.0, -1.0]), CLIP)
+    assert idle.clipped.tolist() == [False, False, True, True], "an advantage of 0 points to no side"
 
 
 @pytest.mark.parametrize(
@@ -200,10 +203,23 @@ def test_an_adaptive_coefficient_by_hand():
 
 
 def test_k3_by_hand():
-    log_p = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
-    log_q = torch.tensor([-1.0, -1.5, -60.0], dtype=torch.float64)
-    expected = [0.0, math.exp(-0.5) + 0.5 - 1, 10.0]
+    log_p = torch.tensor([-1.0, -1.0, -60.0, -6.0, -60.0], dtype=torch.float64)
+    log_q = torch.tensor([-1.0, -1.5, -100.0, -1.0, -1.0], dtype=torch.float64)
+    expected = [0.0, math.exp(-0.5) + 0.5 - 1, math.exp(-20) + 19, math.exp(5) - 6, math.exp(20) - 21]
     assert k3(log_p, log_q).tolist() == pytest.approx(expected, rel=1e-12)
+    assert kl_penalty(log_p, log_q, "k3").tolist() == pytest.approx([*expected[:2], 10.0, 10.0, 10.0])
+
+
+def test_metrics_of_kl_are_not_cut():
+    """One of two tokens is e^5 times likelier than it was: 10 is what a loss would see of it at most."""
+    facts = tokens([math.exp(5), 1.0], [1.0, 1.0])
+    facts = replace(facts, ref_logprobs=facts.logprobs + facts.logprobs - facts.old_logprobs)
+    _, parts = policy_objective(
+        facts, Normalizers(tokens=2, samples=1), LossConfig("grpo", CLIP, "token-mean")
+    )
+    sums = mismatch_sums(facts.logprobs, facts.old_logprobs, {"engine": facts.mask}, 2.0)
+    for found in (parts["behaviour_kl"], parts["reference_kl"], sums["engine_k3"]):
+        assert found.item() == pytest.approx(math.exp(5) - 6)
 
 
 def test_k3_keeps_its_digits_near_zero():

@@ -13,6 +13,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_critic
 from policy_worker.model.model import ValueModel, prepare_model
 from policy_worker.parallel.group import Group
+from policy_worker.training.critic import fit
 from schema.config import Config
 from schema.wire.sample import Sample
 from tests.policy_worker.material import (
@@ -174,3 +175,18 @@ def test_a_critic_of_layers_that_mix_sequences_is_refused():
     lm.forward = lambda **given: forward(**{**given, "position_ids": None})
     with pytest.raises(SettingsError, match="sequences in one row see each other"):
         prepare_model(ValueModel(lm), packed=True, recompute=False)
+
+
+@pytest.mark.parametrize("constant", [1.0, 0.7, 10.1, 1000.1, 1e-7])
+def test_returns_that_do_not_vary_have_no_explained_variance(constant: float):
+    def fitted(gain: torch.Tensor) -> dict[str, float]:
+        value = torch.linspace(-1.0, 1.0, len(gain), dtype=torch.float64) * constant
+        error = gain - value
+        parts = (value, gain, gain.square(), error, error.square())
+        return fit([float(len(gain)), *(float(x.sum()) for x in parts)])
+
+    for n in (1, 100, 1000, 100_003):
+        same = torch.full([n], constant, dtype=torch.float64)
+        assert "critic/explained_variance" not in fitted(same), n
+    varying = constant * (1 + torch.linspace(-0.001, 0.001, 1000, dtype=torch.float64))
+    assert fitted(varying)["critic/explained_variance"] == pytest.approx(1 - 0.999**2 / 1e-6, rel=1e-3)

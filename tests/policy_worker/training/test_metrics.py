@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from policy_worker.training.metrics import (
     age_sums,
     table_metrics,
 )
+from schema.config import Config
 from schema.wire.batch import encode_batch
 from schema.wire.messages import MOST_TRAINED, CommitRequest
 from schema.wire.sample import Sample, encode_sample
@@ -194,20 +197,65 @@ def test_each_metric_of_a_hand_made_step_is_what_docs_metrics_says(group: Group)
     assert metrics["entropy"] == pytest.approx(sum(entropies) / 15, rel=rounding(1e-5))
 
 
+def of_step(group: Group, config: Config, samples: Sequence[Sample], step: int = 0) -> Metrics:
+    bound = config.grpo.allowed_outdated_steps
+    source = BatchSource(group, lambda call: encode_step(samples, step=step), 1, bound)
+    return train_step(Grpo(config, make_trainer(config, group), source), step)
+
+
+CUT = {"sample_masks": {"truncated": True}}
+
+
 def test_what_has_no_denominator_is_absent(group: Group):
     samples = [
         make_sample(0, [3, 4], [5, 6], [-1.0] * 2, None, finish_reason="overlong", error=None),
         make_sample(1, [3, 4], [], [], None, version=-1),
     ]
-    config = make_config({"sample_masks": {"truncated": True}})
-    source = BatchSource(group, lambda call: encode_step(samples), 1, 0)
-    metrics = train_step(Grpo(config, make_trainer(config, group), source), 0)
-    del metrics["ahead_fraction"]
-    assert metrics == {
+    assert of_step(group, make_config(CUT), samples) == {
         "sampled": 2, "samples": 0, "tokens": 0, "truncated_fraction": 0.5, "truncated_unscored_fraction": 0.5,
         "overlong_fraction": 0.5, "failed_fraction": 0.5, "masked_fraction/truncated": 0, "computed_fraction": 0,
-        "shared_fraction": 0, "response_tokens_mean": 2, "optimizer_steps": 0, "lr": 1e-3,
+        "response_tokens_mean": 2, "optimizer_steps": 0, "lr": 1e-3,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("grpo", "critic", "n_cut", "computed"),
+    [
+        ({"advantage_estimator": "gae"}, {"warmup_steps": 3}, 0, 0),
+        (CUT, {}, 8, 0),
+        ({**CUT, "batch_size_per_optimize": 4}, {}, 4, 4),
+        ({**CUT, "batch_size_per_optimize": 4, "mu_iterations": 2}, {}, 4, 4),
+    ],
+    ids=["only the critic learns", "all masked", "a mini-batch masked", "a mini-batch masked, twice"],
+)
+def test_what_no_optimizer_step_computes_is_not_called_computed(
+    group: Group, grpo: dict[str, Any], critic: dict[str, Any], n_cut: int, computed: int
+):
+    samples = [
+        make_sample(
+            i, [3] * 9, [5, 6, 7], [-1.0] * 3, i % 2, version=1 if i < 4 else 2,
+            finish_reason="length" if i < n_cut else "stop",
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    config = make_config({"allowed_outdated_steps": 2, "mini_batch": 4, **grpo}, critic=critic)
+    metrics = of_step(group, config, samples, 2)
+    assert metrics["computed_fraction"] == computed / 8
+    names = {"staleness_tokens/0", "staleness_tokens_mean", "shared_fraction", "entropy"}
+    assert names & metrics.keys() == (names if computed else set())
+    if computed:
+        assert metrics["staleness_tokens/0"] == 1, "the masked ones are those of an older version"
+        assert metrics["shared_fraction"] == (0.5625 if group.device.type == "cpu" else 0.0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prompts_that_padded_rows_compute_again_are_not_called_shared(group: Group, packed: bool):
+    """Two groups, a micro-batch each; of the longer one sharing would spare 6 of 244 inputs."""
+    samples = [make_sample(i, [3] * 30, [5 + i] * 4, [-4.0] * 4, i % 2) for i in range(4)]
+    samples += [make_sample(i, [4] * 2, [5 + i] * 60, [-4.0] * 60, i % 2) for i in range(4)]
+    config = make_config({"mini_batch": 4}, {"sequence_packing": packed})
+    spared = 0 if group.device.type != "cpu" else 96 if packed else 90
+    assert of_step(group, config, samples)["shared_fraction"] == spared / (4 * 34 + 4 * 62)
 
 
 def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: Group):
