@@ -2,8 +2,8 @@
 
 A target is a run directory, a directory of runs (the newest counts), the files of a configuration (their
 `train.output_dir`; the environment and --set count as in the run), or the URL of a controller, for which the user
-token comes from COSMOS_TOKEN. In another user's run directory that one is of no use: its files say where a token is
-sent, and whom to trust there.
+token comes from COSMOS_TOKEN. In another user's run that one is of no use: its files say where a token is sent, and
+whom to trust there.
 """
 
 from __future__ import annotations

@@ -160,26 +160,30 @@ class RunDir:
 
     @property
     def is_own(self) -> bool:
-        """Whether this user, or root, has made the directory: what lies in it can be believed."""
+        """Whether this user, or root, has started the run: its files can be believed."""
         try:
-            return self.path.stat().st_uid in (os.geteuid(), 0)
+            return self._owner() in (os.geteuid(), 0)
         except OSError:
             return False
 
     def read_of_owner(self, path: Path) -> dict[str, Any] | None:
         """A JSON object that decides where a token is sent; None if there is none, or it is damaged.
 
-        It counts only where it belongs to whom the directory does, as the tokens must: so nobody's address gets a
+        It counts only where it belongs to whom config.json does, as the tokens must: so nobody's address gets a
         token that is not its own.
         """
         return _object(self._of_owner(path))
+
+    def _owner(self) -> int:
+        """The user who started the run; he need not have made its directory. Raises OSError."""
+        return (self.config_json if self.config_json.exists() else self.path).stat().st_uid
 
     def _of_owner(self, path: Path) -> str | None:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO is not waited for
             with os.fdopen(handle, encoding="utf-8") as file:
                 found = os.fstat(handle)
-                same = stat.S_ISREG(found.st_mode) and found.st_uid == self.path.stat().st_uid
+                same = stat.S_ISREG(found.st_mode) and found.st_uid == self._owner()
                 return file.read() if same else None
         except (OSError, UnicodeDecodeError):
             return None

@@ -326,6 +326,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep the jobs in this new directory")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job is ended, too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job would inherit what nohup ignores
     chosen = [
         row for row in rows() if options.only in row.process and row.number.name.endswith(options.signal)
     ]
