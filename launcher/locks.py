@@ -40,7 +40,7 @@ def has_open(pid: int, path: Path) -> bool:
     user's, which the system does not let us see, or one of the two is gone."""
     meant = path.stat()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # closed just now
+        with suppress(OSError):  # closed just now, or of a file system that does not answer
             found = os.stat(f"/proc/{pid}/fd/{name}")
             if (found.st_dev, found.st_ino) == (meant.st_dev, meant.st_ino):
                 return True

@@ -146,7 +146,7 @@ def latest_publication(
 def report_update(publication_id: int, request: m.UpdateReport) -> Call[None]:
     """Report what came of a publication: applied, or unreadable."""
     path = f"/v1/publications/{publication_id}/reports"
-    # A controller that is older knows no field that came later, and most reports need none.
+    # An older controller refuses fields that it does not have; most reports leave them at their defaults.
     return Call("POST", path, _nothing, body=request.model_dump_json(exclude_defaults=True).encode())
 
 

@@ -157,10 +157,11 @@ class PublicationService:
             if not job.publications.begins_after(publication.id):
                 self._want_anchor()
         if is_equal(publication, report) is False:
-            served = report.served_hash or "not known"
+            hashes = f"their hash is {report.served_hash}, the trainer's is {publication.content_hash}"
+            if report.served_hash in ("", publication.content_hash):
+                hashes = "a comparison found other tensors"
             job.facts.last_error = (
-                f"{who} serves weights that are not those of version {publication.version}: their hash is {served}, "
-                f"the trainer's is {publication.content_hash}"
+                f"{who} serves weights that are not those of version {publication.version}: {hashes}"
             )
             log.error("%s", job.facts.last_error)
 

@@ -229,6 +229,7 @@ class Job:
 
     def _say_rewind(self, step: int) -> None:
         self.alarms.rewind(step)
+        self.steps.begin_window()
         self.facts.last_score = None  # of a step that is undone
         self.scaling.restart()
         text = f"training goes back to the checkpoint after {step} steps"

@@ -38,6 +38,7 @@ from controller.store.lock import LOOK, Attempt, Holder, Term, attempt, elapsed
 from controller.store.payloads import Payload, PayloadKey, RedisPayloads
 from controller.store.server_check import BACKOFF, ServerFacts, server_facts
 from schema.config.secrets import cut
+from schema.util.tls import redis_options
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ class StateStore:
             Held: another controller is in charge.
         """
         options: dict[str, Any] = {"socket_timeout": REPLY_TIMEOUT, "retry": Retry(NoBackoff(), 0)}
+        options |= redis_options(url)
         if password:
             options["password"] = password
         if connection_class is not None:

@@ -77,6 +77,12 @@ def _stop_without_launcher(target: Target, run: RunDir, now: bool) -> str:
     if not now:
         return f"its launcher is gone already ({', '.join(left)} left to end)"
     count = signal_keepers(run, signal.SIGINT)
+    if not count and not _gone(run, AGAIN):
+        raise LaunchError(
+            f"the keepers of {', '.join(run.leaving())} cannot be signalled from here",
+            "stop the run as the user who started it, on its machine",
+            EXIT_FAILED,
+        )
     if not _gone(run, KILL_SECONDS):
         raise _not_over(run, KILL_SECONDS)
     return f"killed {count} processes whose launcher was gone"
@@ -173,12 +179,12 @@ def _send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> boo
             return False
         signal.pidfd_send_signal(handle, number)
         signal.pidfd_send_signal(handle, signal.SIGCONT)  # one that was stopped acts on it, too
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):
         return False
     except PermissionError:
         raise LaunchError(
             f"process {pid} of this run belongs to another user and cannot be signalled",
-            "stop the run as the user who started it",
+            "stop the run as the user who started it (root sees it only with CAP_SYS_PTRACE)",
             EXIT_FAILED,
         ) from None
     finally:

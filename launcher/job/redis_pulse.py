@@ -105,7 +105,9 @@ def _opener(url: str) -> Opener:
     """How to connect to the server of an address, which redis-py reads as it does for the controller."""
     from redis.asyncio import ConnectionPool, SSLConnection, UnixDomainSocketConnection
 
-    connection = ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]
+    from schema.util.tls import redis_options
+
+    connection = ConnectionPool.from_url(url, **redis_options(url)).make_connection()  # type: ignore[no-untyped-call]
     if isinstance(connection, UnixDomainSocketConnection):
         return partial(asyncio.open_unix_connection, connection.path)
     tls = connection.ssl_context.get() if isinstance(connection, SSLConnection) else None

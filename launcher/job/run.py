@@ -130,7 +130,7 @@ def launch(
         if goes_on:
             if leaving := run.leaving():
                 screen.event(f"waiting for processes of an earlier start to leave ({', '.join(leaving)})")
-            from launcher.job.trackers import CLOSE_SECONDS
+            from launcher.job.trackers import CLOSE_SECONDS  # with asyncio, for which a dry run need not wait
 
             # Workers, controller and Redis leave one after the other, each within that time.
             run.wait_until_left(3 * nsight.grace(checked.config) + CLOSE_SECONDS)

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.restarts import Role
 from schema.util.atomic_file import write_text
+from schema.util.host import short_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from schema.config import RedisConfig
 
-MAX_SOCKET_PATH = 107
 CONNECT_TIMEOUT = 5.0
 READY_POLL = 0.02
 MIN_VERSION = (6, 2)
@@ -86,7 +86,7 @@ def embedded(data_dir: Path) -> RedisServer:
     """
     note = data_dir / "socket-directory"
     _remove_left(note)
-    directory = tempfile.mkdtemp(prefix="cosmos-", dir=_short_directory())
+    directory = tempfile.mkdtemp(prefix="cosmos-", dir=short_directory(len("/cosmos-01234567/redis.sock")))
     socket = os.path.join(directory, "redis.sock")
     binary = valkey_binary()
     if binary is None:
@@ -125,13 +125,6 @@ def valkey_binary() -> Path | None:
     return None
 
 
-def _short_directory() -> str:
-    """A directory whose sockets fit into sun_path: the system's temporary one, else /tmp."""
-    room = MAX_SOCKET_PATH - len("/cosmos-XXXXXXXX/redis.sock")
-    chosen = tempfile.gettempdir()
-    return chosen if len(os.fsencode(chosen)) <= room else "/tmp"  # noqa: S108 - the folder made in it is 0700
-
-
 async def wait_ready(url: str, timeout: float) -> bool:
     """Wait until a server on a unix socket answers PING (it first loads its append-only file)."""
     import asyncio  # 60 ms that `validate`, which looks for the binary, need not spend
@@ -167,6 +160,7 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
     from redis.retry import Retry
 
     from schema.config.secrets import cut
+    from schema.util.tls import redis_options
 
     shown = cut(server.url).partition("?")[0]
     # A password in the address counts before this one.
@@ -178,6 +172,7 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
             socket_connect_timeout=CONNECT_TIMEOUT,
             retry=Retry(NoBackoff(), 0),
             **extra,
+            **redis_options(server.url),
         )
         with client:
             give_up = time.monotonic() + CONNECT_TIMEOUT

@@ -169,13 +169,13 @@ class RunDir:
     def read_of_owner(self, path: Path) -> dict[str, Any] | None:
         """A JSON object that decides where a token is sent; None if there is none, or it is damaged.
 
-        It counts only where it belongs to whom config.json does, as the tokens must: so nobody's address gets a
-        token that is not its own.
+        It is read only if it has the same owner as config.json, as the tokens must, so that no other user can
+        redirect a token.
         """
         return _object(self._of_owner(path))
 
     def _owner(self) -> int:
-        """The user who started the run; he need not have made its directory. Raises OSError."""
+        """The user who started the run, who may not own its directory. Raises OSError."""
         return (self.config_json if self.config_json.exists() else self.path).stat().st_uid
 
     def _of_owner(self, path: Path) -> str | None:
@@ -423,6 +423,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def _object(text: str | None) -> dict[str, Any] | None:
     try:
         data = json.loads(text or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -61,6 +63,7 @@ def check_encryption(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 OF_PROFILE = "endpoint_url in ~/.aws/config"
+FOR_BOTO = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", OF_PROFILE)
 ENVIRONMENT = {
     "AWS_ENDPOINT_URL_S3": "weights and checkpoints, with AWS_SESSION_TOKEN where that is set,",
     "AWS_ENDPOINT_URL": "weights and checkpoints, with AWS_SESSION_TOKEN where that is set,",
@@ -70,7 +73,7 @@ ENVIRONMENT = {
     "SWANLAB_API_HOST": "SWANLAB_API_KEY and all metrics",
     "MLFLOW_TRACKING_URI": "MLFLOW_TRACKING_TOKEN, MLFLOW_TRACKING_PASSWORD and all metrics",
 }
-"""Addresses that libraries read from the environment, and what goes there."""
+"""Addresses that libraries read from the environment, or from a file, and what goes there."""
 
 
 def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Problem]:
@@ -92,7 +95,7 @@ def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Proble
     found = []
     for name, sent in ENVIRONMENT.items():
         host = _plain_host(addresses.get(name, ""))
-        if host and (proxy := _proxy(host, env)):
+        if host and (proxy := _proxy(host, env, general=name not in FOR_BOTO)):
             message = (
                 f"{name} is an http:// address, and {proxy} is set: {sent} go in the clear through that proxy"
             )
@@ -105,14 +108,13 @@ def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Proble
 
 
 def _endpoint_of_profile(env: Mapping[str, str]) -> str:
-    """Of the profile that boto3 takes; "" where it has none."""
+    """Of the profile that boto3 takes; "" where it has none. A `services` section is not looked at."""
     from configparser import Error, RawConfigParser
-    from pathlib import Path
 
     profile = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
     files = RawConfigParser(strict=False)
     try:
-        files.read(Path(env.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser())
+        files.read(os.path.expanduser(env.get("AWS_CONFIG_FILE") or "~/.aws/config"))
     except (Error, OSError, UnicodeDecodeError):
         return ""  # boto3 says so
     section = profile if profile == "default" else f"profile {profile}"
@@ -128,15 +130,32 @@ def _plain_host(address: str) -> str:
     return (parts.hostname or "") if parts.scheme.lower() == "http" else ""
 
 
-def _proxy(host: str, env: Mapping[str, str]) -> str:
-    """The variable by which libraries send what goes to http://host through a proxy; "" where there is none."""
-    names = [name for name in env if name.lower() in ("http_proxy", "all_proxy") and env[name]]
+def _proxy(host: str, env: Mapping[str, str], *, general: bool) -> str:
+    """The variable by which a library sends what goes to http://host through a proxy; "" where there is none.
+
+    general: whether it reads ALL_PROXY, too.
+    """
+    read = ("http_proxy", "all_proxy") if general else ("http_proxy",)
+    names = [name for name in env if name.lower() in read and env[name]]
     if not names:
         return ""
     from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined] # typeshed lacks it
 
     excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
-    return "" if proxy_bypass_environment(host, {"no": excepted}) else min(names, key=_is_general)
+    if proxy_bypass_environment(host, {"no": excepted}) or _is_within(host, excepted):
+        return ""
+    return min(names, key=_is_general)
+
+
+def _is_within(host: str, networks: str) -> bool:
+    """Whether a number is of one of the networks (`10.0.0.0/8`) in a list with commas."""
+    from ipaddress import ip_address, ip_network
+
+    for network in networks.split(","):
+        with suppress(ValueError):
+            if "/" in network and ip_address(host) in ip_network(network.strip(), strict=False):
+                return True
+    return False
 
 
 def _is_general(name: str) -> bool:

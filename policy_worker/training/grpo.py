@@ -248,7 +248,7 @@ class Grpo:
         trained = own.keys() & computed_rows(updates)
         ages = age_sums(table.step, (own[row] for row in trained), self._source.bound)
         metrics = StepMetrics(table, advantages.by_sample, ages, self._source.bound, self._names)
-        metrics.facts = self._facts(updates, learned, table, tokens, alike)
+        metrics.facts = self._facts(updates, learned, table, tokens)
         if (ahead := self._source.ahead_fraction) is not None:
             metrics.facts["ahead_fraction"] = ahead
         metrics.facts |= unreplayed | {
@@ -470,30 +470,28 @@ class Grpo:
         return [int(value) for value in self._trainer.group.reduce(left, "sum")]
 
     def _facts(
-        self,
-        updates: Sequence[MiniBatch],
-        learned: Sequence[bool],
-        table: StepTable,
-        tokens: Sequence[int],
-        alike: Sequence[int] | None,
+        self, updates: Sequence[MiniBatch], learned: Sequence[bool], table: StepTable, tokens: Sequence[int]
     ) -> Metrics:
         """Shares of samples that are computed, of tokens that shared prompts spare, and that the loss leaves out."""
         rows = [row for row in range(table.n_samples) if learned[row]]
         facts = {"computed_fraction": len(computed_rows(updates)) / max(len(table.sampled), 1)}
         batches = [rows for mini_batch in updates for rank in mini_batch.ranks for rows in rank]
         if total := sum(table.total_tokens[row] for rows in batches for row in rows):
-            facts["shared_fraction"] = sum(self._spared(rows, table, alike) for rows in batches) / total
+            facts["shared_fraction"] = sum(self._spared(rows, table) for rows in batches) / total
         whole = sum(table.response_tokens[row] for row in rows)
         if whole and (self._leaves_out or self._masks != SampleMasks()):
             facts["left_out_fraction"] = 1 - sum(tokens[row] for row in rows) / whole
         return facts
 
-    def _spared(self, rows: Rows, table: StepTable, alike: Sequence[int] | None) -> int:
-        """Tokens that a micro-batch does not compute, of prompts that it has already; with a row per sample prompts
-        are shared only where that spares enough (see `collate`)."""
-        spared = 0 if alike is None else spared_tokens([rows], alike, table.prompt_tokens)
-        least = 0.0 if self._batching.packed else self._trainer.least_spared or 0.0
-        return spared if spared >= least * sum(table.total_tokens[row] - 1 for row in rows) else 0
+    def _spared(self, rows: Rows, table: StepTable) -> int:
+        """Tokens that a micro-batch does not compute, of prompts that it has already, as `collate` decides: a packed
+        one shares all, one with a row per sample only where that spares enough."""
+        least = self._trainer.least_spared
+        if least is None:
+            return 0
+        spared = spared_tokens([rows], table.group, table.prompt_tokens)
+        whole = sum(table.total_tokens[row] - 1 for row in rows)
+        return spared if self._batching.packed or spared >= least * whole else 0
 
     def _mismatch(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
         """Of the tokens of the first optimizer step, for which the policy is what it was before the step."""

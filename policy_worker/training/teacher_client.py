@@ -58,7 +58,7 @@ class TeacherClient:
 
     def __init__(self, teacher: TeacherConfig, vocabulary: int, api_key: str | None = None) -> None:
         self.teacher, self._vocabulary = teacher, vocabulary
-        # Not compressed: of what is, nobody knows how long it is.
+        # Uncompressed, so that a bound on bytes bounds memory.
         self._headers = {"accept-encoding": "identity"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -210,13 +210,14 @@ class TeacherClient:
             attempt += 1
             try:
                 async with http.stream(method, path, json=body) as answer:
-                    content = await self._content(answer, f"{method} {path}", most)
+                    again = answer.status_code >= 500 or answer.status_code in (408, 429)
+                    content = b"" if again else await self._content(answer, f"{method} {path}", most)
             except httpx.TransportError as error:
                 if (fault := _distrust(error)) is not None:
                     raise self._error(f"its certificate is not trusted: {fault}") from error
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
             else:
-                if answer.status_code < 500 and answer.status_code not in (408, 429):
+                if not again:
                     break
                 reason = f"HTTP {answer.status_code}"
             if self._down is None:
@@ -233,7 +234,7 @@ class TeacherClient:
             raise self._error(f"{method} {path} is refused with HTTP {answer.status_code}: {text}")
         try:
             found = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise self._error(f"{method} {path} is not answered with a JSON object")

@@ -22,7 +22,7 @@ SECRET_KEY = re.compile(
 _USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
 # What a password breaks that has a `/`, `?` or `#` in it: where a port would be is none.
 _BROKEN = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>(?!\[)[^/:@\s?#]*:)(?!\d{1,5}(?:[/?#]|$))[^@\s]*@"
+    r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<name>(?!\[)[^/:@\s?#]*:)(?!\d{1,5}(?:[/?#]|$))\S*@"
 )
 _PARAMETER = re.compile(
     r"(?P<mark>[?&])(?P<name>[A-Za-z0-9_.-]*?(?:token|password|passwd|pwd|secret|key|sig|signature|auth|credential|"
@@ -70,14 +70,18 @@ def _in_addresses(text: str, change: Callable[[str], str]) -> str:
     return _ADDRESS.sub(lambda match: change(match.group()), text) if "://" in text else text
 
 
+def _without_user(address: str, change: Callable[[re.Match[str]], str]) -> str:
+    changed, count = _USER.subn(change, address)
+    return changed if count else _BROKEN.sub(change, address)
+
+
 def _mask(address: str) -> str:
-    for users in (_USER, _BROKEN):
-        address = users.sub(lambda m: f"{m['scheme']}{m['name'] or ''}{MASK}@", address)
+    address = _without_user(address, lambda m: f"{m['scheme']}{m['name'] or ''}{MASK}@")
     return _PARAMETER.sub(rf"\g<mark>\g<name>{MASK}", address)
 
 
 def _cut(address: str) -> str:
-    head, mark, query = _BROKEN.sub(r"\g<scheme>", _USER.sub(r"\g<scheme>", address)).partition("?")
+    head, mark, query = _without_user(address, lambda m: m["scheme"]).partition("?")
     if not mark:
         return head
     query, hash_mark, fragment = query.partition("#")

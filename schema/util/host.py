@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 PROC = Path("/proc")
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of a unix socket (sun_path)."""
 
 
 @cache
@@ -19,13 +24,17 @@ def boot_id() -> str:
 
 
 def has_address(name: str) -> bool:
-    """Whether a name or number is an address of this machine: one can listen there. Raises `OSError` if it is not
-    known."""
+    """Whether a name or number is an address of this machine: one can listen there (anywhere, where the system allows
+    it, `net.ipv4.ip_nonlocal_bind`). Raises `OSError` if it is not known."""
     for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
             return True
     return False
+
+
+def short_directory(more: int) -> Path:
+    """Where directories of sockets are made: among the system's temporary files, or in /tmp where `more` bytes would
+    not fit behind that into a socket's address."""
+    chosen = tempfile.gettempdir()
+    return Path(chosen if len(os.fsencode(chosen)) + more <= MAX_SOCKET_PATH else "/tmp")  # noqa: S108 - 0700 each

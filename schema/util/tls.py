@@ -2,6 +2,7 @@
 
     server_context(cert, key)      what the controller listens with
     client_context(ca)             whom its callers trust: an authority of one's own, or those of the system
+    redis_options(url)             the same of redis-py, which makes its own
     faults(cert, key, ca, host)    both ends, put together in memory: what a caller would run into
 
 Both ends speak TLS 1.2 or newer.
@@ -54,6 +55,12 @@ def client_context(ca: str = "") -> ssl.SSLContext:
         raise TlsFileError(f"{ca} holds no certificate in PEM: {error}") from None
     context.minimum_version = OLDEST
     return context
+
+
+def redis_options(url: str) -> dict[str, ssl.TLSVersion]:
+    """What redis-py gets next to an address: else the interpreter's oldest protocol counts, which some distributions
+    leave to OpenSSL."""
+    return {"ssl_min_version": OLDEST} if url.startswith("rediss://") else {}
 
 
 def faults(cert: str, key: str, ca: str, host: str) -> list[str]:

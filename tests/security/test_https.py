@@ -317,7 +317,11 @@ def test_addresses_of_the_environment_without_tls_are_warnings(tmp_path: Path) -
     here, proxy = {"HF_ENDPOINT": "http://127.0.0.1:9000"}, {"all_proxy": "http://proxy:3128"}
     assert named({**here, **proxy}) == ["HF_ENDPOINT"]
     assert named({**here, **proxy, "NO_PROXY": "localhost,127.0.0.1"}) == []
+    assert named({**here, **proxy, "no_proxy": "10.0.0.0/8, 127.0.0.0/8"}) == []
     assert named({"HF_ENDPOINT": "https://h", **proxy}) == []
+    assert named({"AWS_ENDPOINT_URL": "http://127.0.0.1:9000", **proxy}, **bucket) == [], (
+        "boto3 does not read it"
+    )
     (tmp_path / "config").write_text(
         "[default]\nregion = x\n[profile far]\nendpoint_url = http://store:9000\n"
     )

@@ -31,6 +31,7 @@ ADDRESSES = [  # with the secret, cut, masked
     (f"https://h/a?X-Amz-Signature={S}", "https://h/a", "https://h/a?X-Amz-Signature=***"),
     (f"redis://me:{S}/x9@h:1/0", "redis://h:1/0", "redis://me:***@h:1/0"),
     (f"postgresql://:a#{S}?@h/db", "postgresql://h/db", "postgresql://:***@h/db"),
+    (f"redis://me:{S}/b@c@h:1", "redis://h:1", "redis://me:***@h:1"),
     (f"see https://u:{S}@h/a and b", "see https://h/a and b", "see https://u:***@h/a and b"),
 ]  # fmt: skip
 

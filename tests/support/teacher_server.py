@@ -26,7 +26,7 @@ SERVED = "tiny"
 
 class TeacherServer:
     """fault: "", "500" (out of order), "slow" (answers after `delay`), "other tokens", "fewer tokens", "above zero",
-    "nan", "refuses", "no log-probs", "endless", "compressed". seen: the bodies and authorization headers of
+    "nan", "refuses", "no log-probs", "endless", "compressed", "deep". seen: the bodies and authorization headers of
     completions.
     """
 
@@ -83,12 +83,15 @@ class TeacherServer:
         @app.post("/v1/completions")
         def completions(request: Request, body: dict[str, Any]) -> Any:
             self.seen.append((body, request.headers.get("authorization")))
-            if self.fault == "500":
-                return JSONResponse({"error": "out of order"}, 500)
+            if self.fault == "500":  # a gateway compresses its page, whatever it was asked
+                page = gzip.compress(b"out of order")
+                return PlainTextResponse(page, 500, headers={"content-encoding": "gzip"})
             if self.fault == "refuses":
                 return JSONResponse(
                     {"error": {"message": "prompt_logprobs is larger than --max-logprobs"}}, 400
                 )
+            if self.fault == "deep":
+                return PlainTextResponse("[" * 100_000)
             if self.fault == "endless":
                 return PlainTextResponse("[" * 2**24)
             if self.fault == "compressed":

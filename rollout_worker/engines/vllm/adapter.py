@@ -342,7 +342,7 @@ class VllmAdapter:
         """
         if self._lora_request is not None:
             found = await self._ask("cosmos_adapter", dict(place))
-            await self._llm.update_weight_version(str(version))
+            await self._answered(self._llm.update_weight_version(str(version)))
             return _update(found)
         await self._ask("cosmos_update", dict(place))
         return await self.apply(version)

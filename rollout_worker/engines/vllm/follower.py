@@ -77,7 +77,12 @@ def _heard(*_: Any) -> None:
 
 def _follow(leader: Leader, config: Config) -> int:
     before = processes.children()
-    scratch = Scratch()
+    try:
+        scratch = Scratch()
+    except OSError as error:
+        log.error("no directory for vLLM's temporary files: %s", error)
+        leader.tell_failure(f"no directory for vLLM's temporary files: {error}")
+        return FAILED
     over = in_daemon(leader.wait, "leader")
     ranks: Future[None] = in_daemon(lambda: _run(leader, config, scratch), "ranks")
     wait([over, ranks], return_when=FIRST_COMPLETED)

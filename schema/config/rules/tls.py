@@ -19,7 +19,7 @@ def redis_address_is_one(config: Config) -> Iterator[Problem]:
     try:
         _ = urlsplit(config.redis.url).port
     except ValueError:  # its text may hold a part of the password
-        message = "cannot be read: host or port is none (in a password, write / as %2F, # as %23, ? as %3F)"
+        message = "cannot be read: its host or port is not valid (in a password, write / as %2F, # as %23, ? as %3F)"
         hint = 'write redis.url = "rediss://host:6379/0", with COSMOS_REDIS_PASSWORD in the environment'
         yield Problem("redis.url", message, None, hint)
 

@@ -162,7 +162,7 @@ class HeartbeatRequest(Message):
     )
     sequence: int = Field(
         default_factory=lambda: time.monotonic_ns() // 1000,
-        description="Rises from beat to beat; one that comes late, or twice, says no more than that it lives.",
+        description="Rises from beat to beat; one that comes late, or twice, only says that the replica lives.",
     )
     status: Text = Field(default="", description="What it is doing, for people.")
     gauges: dict[MetricName, float] = Field(

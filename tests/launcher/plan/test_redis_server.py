@@ -16,7 +16,6 @@ import pytest
 import redis
 
 from launcher.plan.redis_server import (
-    MAX_SOCKET_PATH,
     RedisServer,
     RedisUnusableError,
     check,
@@ -26,6 +25,7 @@ from launcher.plan.redis_server import (
     wait_ready,
 )
 from schema.config import RedisConfig
+from schema.util.host import MAX_SOCKET_PATH
 from tests.support.waiting import PATIENCE, until
 
 

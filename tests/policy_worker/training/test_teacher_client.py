@@ -91,6 +91,7 @@ def test_it_teaches_what_a_local_model_teaches(
         ("no log-probs", "its answer has no prompt_logprobs"),
         ("endless", r"POST /v1/completions is answered with more than \d+ bytes"),
         ("compressed", "POST /v1/completions is answered with compressed data"),
+        ("deep", "POST /v1/completions is not answered with a JSON object"),
         ("refuses", "POST /v1/completions is refused with HTTP 400: .*--max-logprobs"),
     ],
 )
@@ -188,9 +189,10 @@ def test_a_server_without_tokenize_is_taken() -> None:
 def test_no_proxy_gets_what_goes_to_a_plain_teacher(
     server: TeacherServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HTTP_PROXY", "ALL_PROXY"):
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     assert asked(client_of(server)).found
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import pytest
 
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
-from rollout_worker.engines.vllm import scratch
+from rollout_worker.engines.vllm import adapter as vllm_adapter
 from rollout_worker.engines.vllm.adapter import VllmAdapter
 from rollout_worker.engines.vllm.processes import (
     MODULES,
@@ -31,6 +32,7 @@ from rollout_worker.engines.vllm.processes import (
 )
 from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
+from schema.util import host
 from tests.support.waiting import PATIENCE
 
 
@@ -137,25 +139,41 @@ def test_a_missing_vllm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         create_engine(config, None, frozenset())
 
 
-def test_processes_that_died_are_not_asked_for_ever() -> None:
-    """One that dies while vLLM boots, and after it has said that it is there: vLLM's own call never returns."""
+CALLS: dict[str, Callable[[VllmAdapter], Awaitable[object]]] = {
+    "begin": lambda adapter: adapter.begin(),
+    "pause": lambda adapter: adapter.pause(forget_cache=False),
+    "sleep": lambda adapter: adapter.sleep(),
+    "wake": lambda adapter: adapter.wake(),
+    "resume": lambda adapter: adapter.resume(),
+    "apply": lambda adapter: adapter.apply(1),
+    "load": lambda adapter: adapter.load({}, 1),
+}
 
-    async def never(*_: object) -> None:
+
+def test_processes_that_died_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies after it has said that it is there: vLLM's own calls never return."""
+    monkeypatch.setattr(vllm_adapter, "WATCH_SECONDS", 0.01)
+
+    async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
+
+    core = SimpleNamespace(call_utility_all_async=never, pause_scheduler_async=never)
+    vllm = SimpleNamespace(errored=False, engine_core=core, sleep=never, wake_up=never)
+    vllm.resume_generation = vllm.update_weight_version = never
 
     async def ask(engine: subprocess.Popen[bytes]) -> None:
         adapter = object.__new__(VllmAdapter)
-        adapter._llm = SimpleNamespace(
-            errored=False, engine_core=SimpleNamespace(call_utility_all_async=never)
-        )
-        adapter._members, adapter._processes = None, [psutil.Process(engine.pid)]
-        asked = asyncio.create_task(adapter.begin())
-        await asyncio.sleep(0)
+        adapter._llm, adapter._members, adapter._lora_request = vllm, None, None
+        adapter._processes = [psutil.Process(engine.pid)]
+        asked = {name: asyncio.ensure_future(call(adapter)) for name, call in CALLS.items()}
+        await asyncio.sleep(0.05)
+        assert not [name for name, one in asked.items() if one.done()]
         engine.kill()
         engine.wait(PATIENCE)
-        async with asyncio.timeout(PATIENCE):
-            with pytest.raises(EngineFailed, match="have died"):
-                await asked
+        for one in asked.values():
+            async with asyncio.timeout(PATIENCE):
+                with pytest.raises(EngineFailed, match="have died"):
+                    await one
 
     with subprocess.Popen(["sleep", "600"]) as engine:
         asyncio.run(ask(engine))
@@ -165,33 +183,39 @@ def test_what_a_killed_replica_has_left_is_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "LONGEST", 4096)
+    monkeypatch.setattr(host, "MAX_SOCKET_PATH", 4096)
     for name in ("VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR"):  # torch sets the latter in this process
         monkeypatch.delenv(name, raising=False)
     lives, killed = Scratch(), Scratch()
     (killed.path / "socket").touch()
-    assert killed._lock is not None
-    os.close(killed._lock)  # as the kernel does
-    (tmp_path / "cosmos-vllm-link").symlink_to(tmp_path)
+    for lock in killed._locks.values():
+        os.close(lock)  # as the kernel does
+    foreign = [tmp_path / "cosmos-vllm-anothers-1", tmp_path / f"{lives.path.name[:-8]}link"]
+    foreign[0].mkdir()  # of another machine, whose locks are not seen here
+    foreign[1].symlink_to(tmp_path)
     following = Scratch()
-    assert {path.name for path in tmp_path.iterdir()} == {
-        lives.path.name, following.path.name, "cosmos-vllm-link",
-    }  # fmt: skip
+    assert set(tmp_path.iterdir()) == {lives.path, following.path, *foreign}
     given = following.environment()
     assert given["TMPDIR"] == given["VLLM_RPC_BASE_PATH"] == str(following.path)
     assert Path(given["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path, "it outlives the replica"
     assert stat.S_IMODE(following.path.stat().st_mode) == 0o700
     for one in (lives, following, following):
         one.remove()
-    assert [path.name for path in tmp_path.iterdir()] == ["cosmos-vllm-link"]
+    assert set(tmp_path.iterdir()) == set(foreign)
 
 
-def test_sockets_fit_into_a_deep_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_fit_into_their_addresses_however_deep_temporary_files_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / ("d" * 60)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
     made = Scratch()
     try:
-        assert len(str(made.path / "00000000-0000-0000-0000-000000000000")) <= 107
+        given = made.environment()
+        assert Path(given["TMPDIR"]).parent == deep, "/tmp may be small"
+        assert len(given["VLLM_RPC_BASE_PATH"] + "/00000000-0000-0000-0000-000000000000") <= 107
     finally:
         made.remove()
+    assert not made.sockets.exists()
