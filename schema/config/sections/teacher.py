@@ -37,7 +37,7 @@ class TeacherConfig(Section):
     url: str | None = key(
         None,
         "A server with the OpenAI-compatible completions of vLLM, which returns log-probs of given tokens: its base, "
-        "without /v1. Either this or model.",
+        "without /v1. An http:// address is asked without a proxy. Either this or model.",
         pattern=r"^https?://[^\s/?#]+(/[^\s?#]*)?$",
         acts="request or reply: Where log-probs are asked for.",
         example="http://10.0.0.7:8000",
