@@ -2,7 +2,7 @@
 
 Speeds are over a sliding window while training goes on: (work of the steps after the window's first commit) /
 (time since that commit), up to the last commit: no clock is read. The first commit of a run starts it, so model
-loading and compilation before it never count. After a restart of the controller and after a pause a new one begins
+loading and compilation before it never count. After a restart of the controller, a pause or a rewind a new one begins
 with the next commit; until it has two, the speed is that of before.
 """
 
