@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from controller.client import Client
 from schema.wire.messages import PublicationInfo
 from tests.e2e.held import go_on
 from tests.e2e.program import LONG, Program, check_ledger
 from tests.e2e.test_weights import publications
 from tests.e2e.versions import job
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * LONG)]
 
@@ -51,11 +53,18 @@ def test_versions_come_from_the_trainer_and_to_a_late_replica_as_anchor_and_delt
         assert begins in range(HELD - INTERVAL, HELD), "an anchor that is not far away"
         gone = {info.publication.version for info in found if info.files != "kept"}
         assert set(range(begins)) - gone <= set(range(begins - INTERVAL - 1, begins))
-        trainer = program.pid_of("policy_worker")
-        os.kill(trainer, signal.SIGSTOP)
+        trainer, early = program.pid_of("policy_worker"), program.pid_of("rollout_worker")
+        os.kill(early, signal.SIGTERM)
+        until(lambda: program.pid_of("rollout_worker") != early, "the start of its successor")
+
+        def with_weights(_: Client) -> list[PublicationInfo] | None:
+            os.kill(
+                trainer, signal.SIGSTOP
+            )  # its keeper continues it after 30 s, which a slow start may take
+            return newest(program, 2)
+
         try:
-            os.kill(program.pid_of("rollout_worker"), signal.SIGTERM)
-            found = program.until("its successor has weights", lambda _: newest(program, 2))
+            found = program.until("its successor has weights", with_weights)
         finally:
             os.kill(trainer, signal.SIGCONT)
         before, late = found[-1].updates
