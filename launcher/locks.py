@@ -41,8 +41,8 @@ def has_open(pid: int, path: Path) -> bool:
     meant = path.stat()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # closed just now, or of a file system that does not answer
-            found = os.stat(f"/proc/{pid}/fd/{name}")
-            if (found.st_dev, found.st_ino) == (meant.st_dev, meant.st_ino):
+            opened = os.stat(f"/proc/{pid}/fd/{name}")
+            if (opened.st_dev, opened.st_ino) == (meant.st_dev, meant.st_ino):
                 return True
     return False
 

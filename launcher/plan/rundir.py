@@ -182,8 +182,8 @@ class RunDir:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO is not waited for
             with os.fdopen(handle, encoding="utf-8") as file:
-                found = os.fstat(handle)
-                same = stat.S_ISREG(found.st_mode) and found.st_uid == self._owner()
+                facts = os.fstat(handle)
+                same = stat.S_ISREG(facts.st_mode) and facts.st_uid == self._owner()
                 return file.read() if same else None
         except (OSError, UnicodeDecodeError):
             return None

@@ -92,23 +92,23 @@ def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Proble
     addresses = {name: env.get(name, "") for name, counts in used.items() if counts}
     if bucket and not (env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")):
         addresses[OF_PROFILE] = _endpoint_of_profile(env)
-    found = []
+    warnings = []
     for name, sent in ENVIRONMENT.items():
         host = _plain_host(addresses.get(name, ""))
         if host and (proxy := _proxy(host, env, general=name not in FOR_BOTO)):
             message = (
                 f"{name} is an http:// address, and {proxy} is set: {sent} go in the clear through that proxy"
             )
-            found.append(Problem("", message, None, f"name {host} in NO_PROXY, or an https:// address"))
+            warnings.append(Problem("", message, None, f"name {host} in NO_PROXY, or an https:// address"))
         elif host and not is_this_machine(host):
             message = f"{name} is an http:// address: {sent} go in the clear to whatever listens there"
             hint = "name an https:// address, unless the network is trusted"
-            found.append(Problem("", message, None, hint))
-    return found
+            warnings.append(Problem("", message, None, hint))
+    return warnings
 
 
 def _endpoint_of_profile(env: Mapping[str, str]) -> str:
-    """Of the profile that boto3 takes; "" where it has none. A `services` section is not looked at."""
+    """The endpoint in the profile that boto3 takes, or "" if it sets none. `services` sections are not read."""
     from configparser import Error, RawConfigParser
 
     profile = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
@@ -144,7 +144,7 @@ def _proxy(host: str, env: Mapping[str, str], *, general: bool) -> str:
     excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
     if proxy_bypass_environment(host, {"no": excepted}) or _is_within(host, excepted):
         return ""
-    return min(names, key=_is_general)
+    return min(names, key=lambda name: name.lower() == "all_proxy")
 
 
 def _is_within(host: str, networks: str) -> bool:
@@ -156,10 +156,6 @@ def _is_within(host: str, networks: str) -> bool:
             if "/" in network and ip_address(host) in ip_network(network.strip(), strict=False):
                 return True
     return False
-
-
-def _is_general(name: str) -> bool:
-    return name.lower() == "all_proxy"
 
 
 def _redis_faults(config: Config) -> list[Problem]:

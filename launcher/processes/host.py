@@ -28,7 +28,7 @@ from launcher.restarts import EXIT_OK
 from schema.util.memory_kills import LOOK_EVERY, RecentKills
 
 MFD_NOEXEC_SEAL = 0x8
-"""Of memfd_create: what is in the file is never executed."""
+"""A flag of memfd_create: the kernel never executes what is in the file."""
 KEEPER_MARGIN = 3.0
 """Seconds that a keeper gets beyond what it grants its process."""
 STOPPED_PATIENCE = keeper.STOPPED_PATIENCE

@@ -50,7 +50,7 @@ from schema.util.memory_kills import PROBABLY
 log = logging.getLogger(__name__)
 
 FIRST_PORT, ATTEMPTS = 10_000, 100
-"""Of ports that are chosen, and how many are tried."""
+"""The lowest port that is chosen, and how many are tried before the system chooses one."""
 PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL

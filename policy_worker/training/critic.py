@@ -237,5 +237,5 @@ def fit(sums: Sequence[float]) -> Metrics:
         return {}
     v, g, g2, e, e2 = (total / n for total in totals)
     spread = g2 - g**2
-    found = {"critic/value_mean": v, "critic/return_mean": g}
-    return found | ({"critic/explained_variance": 1 - (e2 - e**2) / spread} if spread > ROUNDED * g2 else {})
+    means = {"critic/value_mean": v, "critic/return_mean": g}
+    return means | ({"critic/explained_variance": 1 - (e2 - e**2) / spread} if spread > ROUNDED * g2 else {})

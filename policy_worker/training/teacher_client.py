@@ -233,12 +233,12 @@ class TeacherClient:
             text = " ".join(content.decode(errors="replace").split())[:LONGEST_REASON]
             raise self._error(f"{method} {path} is refused with HTTP {answer.status_code}: {text}")
         try:
-            found = json.loads(content)
+            reply = json.loads(content)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            reply = None
+        if not isinstance(reply, dict):
             raise self._error(f"{method} {path} is not answered with a JSON object")
-        return found
+        return reply
 
     async def _content(self, answer: httpx.Response, asked: str, most: int) -> bytes:
         """What was answered. Raises TeacherError: it is compressed, which nobody asked for, or too long."""

@@ -296,7 +296,7 @@ def test_a_cluster_of_another_authority_gets_no_token(
 
 
 def test_addresses_of_the_environment_without_tls_are_warnings(tmp_path: Path) -> None:
-    """Those that the job uses, on other machines, or at a proxy's."""
+    """Only addresses that the job uses count, and only if they lie on another machine or behind a proxy."""
     nowhere = {"AWS_CONFIG_FILE": str(tmp_path / "none")}
     there = {
         "AWS_ENDPOINT_URL": "http://store:9000",

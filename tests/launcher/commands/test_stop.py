@@ -68,7 +68,7 @@ def test_a_process_that_got_the_launchers_id_is_left_alone(run: RunDir):
 
 
 def test_a_process_that_another_one_names_is_left_alone(run: RunDir, holder: subprocess.Popen[bytes]):
-    """Who holds the lock may write what it likes into the file: the process must hold it itself."""
+    """A process that holds the lock can write any number into the file; only its own is signalled."""
     named = {**json.loads((run.locks / "launcher.lock").read_text()), "pid": os.getpid()}
     (run.locks / "launcher.lock").write_text(json.dumps(named))
     found = run.holder()
