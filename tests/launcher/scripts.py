@@ -29,10 +29,13 @@ time.sleep(600)
 
 WITH_GRANDCHILD = """
 import os, sys, time
+has_left, leaves = os.pipe()
 pid = os.fork()
 if pid == 0:
     os.setsid()
+    os.write(leaves, b".")
     time.sleep(600)
+os.read(has_left, 1)
 open({ready!r}, 'w').write(f"{{os.getpid()}} {{pid}}")
 {then}
 """
