@@ -27,7 +27,13 @@ from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
-from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer, refuse_models
+from rollout_worker.groups.tokens import (
+    eos_token_ids,
+    import_modules,
+    load_tokenizer,
+    refuse_models,
+    stop_tokens,
+)
 from rollout_worker.groups.turns import Turns
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.lease_table import LeaseTable
@@ -130,7 +136,7 @@ class Worker:
         turns = Turns(self._session, self._leases, self._metrics, self._heartbeat)
         if config.takes_turns:
             await turns.begin()
-        engine, tokenizer = await self._boot(config, stack)
+        engine, tokenizer, stops = await self._boot(config, stack)
         pusher = Pusher(
             self._session,
             self._leases,
@@ -139,7 +145,7 @@ class Worker:
         )
         weights = WeightFollower(config.weight_sync, self._session, engine, host, self._leases, self._metrics)
         leasing = Leasing(
-            config, self._session, engine, self._leases, weights, pusher, self.shutdown, self._metrics
+            config, self._session, engine, self._leases, weights, pusher, self.shutdown, self._metrics, stops
         )
         generating = GenerationPipeline(config, engine, tokenizer, self._leases, leasing, rewards, pusher)
         self._metrics.rewards = rewards.stats
@@ -159,18 +165,22 @@ class Worker:
         await leasing.run()
         await self._finish(config, engine, pusher)
 
-    async def _boot(self, config: Config, stack: contextlib.AsyncExitStack) -> tuple[Engine, Any]:
+    async def _boot(
+        self, config: Config, stack: contextlib.AsyncExitStack
+    ) -> tuple[Engine, Any, dict[int, str]]:
+        """The engine, the tokenizer, and the stop strings that are special tokens."""
         began, model = time.monotonic(), config.policy
         await asyncio.to_thread(import_modules, model)
         await asyncio.to_thread(refuse_models, config)
         tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        stops = stop_tokens(config, tokenizer)
         ends = await asyncio.to_thread(eos_token_ids, model, tokenizer)
         engine = await asyncio.to_thread(create_engine, config, tokenizer, ends)
         stack.push_async_callback(engine.close)
         await engine.start()
         self._heartbeat.engine = engine
         log.info("%s is ready after %.1f s", engine.name, time.monotonic() - began)
-        return engine, tokenizer
+        return engine, tokenizer, stops
 
     def _connect(self, engine: Engine, weights: WeightFollower, leasing: Leasing, pusher: Pusher) -> None:
         """Who hears of what."""

@@ -89,6 +89,8 @@ class SamplingSettings:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Stop strings that are special tokens, by id. They end an answer as its other stop tokens do."""
     include_stop_str_in_output: bool = False
     """Whether the text of the answer (never the token ids) keeps the stop string."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class SamplingSettings:
 
     def ends(self, eos_token_ids: Collection[int]) -> set[int]:
         """The token ids that end a sample."""
-        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        return {*self.stop_token_ids, *self.stop_tokens, *(() if self.ignore_eos else eos_token_ids)}
 
     def held_ids(self, eos_token_ids: Collection[int]) -> npt.NDArray[np.int32]:
         """Those of them that the trainer has to know, since `min_tokens` holds them back; rising."""

@@ -16,7 +16,9 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from controller.client import calls as api
 from rollout_worker.engines.base import Engine, GenerationRequest, SamplingSettings
@@ -60,12 +62,14 @@ class Leasing:
         pusher: Pusher,
         shutdown: ShutdownRequest,
         metrics: Metrics,
+        stop_tokens: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
+        """stop_tokens: stop strings that are special tokens, by id."""
         self._config, self._session, self._engine, self._leases = config, session, engine, leases
         self._weights, self._pusher, self._shutdown, self._metrics = weights, pusher, shutdown, metrics
         self.settings: dict[str, SamplingSettings] = {
-            "train": training_settings(config),
-            "validation": validation_settings(config),
+            "train": training_settings(config, stop_tokens),
+            "validation": validation_settings(config, stop_tokens),
         }
         self._numbers = itertools.count()
         self.generating = OpenRanges("generate")
@@ -268,8 +272,13 @@ def groups_to_lease(*, in_engine: int, held: int, capacity: int, group_size: int
     return min(room, MAX_GROUPS) if room >= least else 0
 
 
-def training_settings(config: Config) -> SamplingSettings:
-    """How training rollouts are drawn: `[rollout.sampling_config]` and the temperature of `train_policy`."""
+def training_settings(
+    config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})
+) -> SamplingSettings:
+    """How training rollouts are drawn: `[rollout.sampling_config]` and the temperature of `train_policy`.
+
+    stop_tokens: stop strings that are special tokens, by id; they are not looked for as text.
+    """
     rollout, sampling = config.rollout, config.rollout.sampling_config
     return SamplingSettings(
         max_tokens=rollout.max_response_length,
@@ -283,8 +292,9 @@ def training_settings(config: Config) -> SamplingSettings:
         frequency_penalty=sampling.frequency_penalty,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
-        stop=tuple(sampling.stop),
+        stop=tuple(string for string in sampling.stop if string not in stop_tokens.values()),
         stop_token_ids=tuple(sampling.stop_token_ids),
+        stop_tokens=stop_tokens,
         include_stop_str_in_output=rollout.include_stop_str_in_output,
         extra=dict(sampling.extra),
         correction=sampling.sampling_correction if sampling.reshapes else "none",
@@ -297,15 +307,17 @@ def within(settings: SamplingSettings, room: int) -> SamplingSettings:
     return settings if settings.max_tokens <= room else replace(settings, max_tokens=room)
 
 
-def validation_settings(config: Config) -> SamplingSettings:
+def validation_settings(
+    config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})
+) -> SamplingSettings:
     """How validation answers are drawn: `[validation]` says how tokens are chosen, `[rollout]` when they end.
 
-    A temperature of 0 is greedy decoding, where filters mean nothing.
+    A temperature of 0 is greedy decoding, where filters mean nothing. stop_tokens: see `training_settings`.
     """
     validation = config.validation
     greedy = validation.temperature == 0.0
     return replace(
-        training_settings(config),
+        training_settings(config, stop_tokens),
         max_tokens=validation.max_response_length or config.rollout.max_response_length,
         temperature=validation.temperature,
         do_sample=True,

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from schema.config import Config, PolicyConfig
+from schema.config import Config, PolicyConfig, vocabulary
 from schema.config.fetched import fetched_by, of_policy, refusal
 from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.config.rules.engine import never_stops
+from schema.config.vocabulary import never_found
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
 
@@ -86,6 +88,20 @@ def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def stop_tokens(config: Config, tokenizer: Any) -> dict[int, str]:
+    """The stop strings that are special tokens, by id.
+
+    Raises:
+        EngineConfigError: a string holds a special token and more, so that no text contains it.
+    """
+    strings, added = config.rollout.sampling_config.stop, tokenizer.added_tokens_decoder
+    special = {str(token): number for number, token in added.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    if faults := [never_stops(*pair).render() for pair in never_found(strings, special).items()]:
+        raise EngineConfigError("\n".join(faults))
+    return vocabulary.stop_tokens(strings, special)
+
+
 def response_tokens(sample: Generation, settings: SamplingSettings) -> npt.NDArray[np.int32]:
     """The tokens whose text is the answer: all, without the token that ended it unless that is to be kept.
 
@@ -109,11 +125,13 @@ def cut_stop_string(text: str, sample: Generation, settings: SamplingSettings) -
 
 
 def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[SamplingSettings]) -> list[str]:
-    """The answers as text, special tokens left out."""
+    """The answers as text, special tokens left out but for a stop string that is one and is to be kept."""
     answers = []
     for sample, how in zip(samples, settings, strict=True):
         ids = response_tokens(sample, how).tolist()
-        answers.append(cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how))
+        text = cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how)
+        stopped_by_string = isinstance(sample.stop_reason, int) and how.include_stop_str_in_output
+        answers.append(text + how.stop_tokens.get(sample.stop_reason, "") if stopped_by_string else text)
     return answers
 
 

@@ -32,7 +32,7 @@ from schema.config.rules.algorithm import ALGORITHM_RULES, ALGORITHM_WARNINGS
 from schema.config.rules.batch import BATCH_RULES, BATCH_WARNINGS
 from schema.config.rules.checkpoint import CHECKPOINT_RULES
 from schema.config.rules.data import DATA_RULES
-from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS
+from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS, stop_strings_can_be_found
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
 from schema.config.rules.mesh import MESH_RULES
 from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS, READING_RULES, model_warnings
@@ -88,7 +88,7 @@ def check_models(config: Config, find: FindFile = local_file) -> list[Problem]:
     These rules stand among `RULES`, where a model that is not on the machine passes them. A worker applies them again
     when it has fetched the files, before it loads weights. find: where files of a model are.
     """
-    rules = (*READING_RULES, tokens_are_those_of_the_policy)
+    rules = (*READING_RULES, tokens_are_those_of_the_policy, stop_strings_can_be_found)
     read = [problem for rule in rules for problem in rule(config, find)]
     return read + [problem for rule in MESH_RULES for problem in rule(config)]
 

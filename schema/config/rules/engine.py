@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from schema.config.loading.tomlwrite import toml_value
+from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.vocabulary import never_found, special_tokens_of
 
 _SAMPLING = "rollout.sampling_config"
 
@@ -342,6 +344,24 @@ def group_fits_replica(config: Config) -> Iterator[Problem]:
     yield Problem(key, message, held, f"write {key} = {group} or more", related=("rollout.n_generation",))
 
 
+def stop_strings_can_be_found(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
+    """Stop strings are looked for in the text of an answer, which has no special tokens: one that holds such a token
+    and more is never found. Where the tokenizer is on this machine."""
+    strings = config.rollout.sampling_config.stop
+    special = special_tokens_of(*config.policy.tokenizer, find) if strings else None
+    for string, token in never_found(strings, special or {}).items():
+        yield never_stops(string, token)
+
+
+def never_stops(string: str, token: str) -> Problem:
+    """What is wrong with a stop string that holds a special token and more."""
+    message = (
+        f"{token!r} is a special token, which the text of an answer leaves out: this is never found in it"
+    )
+    hint = f"write {token!r} alone, at which an answer ends, or the text without it"
+    return Problem(f"{_SAMPLING}.stop", message, string, hint)
+
+
 ENGINE_RULES = (
     temperatures_agree,
     temperatures_can_be_computed,
@@ -354,5 +374,6 @@ ENGINE_RULES = (
     engine_has_gpus,
     sampler_is_heard,
     group_fits_replica,
+    stop_strings_can_be_found,
 )
 ENGINE_WARNINGS = (raw_log_probs_are_another_policy,)

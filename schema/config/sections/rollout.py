@@ -150,7 +150,11 @@ class SamplingConfig(Section):
         acts="sampling parameter: Token ids that end an answer.",
     )
     stop: list[str] = key(
-        [], "Strings that end an answer.", acts="sampling parameter: `stop`.", example=["</answer>"]
+        [],
+        "Strings that end an answer. One that is a special token of the tokenizer ends it at that token; one that "
+        "holds such a token and more text is refused.",
+        acts="sampling parameter: `stop`; ids of special tokens.",
+        example=["</answer>"],
     )
     stop_token_ids: list[int] = key(
         [],

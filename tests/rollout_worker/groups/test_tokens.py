@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, texts, tokens_at
+from rollout_worker.groups.leasing import training_settings, validation_settings
+from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, stop_tokens, texts, tokens_at
 from schema.config import PolicyConfig
+from schema.config.rules.engine import stop_strings_can_be_found
+from tests.launcher.samples import config
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 
 
@@ -44,6 +48,44 @@ def test_the_text_ends_where_the_answer_does(include: bool) -> None:
     found = texts(tokenizer(), samples, [settings] * 5)
     kept = ["done!", "ok END", "END ok END"] if include else ["done", "ok ", "END ok "]
     assert found == ["cut off", "told", *kept]
+
+
+@pytest.mark.parametrize(
+    ("strings", "ends", "searched"),
+    [
+        (["<|pad|>"], {257}, ()),  # special tokens: no text shows them
+        (["<|end|>", "\n"], {256}, ("\n",)),
+        (["<tool>"], set(), ("<tool>",)),  # an added token that decoding shows
+        (["a", "<|pad"], set(), ("a", "<|pad")),
+    ],
+)
+def test_stop_strings_that_are_special_tokens_end_answers(
+    strings: list[str], ends: set[int], searched: tuple[str, ...], tmp_path: Path
+) -> None:
+    known = tokenizer()
+    known.add_tokens("<tool>")
+    settings = config(rollout={"sampling_config": {"stop": strings}})
+    found = stop_tokens(settings, known)
+    for how in (training_settings(settings, found), validation_settings(settings, found)):
+        assert (how.ends({7}), how.stop) == ({7, *ends}, searched)
+    for include in (False, True):
+        how = replace(how, include_stop_str_in_output=include)
+        shown = [
+            texts(known, [replace(answer("a", end), token_ids=np.array([64, end]))], [how]) for end in ends
+        ]
+        assert shown == [[f"a{known.decode([end]) if include else ''}"] for end in ends]
+
+
+@pytest.mark.parametrize("string", ["\n<|pad|>", "<|end|><|pad|>", "<|pad|> "])
+def test_a_stop_string_with_a_special_token_and_more_is_refused(string: str, tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    settings = config(
+        policy={"model_name_or_path": str(tmp_path)}, rollout={"sampling_config": {"stop": ["ok", string]}}
+    )
+    with pytest.raises(EngineConfigError, match="special token, which the text of an answer leaves out"):
+        stop_tokens(settings, tokenizer())
+    (problem,) = stop_strings_can_be_found(settings)
+    assert (problem.key, problem.value) == ("rollout.sampling_config.stop", string)
 
 
 def test_characters_are_found_in_their_tokens() -> None:
