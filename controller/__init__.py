@@ -1,4 +1,4 @@
-"""The controller: the one process that knows the state of a job, and decides what each replica does next.
+"""The controller of cosmos-launch: the one process that holds the state of a job, and decides what replicas do next.
 
     rollout replicas, trainers, launcher, people
          │ HTTP

@@ -6,6 +6,7 @@ The commands are in `launcher.app`.
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script; ends by SystemExit. A Ctrl-C is not an error, however early it comes."""
     hear_interrupts()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of an encoding that lacks what is to be printed
+            stream.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:

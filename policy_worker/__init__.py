@@ -1,4 +1,4 @@
-"""A policy replica: one or more ranks that train the model on the batches the controller assembles.
+"""A policy replica of cosmos-launch: one or more ranks that train the model on the batches of the controller.
 
 __main__ ─ worker ─┬─ session        calls to the controller and heartbeats; replay_log, what it may ask for again
                    ├─ training/loop  wait, train, commit, publish, save, export

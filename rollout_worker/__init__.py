@@ -1,1 +1,1 @@
-"""A rollout replica: leases groups, generates, scores, pushes, and follows the published weights."""
+"""A rollout replica of cosmos-launch: leases groups, generates, scores, pushes, and follows the published weights."""

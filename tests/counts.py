@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from cosmos_launch import PACKAGES
+
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
 EXEMPT = "schema/config/"
 FULL, SMALL, LONG = 15, 100, 80
 PHRASES = {phrase: re.compile(rf"\b{phrase}\b") for phrase in ("is no", "beside", "told")}

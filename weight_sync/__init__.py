@@ -1,4 +1,4 @@
-"""Weight versions: published by the trainer, proven by the rollout replicas, collected when unused.
+"""Weight versions of cosmos-launch: published by the trainer, proven by the rollout replicas, collected when unused.
 
     published = publish(DirectoryStore(root), version=7, timeline=0, tensors=hub_tensors(model))
     …the controller hands out a Publication…

@@ -53,7 +53,7 @@ def cosmos_process(
     *arguments: object, cwd: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
-    command = [sys.executable, "-m", "launcher.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "cosmos_launch", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, encoding="utf-8", timeout=PATIENCE, check=False, cwd=cwd,
         env=_environment(env),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_launch import PACKAGES
 from tests.launcher.cli import ROOT, cosmos, cosmos_process
 from tests.launcher.samples import write_job
 from tests.support.waiting import PATIENCE
@@ -65,6 +66,31 @@ for arguments in {QUICK!r}:
         env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py"])
+def test_a_stranger_under_one_of_our_names_is_named(tmp_path: Path, name: str, file: str):
+    stranger = tmp_path / file.format(name)
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("raise SystemExit('a stranger was imported')")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "cosmos_launch", "--help"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.startswith(
+        f"error: cosmos-launch would import {name!r} from {stranger}, which is not its own"
+    )
+
+
+def test_output_in_an_encoding_that_lacks_a_character(tmp_path: Path):
+    path = write_job(tmp_path)
+    latin = {"PYTHONIOENCODING": "latin-1", "COSMOS_LOGGING__PROJECT_NAME": "1–2"}
+    run = cosmos_process("show", path, "--changed", cwd=tmp_path, **latin)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "1\\u20132" in run.stdout
 
 
 def test_usage_errors(tmp_path: Path):
