@@ -32,7 +32,7 @@ from controller.state.job import Job
 from controller.store import Fenced, Held, Holder, StateStore, StoreError, StoreUnavailable, UnsuitableServer
 from schema.config import Config
 from schema.util.atomic_file import write_text
-from schema.util.exit_watchdog import exit_after
+from schema.util.threads import exit_after
 from schema.util.tls import TlsFileError, server_context
 from schema.wire.invalid import describe
 from schema.wire.prompts import PromptFileError

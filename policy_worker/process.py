@@ -13,9 +13,9 @@ from types import FrameType
 
 from policy_worker.errors import SettingsError
 from schema.util.ancestors import descends_from
-from schema.util.exit_watchdog import exit_after
 from schema.util.imports import wait_asleep
 from schema.util.text import configure_logging
+from schema.util.threads import exit_after
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from schema.config import Config
 from schema.util.ancestors import descends_from
-from schema.util.exit_watchdog import exit_after
+from schema.util.threads import exit_after
 
 log = logging.getLogger(__name__)
 

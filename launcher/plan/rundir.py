@@ -45,6 +45,7 @@ from schema.config import Config
 from schema.config.loading.tomlwrite import dumps
 from schema.util.atomic_file import write_text
 from schema.util.file_lock import try_lock
+from schema.util.proxies import spared
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
@@ -392,7 +393,8 @@ def trust(tls_ca: str) -> dict[str, str]:
 
 def base_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The user's environment, without the secrets and addresses of jobs and without keys of the configuration, which
-    may hold credentials: processes read `config.json`. For the user's own secrets see `launcher.plan.credentials`."""
+    may hold credentials: processes read `config.json`. For the user's own secrets see `launcher.plan.credentials`,
+    for addresses that no proxy is asked for `spared`."""
     private = (
         "COSMOS_TOKEN",
         "COSMOS_REDIS_",
@@ -409,7 +411,8 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
     # Run from a source tree: -P keeps the current directory off the path.
     if (root / "pyproject.toml").exists():
         kept["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [kept.get("PYTHONPATH")])])
-    return {**kept, "PYTHONUNBUFFERED": "1"}
+    # What processes print is read as UTF-8.
+    return {**kept, **spared(kept), "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

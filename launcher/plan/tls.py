@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from schema.config import Config, Problem
 from schema.config.rules.tls import is_this_machine
+from schema.util.proxies import proxy_of
 from schema.wire.store_url import is_url
 
 if TYPE_CHECKING:
@@ -95,10 +95,8 @@ def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Proble
     warnings = []
     for name, sent in ENVIRONMENT.items():
         host = _plain_host(addresses.get(name, ""))
-        if host and (proxy := _proxy(host, env, general=name not in FOR_BOTO)):
-            message = (
-                f"{name} is an http:// address, and {proxy} is set: {sent} go in the clear through that proxy"
-            )
+        if host and (proxy := proxy_of(addresses[name], env, reads_all=name not in FOR_BOTO)):
+            message = f"{name} is an http:// address: {sent} go in the clear through {proxy}"
             warnings.append(Problem("", message, None, f"name {host} in NO_PROXY, or an https:// address"))
         elif host and not is_this_machine(host):
             message = f"{name} is an http:// address: {sent} go in the clear to whatever listens there"
@@ -128,34 +126,6 @@ def _plain_host(address: str) -> str:
     except ValueError:
         return ""  # the library that reads it says so
     return (parts.hostname or "") if parts.scheme.lower() == "http" else ""
-
-
-def _proxy(host: str, env: Mapping[str, str], *, general: bool) -> str:
-    """The variable by which a library sends what goes to http://host through a proxy; "" where there is none.
-
-    general: whether it reads ALL_PROXY, too.
-    """
-    read = ("http_proxy", "all_proxy") if general else ("http_proxy",)
-    names = [name for name in env if name.lower() in read and env[name]]
-    if not names:
-        return ""
-    from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined] # typeshed lacks it
-
-    excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
-    if proxy_bypass_environment(host, {"no": excepted}) or _is_within(host, excepted):
-        return ""
-    return min(names, key=lambda name: name.lower() == "all_proxy")
-
-
-def _is_within(host: str, networks: str) -> bool:
-    """Whether a number is of one of the networks (`10.0.0.0/8`) in a list with commas."""
-    from ipaddress import ip_address, ip_network
-
-    for network in networks.split(","):
-        with suppress(ValueError):
-            if "/" in network and ip_address(host) in ip_network(network.strip(), strict=False):
-                return True
-    return False
 
 
 def _redis_faults(config: Config) -> list[Problem]:

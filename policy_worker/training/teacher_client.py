@@ -28,6 +28,7 @@ from policy_worker.model.logprobs import TopTokens
 from policy_worker.model.micro_batch import TrainSample
 from schema.config.sections.teacher import TeacherConfig
 from schema.util.backoff import Backoff
+from schema.util.proxies import passed_over, proxy_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class TeacherClient:
         self._headers = {"accept-encoding": "identity"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
+        url = str(teacher.url)
+        self._proxy = proxy_of(url) if url.startswith("https://") else None  # which would read the rest
         self._runner = asyncio.Runner()
         self._tasks: list[asyncio.Task[None]] = []
         self._served = teacher.served_model
@@ -84,6 +87,8 @@ class TeacherClient:
 
     def meet(self, tokenize: Callable[[str], list[int]], longest: int) -> None:
         """Begin to find out whether it is the teacher that is meant. longest: tokens of a sample, at most."""
+        if self._proxy is None and (proxy := passed_over(str(self.teacher.url))) is not None:
+            log.info("teacher %s is asked without %s", self.teacher.name, proxy)
         self._begin([lambda http: self._meet(http, tokenize, longest)])
 
     def ask(self, samples: Mapping[int, TrainSample]) -> None:
@@ -125,7 +130,9 @@ class TeacherClient:
                 headers=self._headers,
                 timeout=self.teacher.timeout,
                 limits=httpx.Limits(max_connections=AT_ONCE),
-                trust_env=address.startswith("https://"),  # a proxy of the environment would read the rest
+                verify=httpx.create_ssl_context(),
+                proxy=None if self._proxy is None else self._proxy.url,
+                trust_env=False,  # httpx fails at some entries of NO_PROXY, and passes others over
             )
             async with made as http, asyncio.TaskGroup() as group:
                 for call in pending:
@@ -216,6 +223,7 @@ class TeacherClient:
                 if (fault := _distrust(error)) is not None:
                     raise self._error(f"its certificate is not trusted: {fault}") from error
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                reason += "" if self._proxy is None else f", through {self._proxy}"
             else:
                 if not again:
                     break

@@ -6,12 +6,16 @@ AWS_ENDPOINT_URL, AWS_PROFILE, …), never from the configuration.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from schema.config.secrets import masked
+from schema.util.proxies import passed_over, proxy_of
 from weight_sync.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 CONNECT_S, READ_S = 10.0, 60.0
 """Seconds without an answer, or between two pieces of one, after which an attempt has failed."""
@@ -41,16 +45,20 @@ def make_client(parallel: int, read_timeout: float = READ_S) -> Any:
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
+    settings = Config(
+        connect_timeout=min(CONNECT_S, read_timeout),
+        read_timeout=read_timeout,
+        retries={"mode": "standard", "max_attempts": 2},
+        max_pool_connections=parallel + 1,
+    )
     try:
-        return boto3.session.Session().client(
-            "s3",
-            config=Config(
-                connect_timeout=min(CONNECT_S, read_timeout),
-                read_timeout=read_timeout,
-                retries={"mode": "standard", "max_attempts": 2},
-                max_pool_connections=parallel + 1,
-            ),
-        )
+        session = boto3.session.Session()
+        client = session.client("s3", config=settings)
+        address = str(client.meta.endpoint_url)
+        if (proxy := passed_over(address, reads_all=False)) is None:
+            return client
+        log.info("%s is asked without %s: it is near, or NO_PROXY names it", _endpoint(client), proxy)
+        return session.client("s3", config=settings.merge(Config(proxies={})))
     except (BotoCoreError, ValueError) as error:
         raise StoreError(f"the AWS settings of the environment do not work: {_misset(error)}") from None
 
@@ -135,7 +143,10 @@ def explain(error: Exception, client: Any, bucket_key: str) -> str:
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
         return "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(error, _of_the_network()):
-        kind = type(error).__name__
+        kind, proxy = type(error).__name__, proxy_of(str(client.meta.endpoint_url), reads_all=False)
+        if proxy is not None:
+            what = f"{_endpoint(client)} does not answer through {proxy} ({kind})"
+            return f"{what}: check the proxy and AWS_ENDPOINT_URL, or name the host in NO_PROXY"
         return f"{_endpoint(client)} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"
     if isinstance(error, boto.ClientError):
         return _refusal(error, bucket_key)

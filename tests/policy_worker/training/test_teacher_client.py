@@ -189,11 +189,17 @@ def test_a_server_without_tokenize_is_taken() -> None:
 def test_no_proxy_gets_what_goes_to_a_plain_teacher(
     server: TeacherServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://me:secret@127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert asked(client_of(server)).found
+    far = TeacherClient(TeacherConfig(name="far", url="https://teacher.example.com"), VOCABULARY)
+    far.meet(encode, 100)
+    until(lambda: far.advance(0.05) or far.trouble, "what it waits for")
+    assert "through the proxy 127.0.0.1:9 of https_proxy" in far.trouble
+    far.give_up()
+    far.close()
 
 
 def test_a_certificate_that_nobody_vouches_for_is_no_outage(tmp_path: Path) -> None:

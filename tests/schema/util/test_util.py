@@ -84,7 +84,7 @@ def test_the_boot_id_is_that_of_the_kernel() -> None:
 
 PROGRAM = """
 import subprocess, sys, threading
-from schema.util.exit_watchdog import exit_after
+from schema.util.threads import exit_after
 exit_after(0.2, 7, "launcher.shutdown_timeout")
 if sys.argv[1] == "hangs":
     threading.Event().wait(300)

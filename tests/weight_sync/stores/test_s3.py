@@ -177,6 +177,24 @@ def test_a_store_that_stays_away_is_an_error_in_time(prefix: str, monkeypatch: p
         store.probe(writing=True)
 
 
+def test_a_proxy_is_not_for_what_is_near_and_is_named_where_it_fails(
+    front: FaultyStore, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    dead = f"http://me:secret@127.0.0.1:{free_port()}"
+    use({**front.environment, "HTTP_PROXY": dead, "http_proxy": dead}, monkeypatch)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    bucket(prefix, delays=BRIEF).probe(writing=True)
+    assert "is asked without the proxy 127.0.0.1:" in caplog.text
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example.com")
+    with pytest.raises(
+        StoreError, match=r"does not answer through the proxy 127\.0\.0\.1:\d+ of http_proxy"
+    ) as raised:
+        bucket(prefix, delays=BRIEF).versions()
+    assert "secret" not in caplog.text + str(raised.value)
+
+
 def test_a_part_that_never_arrives_is_an_error_in_time(
     front: FaultyStore, objects: ObjectStore, prefix: str
 ) -> None:
