@@ -23,11 +23,11 @@ def number(program: Program) -> AutoscaleStatus:
 
 
 def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
-    """A reward of a seventh of a second, one at a time, makes one replica too slow; a fast one makes two too many.
+    """A reward of 0.4 s, one at a time, makes one replica too slow; a fast one makes two too many.
     The controller and a replica are killed at the peak."""
     config = write_config(tmp_path, model, steps=5000, rows=20_000, validation=False)
     loaded(config, max_replicas=2, interval=1.0, scale_down_delay=4.0)
-    put_load(config, 0.15)
+    put_load(config, 0.4)
     with Program(config) as program:
         program.until("two replicas work", lambda _: number(program).working == 2)
         program.kill("controller")

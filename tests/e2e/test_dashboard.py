@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 __all__ = ["shared_valkey", "stage"]
 
 EVIL = '<img src=x onerror="document.title=1"><script>document.title="executed"</script>'
-PATIENT = 20
+PATIENT = 90
 STEPS = 100_000
 
 SHOWN_STEPS = "(([a, b]) => b - a)(document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range)"
