@@ -51,6 +51,18 @@ def read_messages(value: Any, where: str) -> list[Message]:
     return [_message(turn, f"{where}, turn {i}") for i, turn in enumerate(value)]
 
 
+def with_query(question: Any, query: Any, where: str) -> Any:
+    """The question with a second text on a line of its own, where that is not empty. Raises `DataError`."""
+    if query in (None, ""):
+        return question
+    if not isinstance(question, str) or not isinstance(query, str):
+        raise DataError(
+            f"{where}: a second text can follow a question that is a text; here the question is "
+            f"{type(question).__name__} and the other {type(query).__name__}"
+        )
+    return f"{question}\n{query}"
+
+
 def read_pair(prompt: Any, response: Any, where: str) -> list[Message]:
     """A prompt and the answer to learn as one conversation. Raises `DataError`."""
     question = read_prompt(prompt, where)

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from controller.data.conversations import read_prompt
 from controller.data.errors import DataError
-from controller.data.prepare import prompt_forms, prompt_row, tokenizer_of, training_source, with_system
+from controller.data.media import refuse_media
+from controller.data.prepare import (
+    dataset_of,
+    prompt_forms,
+    prompt_row,
+    tokenizer_of,
+    training_source,
+    with_system,
+)
 from controller.data.rows import Row, command, value
 from schema.config import Config
 
@@ -28,6 +36,9 @@ def prepare(config: Config, run_dir: Path, rows: int) -> None:
         raise DataError(f"train.train_policy.dataset: {source.name} has no rows")
     column = config.grpo.prompt_column
     prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in found]
+    section, dataset = dataset_of(config, "train")
+    for (i, raw), prompt in zip(found, prompts, strict=True):
+        refuse_media(dataset, section, raw, prompt, source.where(i))
     forms: list[Row] = [{} for _ in found]
     if config.reward.prompt_forms:
         tokenizer = tokenizer_of(config)

@@ -32,8 +32,10 @@ from controller.data.conversations import (
     read_messages,
     read_pair,
     read_prompt,
+    with_query,
 )
 from controller.data.errors import DataError
+from controller.data.media import refuse_media
 from controller.data.rows import (
     Bound,
     Keep,
@@ -49,9 +51,9 @@ from controller.data.rows import (
     reported,
     value,
 )
-from controller.data.sources import Role, Source, open_source, require_column
+from controller.data.sources import Role, Source, open_source, optional_column, require_column
 from controller.data.tokenizer import Ids, Mask, PromptTokenizer
-from schema.config import SOURCE_SCORERS, Config
+from schema.config import SOURCE_SCORERS, Config, DatasetConfig
 from schema.config.modules import import_external
 from schema.wire.data_report import FileReport, lines
 from schema.wire.prompts import write_prompts
@@ -153,12 +155,20 @@ def _validation_source(config: Config, train: Source, held_out: frozenset[int]) 
     )
 
 
+def dataset_of(config: Config, role: Role) -> tuple[str, DatasetConfig]:
+    """The section that names the rows of a role, and what it says; held-out rows are those of training."""
+    if role == "validation" and config.validation.dataset.is_named:
+        return "validation.dataset", config.validation.dataset
+    return f"{_POLICY}.dataset", config.train.train_policy.dataset
+
+
 def _check_columns(config: Config, source: Source, role: Role) -> None:
     if not config.is_grpo:
         sft = config.sft
         names = (
             ["prompt_column_name", "response_column_name"] if sft.has_pairs else ["conversation_column_name"]
         )
+        names += ["query_column_name"] if sft.has_pairs and sft.query_column_name else []
         for name in names:
             where = "" if role == "train" else " (dataset of [validation])"
             require_column(source, getattr(sft, name), f"{_POLICY}.{name}{where}")
@@ -197,7 +207,7 @@ def prepare_prompts(
 ) -> Prepared:
     """Prompts of reinforcement, each with room for a whole answer."""
     column, out = config.grpo.prompt_column, Prepared(FileReport(source=source.name, what="prompt"))
-    bound = _prompt_bound(config, role)
+    bound, (section, dataset) = _prompt_bound(config, role), dataset_of(config, role)
     for batch in batches(source, keep):
         out.report.read += len(batch)
         good: list[tuple[int, Row, str | list[Message]]] = []
@@ -205,6 +215,7 @@ def prepare_prompts(
         for i, raw in batch:
             with judged(out.report.bad):
                 prompt = read_prompt(value(raw, column, source, i), source.where(i))
+                refuse_media(dataset, section, raw, prompt, source.where(i))
                 with named(source.where(i)):
                     texts.append(tokenizer.text(_with_system(config, prompt, source.where(i), out)))
                 good.append((i, raw, prompt))
@@ -249,12 +260,9 @@ def _prompt_bound(config: Config, role: Role) -> Bound:
     An answer that may be as long as a whole sequence leaves nothing: then a prompt leaves it one token at least.
     Rows that training holds out for validation keep the training data's rule.
     """
-    answer, section = config.rollout.max_response_length, f"{_POLICY}.dataset"
-    dataset = config.train.train_policy.dataset
+    answer, (section, dataset) = config.rollout.max_response_length, dataset_of(config, role)
     if role == "validation":
         answer = config.validation.max_response_length or answer
-        if config.validation.dataset.is_named:
-            section, dataset = "validation.dataset", config.validation.dataset
     limit = config.longest_sequence
     room, less = limit - answer, f"less max_response_length = {answer}"
     if room < 1:
@@ -318,9 +326,7 @@ def prepare_conversations(
 ) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
     sft, out = config.sft, Prepared(FileReport(source=source.name, what="conversation"))
-    section, dataset = f"{_POLICY}.dataset", sft.dataset
-    if role == "validation" and config.validation.dataset.is_named:
-        section, dataset = "validation.dataset", config.validation.dataset
+    section, dataset = dataset_of(config, role)
     longest, rule = config.policy.model_max_length, dataset.overlong_prompts
     bound = Bound(longest, "a conversation", "policy.model_max_length", section, rule)
     reserved = {"key"} | (
@@ -334,6 +340,7 @@ def prepare_conversations(
         for i, raw in batch:
             with judged(out.report.bad):
                 talk = _with_system(config, _conversation(config, source, i, raw), source.where(i), out)
+                refuse_media(dataset, section, raw, talk, source.where(i))
                 good.append((i, raw, as_messages(talk)))
         for i, raw, ids, mask in _encoded(tokenizer, source, good, out):
             with judged(out.report.bad):
@@ -368,6 +375,8 @@ def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Mess
     sft, where = config.sft, source.where(i)
     if sft.has_pairs:
         question = value(raw, sft.prompt_column_name, source, i)
+        if sft.query_column_name:
+            question = with_query(question, optional_column(raw, sft.query_column_name), where)
         return read_pair(question, value(raw, sft.response_column_name, source, i), where)
     return read_messages(value(raw, sft.conversation_column_name, source, i), where)
 

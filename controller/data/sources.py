@@ -330,6 +330,14 @@ def column(row: dict[str, Any], name: str) -> Any:
     return value
 
 
+def optional_column(row: dict[str, Any], name: str) -> Any:
+    """As `column`; None where there is none. Raises `DataError` where the row cannot be read."""
+    try:
+        return column(row, name)
+    except KeyError:
+        return None
+
+
 def _struct(text: str) -> Any:
     try:
         return json.loads(text)

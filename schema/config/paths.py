@@ -29,6 +29,37 @@ def local_path(name: str) -> Path | None:
     return None
 
 
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_COPIES = {
+    "hdfs": "hdfs dfs -get {} DIR",
+    "s3": "aws s3 cp --recursive {} DIR",
+    "oss": "ossutil cp -r {} DIR",
+    "gs": "gcloud storage cp -r {} DIR",
+}
+
+
+def address_fault(name: str, what: str) -> tuple[str, str] | None:
+    """(message, remedy) for a name that is an address (`hdfs://…`), which no data or model is read from; else None.
+
+    what: what is read, as the subject of a sentence: `data is`.
+    """
+    match = _ADDRESS.fullmatch(name)
+    if match is None:
+        return None
+    scheme, rest = match[1].lower(), match[2]
+    message = f"{name} is an address, and {what} read from paths of this machine"
+    if scheme == "file":
+        return message, f"write the path: {rest}"
+    if scheme == "hf":
+        return message, "write the name on the hub: owner/name"
+    command = f": {_COPIES[scheme].format(name)}" if scheme in _COPIES else ""
+    places = "data and models may also be names on the Hugging Face hub"
+    return (
+        message,
+        f"copy or mount it where all machines of the job see it, and name that path{command}; {places}",
+    )
+
+
 def exists(path: Path) -> bool:
     """Whether something is there; what the system cannot even look up (too long, a NUL) is not."""
     try:

@@ -103,6 +103,7 @@ watch(
         "policy.tokenizer_name_or_path": (UNSET, Made(lambda place: str(_other_tokenizer(place)))),
         "reward.prompt_forms": ([], ["full_prompt"]),
         f"{POLICY}.system_prompt": ("", "Be brief."),
+        f"{POLICY}.dataset.image_column_name": ("images", "origin"),
         f"{TURNS}.custom_chat_template_path": (UNSET, Made(lambda place: str(_template(place)))),
     },
 )
@@ -157,6 +158,8 @@ watch(
 )
 pairs = changed(conversations_from_file, {f"{POLICY}.prompt_column_name": "question"})
 watch(prepared, pairs, {f"{POLICY}.response_column_name": ("answer", "solution")})
+whole_pairs = changed(pairs, {f"{POLICY}.response_column_name": "answer"})
+watch(prepared, whole_pairs, {f"{POLICY}.query_column_name": ("", "origin")})
 
 # ---- held-out data --------------------------------------------------------------------------------------------
 
@@ -175,7 +178,11 @@ watch(
 watch(
     prepared,
     validated,
-    {"validation.dataset.name": (SECOND, FIRST), "validation.dataset.max_prompt_length": (100, 42)},
+    {
+        "validation.dataset.name": (SECOND, FIRST),
+        "validation.dataset.max_prompt_length": (100, 42),
+        "validation.dataset.image_column_name": ("images", "origin"),
+    },
 )
 watch(
     prepared,
@@ -363,6 +370,7 @@ watch(
         f"{DATA}.test_size": (UNSET, 2),
         f"{DATA}.max_prompt_length": (UNSET, 20),
         f"{DATA}.overlong_prompts": ("drop", "left"),
+        f"{DATA}.image_column_name": ("images", "pictures"),
     },
     refused=True,
 )

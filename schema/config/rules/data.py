@@ -10,7 +10,15 @@ from typing import Any
 
 from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
 from schema.config.loading.explain import closest
-from schema.config.paths import DATA_SUFFIXES, exists, home_hint, is_file, local_path, read_regular
+from schema.config.paths import (
+    DATA_SUFFIXES,
+    address_fault,
+    exists,
+    home_hint,
+    is_file,
+    local_path,
+    read_regular,
+)
 from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.batch import longest_sequence
@@ -99,6 +107,9 @@ def dataset_problems(
     path = local_path(dataset.name) if dataset.name else None
     if path is None:
         return
+    if fault := address_fault(dataset.name, "data is"):
+        yield Problem(f"{key}.name", fault[0], dataset.name, fault[1])
+        return
     try:
         found = columns_of(path, dataset.splits, default_splits)
         if found is not None:
@@ -118,6 +129,9 @@ def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> Iterator
     """Each of the files is there and has the columns."""
     for file in dict.fromkeys(dataset.files):
         path = Path(file)
+        if fault := address_fault(file, "data is"):
+            yield Problem(f"{key}.files", fault[0], file, fault[1])
+            continue
         if exists(path) and path.is_dir():
             hint = f'name its files, or the directory alone: {key}.name = "{file}"'
             yield Problem(f"{key}.files", f"{file} is a directory", file, hint)
@@ -180,6 +194,8 @@ def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str
         if sft.has_pairs:
             yield f"{_POLICY}.prompt_column_name", sft.prompt_column_name, False
             yield f"{_POLICY}.response_column_name", sft.response_column_name, False
+            if sft.query_column_name:
+                yield f"{_POLICY}.query_column_name", sft.query_column_name, False
         else:
             name = sft.conversation_column_name
             yield f"{_POLICY}.conversation_column_name", name, name == "conversations"
@@ -227,6 +243,10 @@ def pairs_are_whole(config: Config) -> Iterator[Problem]:
         if value and not missing:
             hint = f"write {other} too, or {_POLICY}.conversation_column_name in place of both"
             yield Problem(key, f"needs {other}", value, hint, related=(other,))
+    if sft.query_column_name and not sft.prompt_column_name:
+        key, name = f"{_POLICY}.query_column_name", sft.query_column_name
+        message, hint = f"follows the question, which {prompt} names", f"write {prompt} too, or leave it out"
+        yield Problem(key, message, name, hint, related=(prompt,))
     if sft.has_pairs and "conversation_column_name" in sft.model_fields_set:
         key, name = f"{_POLICY}.conversation_column_name", sft.conversation_column_name
         message = f"{prompt} and {response} are read in place of a conversation"
@@ -279,7 +299,8 @@ def _idle_validation(dataset: DatasetConfig) -> Iterator[Problem]:
     """Without data of its own, validation takes held-out training rows, prepared as those are."""
     if dataset.is_named:
         return
-    keys = ("subset", "revision", "split", "options", "max_prompt_length", "overlong_prompts")
+    of_rows = ("max_prompt_length", "overlong_prompts", "image_column_name")
+    keys = ("subset", "revision", "split", "options", *of_rows)
     for name, value in written(dataset, *keys):
         message = "has no effect on rows that the training data holds out"
         hint = f"write {_TRAIN}.{name}, or name the data: {_VALIDATION}.name"
@@ -333,8 +354,9 @@ def places_can_be_used(config: Config) -> Iterator[Problem]:
     resume = config.train.resume
     if isinstance(resume, str) and not (resume and exists(Path(resume))):
         newest = "name a checkpoint's directory, or write train.resume = true for the newest of output_dir"
-        hint = home_hint(resume) or newest
-        yield Problem("train.resume", f"checkpoint '{resume}' does not exist", resume, hint)
+        missing = (f"checkpoint '{resume}' does not exist", home_hint(resume) or newest)
+        message, hint = address_fault(resume, "a checkpoint is") or missing
+        yield Problem("train.resume", message, resume, hint)
 
 
 # ---- the chat template ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import BrokenModelError, FindFile, ModelFacts, local_file, read_facts
 from schema.config.modules import is_importable
 from schema.config.overrides import refusals
-from schema.config.paths import exists, home_hint, local_path
+from schema.config.paths import address_fault, exists, home_hint, local_path
 from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.mesh import trainer_meshes
@@ -476,6 +476,8 @@ def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -
     path = local_path(name)
     if path is None:
         return []
+    if fault := address_fault(name, f"a {kind} is"):
+        return [Problem(key, fault[0], name, fault[1])]
     if not exists(path):
         relative = "paths are relative to the current directory; a name on the hub has the form owner/name"
         return [Absent(key, f"{name} does not exist", name, home_hint(name) or relative)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from schema.config.base import RewardSpec
 from schema.config.loading.explain import closest
-from schema.config.paths import NotAFileError, home_hint, read_regular
+from schema.config.paths import NotAFileError, address_fault, home_hint, read_regular
 from schema.config.problem import Absent, Problem
 from schema.config.reward_signature import of_source
 from schema.config.root import Config
@@ -89,6 +89,8 @@ def own_function(key: str, name: str, what: str) -> Definition | Problem | None:
     None: the name is bound in another way, as by an import. what: the file's purpose, for the message.
     """
     file, _, function = name.rpartition(":")
+    if fault := address_fault(file, "your functions are"):
+        return Problem(key, fault[0], name, fault[1])
     try:
         tree = ast.parse(read_regular(Path(file), MAX_CODE_BYTES), filename=file)
     except OSError as error:
@@ -149,7 +151,7 @@ REWARD_RULES = (rewards_are_known, prompt_forms_are_used, variables_can_be_passe
 # ---- an evaluation ----------------------------------------------------------------------------------------
 
 _DATASET = "evaluation.dataset"
-_IDLE = ("test_size", "max_prompt_length", "overlong_prompts")
+_IDLE = ("test_size", "max_prompt_length", "overlong_prompts", "image_column_name")
 _SPLITS = ("test", "validation", "valid", "val", "dev", "train")
 
 

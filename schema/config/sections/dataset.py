@@ -66,7 +66,12 @@ class DatasetConfig(Section):
         acts="file: Tokens of a prompt that is too long.",
     )
     image_column_name: str = key(
-        "", "Column of the images of a prompt. Empty: none.", example="images", unbuilt="prompts with images"
+        "images",
+        "Column of the images of a prompt, which this build cannot train on yet: rows with a value in it, or in a "
+        "column or turn's key `images`, `image`, `videos`, `video`, `audios` or `audio`, and prompts with a "
+        "placeholder such as <image> are refused. Empty: all rows are text, and none of these is looked at.",
+        acts="file: Rows that are refused.",
+        example="pictures",
     )
     custom_class: CustomCode | Literal[""] = key(
         "",

@@ -14,7 +14,7 @@ class EvaluationConfig(Section):
         DatasetConfig,
         "The file with the answers.",
         inside=dict.fromkeys(
-            ("test_size", "max_prompt_length", "overlong_prompts"),
+            ("test_size", "max_prompt_length", "overlong_prompts", "image_column_name"),
             "refusal: All answers of the file are scored.",
         ),
     )

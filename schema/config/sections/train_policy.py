@@ -560,6 +560,13 @@ class SFTDataConfig(_DataloaderConfig):
         acts="file: Tokens and `prompt` of a prepared row.",
         example="question",
     )
+    query_column_name: str = key(
+        "",
+        "Column of a second text of the question, such as Alpaca's `input`: it follows the question on a line of its "
+        "own, where it is not empty. With prompt_column_name. Empty: none.",
+        acts="file: Tokens of a prepared row.",
+        example="input",
+    )
     response_column_name: str = cosmos_key(
         "",
         "Column of the answer to learn, in place of a conversation.",

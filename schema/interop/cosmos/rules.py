@@ -153,6 +153,31 @@ def _logprob_dtype(context: ConversionContext, leaf: KeyPath) -> Result:
     return no_counterpart(_reason("train.logprob_dtype"))
 
 
+_EMA, _EMA_DECAY = "train.ema_enable", "train.ema_decay"
+
+
+@computed(_EMA_DECAY, words="true → ema_decay, cosmos-rl's default where none is written")
+def _average(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not values.flag(leaf.value):
+        return implicit("false: no average")
+    note = "cosmos-rl begins with a decay of 0.1 and raises it; here it is the same from the first step on"
+    return mapped((_EMA_DECAY, context.number(_EMA_DECAY, 0.9999)), note=note)
+
+
+@computed(_EMA_DECAY, words="as it is, unless ema_enable is false")
+def _average_decay(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.get(_EMA, None) is False:
+        return implicit("no effect while ema_enable = false")
+    return mapped((_EMA_DECAY, plain(leaf.value)))
+
+
+@computed(words="0 or 1: after each optimizer step")
+def _average_interval(context: ConversionContext, leaf: KeyPath) -> Result:
+    if values.integer(leaf.value) in (0, 1) or not context.flag(_EMA):
+        return implicit("the average is updated after each optimizer step, or there is none")
+    return no_counterpart(_reason(leaf.key))
+
+
 @computed(words="stays there: a file that was converted before")
 def _unsupported(context: ConversionContext, leaf: KeyPath) -> Result:
     note = "the source of this converted file asks for it, and nothing here does the same"
@@ -214,7 +239,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys without counterpart -> values that ask for nothing, as well as null and false."""
 
 _GONE = words(
-    "train.non_text train.ema_enable train.prefetch_payloads train.p2p_sync_pack_tensors "
+    "train.non_text train.prefetch_payloads train.p2p_sync_pack_tensors "
     "train.p2r_sync_groups_per_round train.coalesce_weight_sync train.train_policy.trainer_type "
     "train.train_policy.algo train.train_policy.use_remote_reward train.train_policy.bypass_reward "
     "train.train_policy.group_reward_calculation train.train_policy.dpo_reference_policy "
@@ -228,6 +253,9 @@ _GONE = words(
 
 RENAMED_RULES: tuple[Rule, ...] = (
     Rule(f"{TABLE}.*", _unsupported),
+    Rule(_EMA, _average),
+    Rule(_EMA_DECAY, _average_decay),
+    Rule("train.ema_update_step_interval", _average_interval),
     Rule(_TEMPERATURE, _trained),
     Rule(f"{_POLICY}.batch_size_per_optimize", _optimize),
     Rule(f"{_MESH}.pp_schedule", _schedule),

@@ -32,9 +32,7 @@ _REASONS: dict[str, str] = {
                 "train.train_policy.dataloader_broadcast train.train_policy.dataloader_batch_size "
                 "train.train_policy.data_dispatch_as_rank_in_mesh"
             ),
-            "no moving average of the weights is kept": (
-                "train.ema_enable train.ema_decay train.ema_update_step_interval"
-            ),
+            "the moving average is updated after each optimizer step": "train.ema_update_step_interval",
             _TRANSPORT: (
                 "train.p2p_sync_pack_tensors train.p2r_sync_groups_per_round rollout.async_r2r_sync "
                 "rollout.r2r_sync_pack_tensors rollout.r2r_sync_bucket_size_bytes rollout.broadcast_all_params"
@@ -105,7 +103,8 @@ _POLICY = "train.train_policy"
 _METHOD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         words(
-            "distillation.enable train.ema_enable train.non_text policy.is_diffusers policy.freeze_pattern "
+            "distillation.enable train.ema_update_step_interval train.non_text policy.is_diffusers "
+            "policy.freeze_pattern "
             "policy.trainable_pattern policy.aux_loss_coeff policy.lora.lora_path rollout.backend"
         ),
         (),

@@ -9,6 +9,7 @@ from typing import Any
 from schema.interop.engine import values
 from schema.interop.engine.model import Result, Target, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, computed
+from schema.interop.engine.values import BadValue, shown
 
 _DEFAULT = "null: the default"
 
@@ -56,6 +57,20 @@ def choice(ours: str, table: Mapping[Any, Any], words: str = "", null: str = "")
         f"`{theirs}` → `{our}`" for theirs, our in table.items() if theirs != our and our is not None
     )
     return converted(ours, lambda value: table[values.one_of(value, table)], words or changes, null)
+
+
+def clip_sides(value: Any, low: str = "", high: str = "") -> Result:
+    """The sides of a clip of a ratio, max(ρ, 1 − value) and min(ρ, 1 + value), to these keys of ours.
+
+    A ratio is positive: from 1 on the lower side bounds nothing, which is −1 here. Raises BadValue below 0.
+    """
+    bound = values.number(value)
+    if bound < 0:
+        raise BadValue(f"expected at least 0, got {shown(value)}")
+    is_open = bool(low) and bound >= 1
+    note = f"the lower side, 1 − {bound:g}, bounds no ratio: it is open" if is_open else ""
+    sides = ((low, -1.0 if is_open else bound), (high, bound))
+    return mapped(*((key, side) for key, side in sides if key), note=note)
 
 
 def switch(*targets: Target, words: str, off: str = "false: off") -> Converter:

@@ -7,11 +7,11 @@ from typing import Any
 
 from schema.interop.engine import to, values
 from schema.interop.engine.keys import words
-from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue
 from schema.interop.roll.actor_train import model_name
-from schema.interop.roll.converters import LORA_KEYS, count, lost, named_devices, repeats, under, wins
+from schema.interop.roll.converters import LORA_KEYS, count, lost, named_devices, reason, repeats, under, wins
 from schema.interop.roll.data import paths
 from schema.interop.roll.facts import (
     ENGINES,
@@ -159,6 +159,8 @@ _WEIGHTS = {"dummy": "dummy", "auto": "auto", "safetensors": "auto"}
 
 @computed("rollout.engine_kwargs", words="any further engine argument, passed through")
 def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
+    if strategy(context, ROLE) == "sglang":
+        return no_counterpart(reason(leaf.key))
     if strategy(context, ROLE) != "vllm":
         raise BadValue(f"not an argument of {strategy(context, ROLE)} that this converter knows")
     if leaf.value is None or leaf.value == {}:
@@ -296,11 +298,12 @@ _VALIDATION_ARGS: tuple[Rule, ...] = (
     Rule("num_beams", _beams("validation")),
     Rule("do_sample", to.always("temperature decides")),
 )
+VALIDATION_FILE = Rule(
+    "validation.data_args.file_name",
+    to.converted("validation.dataset.files", paths, "read one after the other", "null: none"),
+)
 VALIDATION_RULES: tuple[Rule, ...] = (
-    Rule(
-        "validation.data_args.file_name",
-        to.converted("validation.dataset.files", paths, "read one after the other", "null: none"),
-    ),
+    VALIDATION_FILE,
     Rule("validation.data_args.template", _TEMPLATE),
     *(
         Rule(f"validation.data_args.{key}", to.always("rows are read by actor_train's columns"))

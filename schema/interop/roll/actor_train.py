@@ -211,6 +211,14 @@ _MODEL_ARGS: tuple[Rule, ...] = (
 # --- strategy -----------------------------------------------------------------------------------------------
 
 
+@computed(f"{_MESH}.sequence_parallel", words="false without tensor parallelism, as in Megatron")
+def _sequence_parallel(context: ConversionContext, leaf: KeyPath) -> Result:
+    key, asked = f"{_MESH}.sequence_parallel", leaf.value is not None and values.flag(leaf.value)
+    if asked and mesh(context).tp == 1:
+        return mapped((key, False), note="Megatron ignores it: tensor_model_parallel_size = 1 has one rank")
+    return mapped((key, asked))
+
+
 @computed(words="all training strategies become FSDP2")
 def _strategy(context: ConversionContext, leaf: KeyPath) -> Result:
     values.one_of(leaf.value, TRAINING_STRATEGIES)
@@ -228,13 +236,15 @@ def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
 
 _STRATEGY_RULES: tuple[Rule, ...] = (
     *(Rule(key, _dimension(name)) for key, name in SIZES.items()),
-    Rule("sequence_parallel", to.flag(f"{_MESH}.sequence_parallel")),
+    Rule("sequence_parallel", _sequence_parallel),
     *(Rule(name, how) for name, how in recomputation(ROLE, "policy", "train").items()),
     Rule(
         "moe_token_dispatcher_type",
         to.choice("policy.moe_token_dispatcher", {"allgather": "allgather", "alltoall": "alltoall"}),
     ),
-    Rule("moe_grouped_gemm", to.flag("policy.moe_grouped_gemm")),
+    Rule("moe_grouped_gemm", to.flag("policy.moe_grouped_gemm"), also=("moe_use_grouped_mm",)),
+    Rule("ep_size", _dimension("ep")),
+    Rule("efsdp_size", to.always("experts are sharded over the ranks that ep_size leaves")),
     Rule("moe_shared_expert_overlap", to.flag("policy.moe_shared_expert_overlap")),
     Rule("overlap_grad_reduce", to.flag("train.overlap_grad_reduce")),
     Rule("use_distributed_optimizer", to.always("the optimizer is always sharded with its parameters")),

@@ -195,8 +195,12 @@ def _clip(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("the plain policy gradient has no ratio to clip")
     if leaf.value is None:
         return implicit("null: the default, 0.2")
-    epsilon = values.number(leaf.value)
-    return mapped((f"{POLICY}.epsilon_low", epsilon), (f"{POLICY}.epsilon_high", epsilon))
+    return to.clip_sides(leaf.value, f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high")
+
+
+@computed(f"{POLICY}.epsilon_low", words="as it is; from 1 on the side is open: −1", null="null: the default")
+def _clip_low(context: ConversionContext, leaf: KeyPath) -> Result:
+    return to.clip_sides(leaf.value, low=f"{POLICY}.epsilon_low")
 
 
 def _without_range(context: ConversionContext) -> str:
@@ -407,7 +411,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("ppo_epochs", to.integer(f"{POLICY}.mu_iterations"), default=1),
     Rule("pg_clip", _clip, default=0.2),
     Rule("use_pg_clip_range", to.always("chooses between pg_clip and pg_clip_low, pg_clip_high")),
-    Rule("pg_clip_low", to.number(f"{POLICY}.epsilon_low"), default=0.2, when=_without_range),
+    Rule("pg_clip_low", _clip_low, default=0.2, when=_without_range),
     Rule("pg_clip_high", to.number(f"{POLICY}.epsilon_high"), default=0.2, when=_without_range),
     Rule("dual_clip_loss", _dual_clip, default=False),
     Rule("importance_sampling", _variant, default="token"),

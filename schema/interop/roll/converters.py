@@ -14,7 +14,7 @@ from schema.interop.engine.unsupported import same
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 from schema.interop.roll.facts import config_key
-from schema.interop.roll.unsupported import ROLL
+from schema.interop.roll.unsupported import ROLL, THINKING
 
 reason = ROLL.known_reason
 """Why a key of ROLL has no counterpart, from the closed list."""
@@ -152,3 +152,26 @@ def recomputation(role: str, model: str, section: str) -> dict[str, Converter]:
         return mapped((experts, True), *([(switch, True)] if around is None else []))
 
     return {"recompute_granularity": whole, "moe_layer_recompute": of_experts}
+
+
+def template(key: str, ours: str = "rollout.multi_turn_config.enable_thinking") -> Converter:
+    """The chat template of prompts: the tokenizer's own by any of its names; another one is a method of its own.
+
+    ours: the key that says whether it thinks; "": none does, as nothing is generated.
+    """
+
+    @computed(*filter(None, [ours]), words="the tokenizer's own, thinking or not; others: see the list")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        chosen = context.get("global_template", None)
+        if leaf.key != "global_template" and chosen:
+            return implicit(f"ROLL takes global_template = {chosen} instead")
+        if leaf.value is None and leaf.key == "global_template":
+            return implicit("null: data_args.template counts")
+        name = "native" if leaf.value is None else values.text(leaf.value)
+        if name not in THINKING:
+            return no_counterpart(reason(key))
+        if not ours:
+            return implicit("the tokenizer's own chat template")
+        return mapped((ours, THINKING[name]), note="the tokenizer's own chat template")
+
+    return convert

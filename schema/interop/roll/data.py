@@ -9,7 +9,7 @@ from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue
-from schema.interop.roll.converters import POLICY, lost
+from schema.interop.roll.converters import POLICY, lost, template
 
 ROLE = "actor_train"
 
@@ -76,24 +76,29 @@ def _tag(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.domain_column_name", values.text(leaf.value)))
 
 
+@computed(
+    f"{POLICY}.prompt_column_name",
+    words="the column of the question, a text; see the warning",
+    null="null: messages is the column",
+)
+def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
+    name = values.text(leaf.value)
+    context.warn(
+        f"data_args.prompt = {name}: ROLL gives a model the text of this column as it is, without a chat template. "
+        "Here it is the user's message in the model's own template; for the bare text write a file with "
+        "{{ messages[0]['content'] }} and name it in rollout.multi_turn_config.custom_chat_template_path"
+    )
+    return mapped((f"{POLICY}.prompt_column_name", name))
+
+
 DATA_ARGS: tuple[Rule, ...] = (
-    Rule(
-        "template",
-        to.unless((None, "native"), "the model's own chat template", lost(f"{ROLE}.data_args.template")),
-    ),
+    Rule("template", template(f"{ROLE}.data_args.template"), default="native"),
     Rule(
         "file_name",
         to.converted(f"{POLICY}.dataset.files", paths, "read one after the other", "null: no data"),
     ),
     Rule("eval_file_name", _eval_files),
-    Rule(
-        "prompt",
-        to.text(
-            f"{POLICY}.prompt_column_name",
-            "the column of the question, a text",
-            "null: messages is the column",
-        ),
-    ),
+    Rule("prompt", _prompt),
     Rule("messages", _messages),
     Rule(
         "response",

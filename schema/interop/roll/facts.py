@@ -126,12 +126,15 @@ def _fsdp(context: ConversionContext, role: str, world: int) -> Mesh:
     cp = _size(context, f"{role}.model_args.ulysses_size")
     if world % cp:
         raise BadValue(f"{role} has {world} devices, which ulysses_size = {cp} does not divide")
-    size = context.integer(config_key(role, "fsdp_size"), 1) or 1
+    size, ep = (
+        context.integer(config_key(role, "fsdp_size"), 1) or 1,
+        _size(context, config_key(role, "ep_size")),
+    )
     if size <= 1 or size >= world:
-        return Mesh(world, cp=cp, dp_shard=world // cp)
+        return Mesh(world, cp=cp, ep=ep, dp_shard=world // cp)
     if world % size or size % cp:
         raise BadValue(f"fsdp_size = {size} does not fit {world} devices with ulysses_size = {cp}")
-    return Mesh(world, cp=cp, dp_shard=size // cp, dp_replicate=world // size)
+    return Mesh(world, cp=cp, ep=ep, dp_shard=size // cp, dp_replicate=world // size)
 
 
 def group_size(context: ConversionContext) -> int:
@@ -162,6 +165,8 @@ def global_batch(context: ConversionContext, role: str = "actor_train") -> tuple
 
 def optimizer_steps(context: ConversionContext) -> int:
     """Optimizer steps of one pipeline step, all ppo_epochs together; 1 where the batches do not divide."""
+    if context.kind == "sft":
+        return 1
     epochs = max(context.integer("ppo_epochs", 1) or 1, 1)
     try:
         batch, _ = global_batch(context)
@@ -224,7 +229,7 @@ def no_critic(context: ConversionContext) -> str:
 
 def has_advantages(context: ConversionContext) -> bool:
     """Whether rewards become advantages: pairs of answers and teachers have none."""
-    return context.kind not in ("dpo", "distillation")
+    return context.kind not in ("dpo", "distillation", "sft")
 
 
 def has_reward_kl(context: ConversionContext) -> bool:

@@ -9,9 +9,10 @@ from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue, shown
-from schema.interop.roll.converters import POLICY, lost, reason
+from schema.interop.roll.converters import POLICY, lost, reason, template
 from schema.interop.roll.facts import (
     group_size,
+    has_advantages,
     has_critic,
     has_validation,
     is_agentic,
@@ -32,6 +33,12 @@ def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
     if is_agentic(context):
         return mapped((_BATCH, samples), note="trajectories of one step")
     return mapped((_BATCH, samples), note=f"{prompts} prompts · {group_size(context)} samples")
+
+
+def _no_groups(context: ConversionContext) -> str:
+    if is_agentic(context):
+        return "an agent pipeline takes train_env_manager.group_size"
+    return "" if has_advantages(context) else "this pipeline compares no samples of a prompt"
 
 
 @computed("rollout.n_generation", _BATCH, words="the size of a group")
@@ -218,10 +225,11 @@ def _val_greedy(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("validation.temperature", 0.0), ("validation.top_k", 1))
 
 
-@computed(words="the RLVR pipeline is the one with a counterpart")
+@computed(words="the pipelines RLVR and SFT have a counterpart")
 def _pipeline_cls(context: ConversionContext, leaf: KeyPath) -> Result:
-    if leaf.value is None or str(leaf.value).rpartition(".")[2].startswith("RLVR"):
-        return implicit("reinforcement learning from rewards, as here")
+    name = "" if leaf.value is None else str(leaf.value).rpartition(".")[2]
+    if not name or name.startswith("SFT" if context.kind == "sft" else "RLVR"):
+        return implicit("the pipeline that the file's keys are of")
     return no_counterpart(reason("pipeline_cls"))
 
 
@@ -239,14 +247,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule("pretrain", to.path("policy.model_name_or_path")),
     Rule("reward_pretrain", _reward_pretrain),
     Rule("rollout_batch_size", _rollout_batch, default=128),
-    Rule(
-        "num_return_sequences_in_group",
-        _group,
-        default=1,
-        when=lambda context: (
-            "an agent pipeline takes train_env_manager.group_size" if is_agentic(context) else ""
-        ),
-    ),
+    Rule("num_return_sequences_in_group", _group, default=1, when=_no_groups),
     Rule(
         "prompt_length",
         to.integer(f"{POLICY}.dataset.max_prompt_length", "longer prompts are left out, as in ROLL", null=""),
@@ -303,10 +304,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "is_offload_optimizer_states_in_train_step",
         to.unless(_FLAGS_OFF, "states stay on the GPU", to.flag("train.optimizer_offload", "as it is")),
     ),
-    Rule(
-        "global_template",
-        to.unless((None, "native"), "the model's own chat template", lost("global_template")),
-    ),
+    Rule("global_template", template("global_template")),
     *(
         Rule(key, lost(key))
         for key in ("rollout_dump_dir", "save_logging_board_dir", "render_save_dir", "model_download_type")

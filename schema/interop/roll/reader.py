@@ -1,4 +1,4 @@
-"""ROLL: RLVR and agent pipelines (`rlvr_config.yaml`, `agentic_*.yaml`)."""
+"""ROLL: RLVR, SFT and agent pipelines (`rlvr_config.yaml`, `sft_config.yaml`, `agentic_*.yaml`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from schema.interop.roll.facts import engine_size, engines, has_critic, is_agent
 from schema.interop.roll.pipeline import PIPELINE_RULES
 from schema.interop.roll.rewards import REWARD_RULES, scorers
 from schema.interop.roll.roles import ROLE_RULES
+from schema.interop.roll.sft import ROLE as SFT_ROLE
+from schema.interop.roll.sft import sft_rules
 from schema.interop.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS, ROLL
 
 _ROLES = ("actor_train", "actor_infer")
@@ -34,6 +36,8 @@ _RULES: tuple[Rule, ...] = (
 
 
 def _detect(source: Source) -> str | None:
+    if source.has(SFT_ROLE):
+        return "sft"
     if not any(map(source.has, (*_ROLES, *_PIPELINE, *DISTILLATION_ROLES))):
         return None
     if any(map(source.has, _AGENT)):
@@ -49,7 +53,11 @@ def _finish(context: ConversionContext) -> None:
     """What ROLL does without a key for it, and sizes that our defaults would set otherwise."""
     context.add("train.compile", False, "ROLL does not compile the policy")
     _add_meshes(context)
-    _add_data(context)
+    if context.kind == "sft":
+        context.add(f"{POLICY}.type", "sft", "ROLL's SFT pipeline")
+        context.add(f"{POLICY}.dataloader_shuffle", False, "ROLL keeps the order of the file")
+    else:
+        _add_data(context)
     _add_pipeline(context)
     models = ("pretrain", "actor_train.model_args.model_name_or_path")
     if all(context.get(key, None) is None for key in models):
@@ -61,7 +69,7 @@ def _finish(context: ConversionContext) -> None:
 def _add_pipeline(context: ConversionContext) -> None:
     """Which pipeline a file is for is said by the script that starts it; here by its keys, unless one names it."""
     kind = "distillation" if any(map(context.below, DISTILLATION_ROLES)) else context.kind
-    if kind != "rlvr" and not context.has("pipeline_cls"):
+    if kind not in ("rlvr", "sft") and not context.has("pipeline_cls"):
         title = "DPO" if kind == "dpo" else kind
         note = f"the file is of ROLL's {title} pipeline; {reason('pipeline_cls')}"
         context.add(unsupported_key("pipeline"), kind, note)
@@ -70,7 +78,11 @@ def _add_pipeline(context: ConversionContext) -> None:
 def _add_meshes(context: ConversionContext) -> None:
     try:
         for name, size in mesh(context).sizes().items():
-            context.add(f"policy.parallelism.{name}", size, "follows from actor_train's devices")
+            context.add(
+                f"policy.parallelism.{name}", size, "follows from the devices of the role that trains"
+            )
+        if context.kind == "sft":
+            return
         tp, pp, _ = engine_size(context)
         context.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
         if pp > 1:
@@ -120,6 +132,15 @@ PROSE = (
     "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does alone (a second or "
     "a missing whitening, rewards normalised by the batch, clipped rewards) is written as `reinforce_plus_plus` with "
     "`reward_shaping` and `whiten_advantages`, also where ROLL's default asks for it.",
+    "`data_args.template` (and `global_template`, which comes first) says how prompts are rendered. ROLL's `native`, "
+    "`qwen2_5` and `qwen3` are the tokenizer's own chat template, thinking where it can; `native_nonthinking` and "
+    "`qwen3_nothink` are the same without thinking. Any other template goes to `[unsupported]`: write it to a file "
+    "and name that in `rollout.multi_turn_config.custom_chat_template_path`. Texts of `data_args.prompt` get no "
+    "template in ROLL, and the report says so.",
+    "A supervised file (`sft_train`) is a question of `prompt_key`, behind it on a line of its own `query_key` where "
+    "it is not empty, and the answer of `response_key`; a step is one global batch, in the order of the file. A row "
+    "longer than `sequence_length` is left out and counted, and the last step may be short, which ROLL leaves out. "
+    "`system_key` has no counterpart.",
     "A file for another pipeline of ROLL (agents, DPO, distillation) is known by its keys or its `pipeline_cls`; "
     "`pipeline` in `[unsupported]` says which.",
     "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
@@ -136,14 +157,15 @@ READER = Reader(
     title="ROLL",
     kinds={
         "rlvr": "reinforcement learning with verifiable rewards",
+        "sft": "supervised fine-tuning",
         "agentic": "an agent pipeline",
         "dpo": "a DPO pipeline",
         "distillation": "a distillation pipeline",
     },
     unsupported=ROLL,
     detect=_detect,
-    signs=(*_ROLES, *_PIPELINE),
-    rules=lambda kind: _RULES,
+    signs=(*_ROLES, *_PIPELINE, SFT_ROLE),
+    rules=lambda kind: sft_rules() if kind == "sft" else _RULES,
     finish=_finish,
     prose=PROSE,
 )

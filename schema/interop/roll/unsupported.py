@@ -21,8 +21,9 @@ _TRACKER = "trackers are set up by their own environment variables (WANDB_…, S
 _IN_ENVIRONMENT = "a secret: give it in the environment (WANDB_API_KEY, SWANLAB_API_KEY), never in a file"
 _MOCK = "records and replays rollouts to test ROLL itself"
 _TEMPLATE = (
-    "the model's own chat template is used, as ROLL's `native` does; where the named one differs, "
-    "rollout.multi_turn_config.custom_chat_template_path is the key for it"
+    "rows are rendered by the tokenizer's own chat template, as ROLL's native, qwen2_5 and qwen3 do; write another "
+    "one to a file, name it in rollout.multi_turn_config.custom_chat_template_path (supervised training: put it into "
+    "the tokenizer's directory), and remove this line"
 )
 _REWARD_SCALE = (
     "rewards are scaled, centred and clipped by train.train_policy.reward_shaping alone; do more in a reward "
@@ -58,11 +59,22 @@ _BEAM = "beam search makes no samples of the policy: it cannot be trained on"
 _SCHEDULER = "how ROLL schedules requests among its workers; here replicas lease groups from the controller"
 
 _PIPELINE = (
-    "of ROLL's pipelines only RLVR is converted: environments of agents, pairs of answers (DPO) and diffusion are "
-    "not trained here, and a teacher (distillation) is written as [[teacher]]"
+    "of ROLL's pipelines RLVR and SFT are converted: environments of agents, pairs of answers (DPO) and diffusion "
+    "are not trained here, and a teacher (distillation) is written as [[teacher]]"
 )
 _DPO = "a part of ROLL's DPO pipeline: training on pairs of answers is not supported"
 _DISTILLATION = "a part of ROLL's distillation, which is not converted: name the teacher in [[teacher]]"
+
+THINKING = {
+    "native": True,
+    "qwen2_5": True,
+    "qwen3": True,
+    "native_nonthinking": False,
+    "qwen3_nothink": False,
+}
+"""ROLL's templates that are the tokenizer's own -> whether it thinks, where it can. `native` and `qwen2_5` leave that
+to the template, which then thinks."""
+TEMPLATES = tuple(THINKING)
 
 _DEEPSPEED_TABLES = ("deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload")
 
@@ -115,7 +127,10 @@ _TOP = {
     "no second copy is kept elsewhere",
     "tracker_kwargs.api_key": _IN_ENVIRONMENT,
     **{f"{name}.*": _DEEPSPEED for name in _DEEPSPEED_TABLES},
+    "system_key": "a system prompt is the same for all rows (train.train_policy.system_prompt), or part of a "
+    "conversation: write it into the rows",
     "global_template": _TEMPLATE,
+    "tag_to_template.*": "all rows are rendered by one chat template",
     "dataset_filter.*": "rows are not filtered by source or difficulty: filter the files",
     "vlm_filter.*": "rows are not filtered by their images: filter the files",
     "add_len_reward": _REWARD_SCALE + "; overlong_reward penalises long answers",
@@ -174,7 +189,16 @@ _WORKER = {
 _MEGATRON_KEYS = words(
     "bf16 fp16 overlap_param_gather use_precision_aware_optimizer accumulate_allreduce_grads_in_fp32 "
     "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d ckpt_format expert_tensor_parallel_size "
-    "recompute_method recompute_num_layers variable_seq_lengths attention_backend additional_configs.*"
+    "recompute_method recompute_num_layers recompute_modules variable_seq_lengths attention_backend "
+    "additional_configs.* bias_activation_fusion bias_dropout_fusion apply_rope_fusion cross_entropy_loss_fusion "
+    "gradient_accumulation_fusion masked_softmax_fusion moe_permute_fusion moe_router_dtype "
+    "pipeline_model_parallel_layout account_for_loss_in_pipeline_split account_for_embedding_in_pipeline_split "
+    "distrib_optim_fully_reshardable"
+)
+_ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+_MEDIA_KEYS = words(
+    "image_max_pixels image_min_pixels video_folder video_fps video_max_frames video_min_frames video_max_pixels "
+    "video_min_pixels video_total_pixels custom_data_kwargs_func"
 )
 
 _DEEPSPEED_KEYS = words(
@@ -188,25 +212,25 @@ _ENV_MANAGER_KEYS = words(
     "max_traj_per_env format_penalty llm_proxy.* group_filter_cls worker_cls max_env_step_concurrent"
 )
 
-_SGLANG_KEYS = words(
-    "max_prefill_tokens attention_backend schedule_policy disable_radix_cache cuda_graph_max_bs "
-    "enable_memory_saver log_level"
-)
-
 _REWARD_KEYS = words(
     "code_url use_local judge_prompt judge_model_type judge_model_name judge_api_url format_pattern "
     "reward_type response_length_penalty_coef query_filter_config response_filter_config "
     "reward_manager_config worker_cls"
 )
 
-ROLES = ("actor_train", "actor_infer", "reference", "critic", "validation")
-TRAINING_ROLES = ("actor_train", "reference", "critic")
+ROLES = ("actor_train", "actor_infer", "reference", "critic", "validation", "sft_train")
+TRAINING_ROLES = ("actor_train", "reference", "critic", "sft_train")
 _ENVIRONMENTS = ("train_env_manager", "val_env_manager")
 
 
 def general(key: str) -> tuple[str, ...]:
-    """The names under which a key of one role stands in the list: `<role>`, `<trainer>`, `<environments>`."""
+    """The names under which a key of one role stands in the list: `<role>`, `<trainer>`, `<environments>`.
+
+    The role of supervised fine-tuning has the policy's entries.
+    """
     role, _, rest = key.partition(".")
+    if role == "sft_train":
+        return (f"actor_train.{rest}", f"<role>.{rest}", f"<trainer>.{rest}")
     names = {"<role>": ROLES, "<trainer>": TRAINING_ROLES, "<environments>": _ENVIRONMENTS}
     return tuple(f"{name}.{rest}" for name, roles in names.items() if rest and role in roles)
 
@@ -218,7 +242,16 @@ _REASONS: dict[str, str] = {
     **{f"<role>.{key}": reason for key, reason in _WORKER.items()},
     **below(_SETTINGS, dict.fromkeys(_DEEPSPEED_KEYS, _DEEPSPEED)),
     **below(_SETTINGS, dict.fromkeys(_MEGATRON_KEYS, _MEGATRON)),
-    **below("actor_infer.strategy_args.strategy_config", dict.fromkeys(_SGLANG_KEYS, _SGLANG)),
+    **below(_SETTINGS, dict.fromkeys(_ROUTER_LOSSES, _WORKER["model_args.moe_aux_loss_coef"])),
+    f"{_SETTINGS}.wrap_policy.*": "every layer is sharded by itself; how they are cut changes no number",
+    f"{_SETTINGS}.use_batched_model_update": "weights travel through weight_sync",
+    **below(
+        "<role>.data_args", dict.fromkeys(_MEDIA_KEYS, "this build trains on text, not on images or videos")
+    ),
+    "<role>.use_remove_padding": "micro-batches are packed (train.sequence_packing), or padded with the same numbers",
+    "validation.eval_steps": "ROLL reads eval_steps at the top of the file alone",
+    "offload_nccl": _WORKER["offload_nccl"],
+    "actor_infer.strategy_args.strategy_config.*": _SGLANG,
     **below("<environments>", dict.fromkeys(_ENV_MANAGER_KEYS, _AGENT)),
     "<environments>.system_envs.*": _ENVIRONMENT,
     "actor_train.router_replay.mode": (
@@ -250,6 +283,12 @@ _METHOD: dict[str, tuple[Any, ...]] = {
         (),
     ),
     **dict.fromkeys(DISTILLATION_SWITCHES, ()),
+    **below("actor_train.strategy_args.strategy_config", dict.fromkeys(_ROUTER_LOSSES, ())),
+    **below("actor_train.data_args", dict.fromkeys(_MEDIA_KEYS, ())),
+    "global_template": TEMPLATES,
+    "actor_train.data_args.template": TEMPLATES,
+    "tag_to_template.*": (),
+    "system_key": (),
     "gamma": (1,),
     "reward_scale": (1,),
     "reward_normalization.method": ("identity",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
-from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, rules_below
+from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     ACTOR,
@@ -13,6 +13,7 @@ from schema.interop.verl.facts import (
     compiled,
     group_size,
     is_streamed,
+    is_veomni,
     lacking,
     no_reference,
     prompts_per_step,
@@ -136,11 +137,10 @@ def _batches() -> tuple[Rule, ...]:
 
 
 def _loss() -> tuple[Rule, ...]:
-    side, written = "as it is; null: clip_ratio", "null: clip_ratio counts"
     table = {
-        "clip_ratio": _clip_ratio,
-        "clip_ratio_low": to.number(f"{POLICY}.epsilon_low", side, written),
-        "clip_ratio_high": to.number(f"{POLICY}.epsilon_high", side, written),
+        "clip_ratio": _clip_side("for each side without a key of its own", "low", "high"),
+        "clip_ratio_low": _clip_side("as it is; from 1 on the side is open: −1", "low"),
+        "clip_ratio_high": _clip_side("as it is", "high"),
         "clip_ratio_c": _dual_clip,
         "loss_agg_mode": _aggregation,
         "loss_scale_factor": to.given(
@@ -173,20 +173,31 @@ def _loss() -> tuple[Rule, ...]:
     return rules_below(ACTOR, table, defaults=defaults)
 
 
-@computed(f"{POLICY}.epsilon_low", f"{POLICY}.epsilon_high", words="for each side without a key of its own")
-def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
-    value = values.number(leaf.value)
-    targets = tuple(
-        (f"{POLICY}.epsilon_{side}", value)
-        for side in ("low", "high")
-        if context.number(f"{ACTOR}.clip_ratio_{side}", None) is None
-    )
-    return mapped(*targets) if targets else implicit("clip_ratio_low and clip_ratio_high are both set")
+def _clip_side(words: str, *sides: str) -> Converter:
+    """The clip of these sides, of `low` and `high`; clip_ratio is that of a side without a key of its own."""
+
+    @computed(*(f"{POLICY}.epsilon_{side}" for side in sides), words=words, null="null: clip_ratio counts")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        loss = context.text(f"{ACTOR}.policy_loss.loss_mode")
+        if loss == "gpg":
+            return implicit("gpg has no ratio to clip")
+        own = [side for side in sides if context.number(f"{ACTOR}.clip_ratio_{side}", None) is None]
+        keys = {side: f"{POLICY}.epsilon_{side}" for side in (own if len(sides) > 1 else sides)}
+        if not keys:
+            return implicit("clip_ratio_low and clip_ratio_high are both set")
+        found = to.clip_sides(leaf.value, keys.get("low", ""), keys.get("high", ""))
+        if found.note and loss == "geo_mean":
+            raise BadValue(
+                f"geo_mean bounds the ratio's logarithm, which {shown(leaf.value)} does not leave open"
+            )
+        return found
+
+    return convert
 
 
-@computed(f"{POLICY}.lower_bound_ratio", words="as it is; gspo and geo_mean have no dual clip")
+@computed(f"{POLICY}.lower_bound_ratio", words="as it is; gspo, geo_mean, cispo and gpg have no dual clip")
 def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
-    if (loss := context.text(f"{ACTOR}.policy_loss.loss_mode")) in _OF_SEQUENCES:
+    if (loss := context.text(f"{ACTOR}.policy_loss.loss_mode")) in (*_OF_SEQUENCES, "cispo", "gpg"):
         return implicit(f"{loss} has no dual clip")
     return mapped((f"{POLICY}.lower_bound_ratio", values.number(leaf.value)))
 
@@ -277,7 +288,11 @@ def _small() -> tuple[Rule, ...]:
     chunks = to.always("log-probs and entropy are always computed in chunks")
     table = {
         "strategy": to.always(_STRATEGY),
-        "use_torch_compile": compiled("train.compile"),
+        "use_torch_compile": to.given(
+            lambda context: not is_veomni(context),
+            "veomni.use_torch_compile counts for this strategy",
+            compiled("train.compile"),
+        ),
         "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
         "load_weight": to.always("the policy's weights are always loaded"),
         "calculate_entropy": to.always("entropy is always a metric"),

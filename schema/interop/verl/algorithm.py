@@ -152,9 +152,24 @@ def critic_rules() -> tuple[Rule, ...]:
 # --- algorithm ----------------------------------------------------------------------------------------------
 
 
+_ALONE = {
+    **dict.fromkeys(("grpo", "grpo_vectorized", "rloo", "opo"), False),
+    "reinforce_plus_plus_baseline": True,
+}
+"""Estimators that take the score itself where a prompt has one sample -> whether it is then whitened."""
+_NOT_ALONE = {
+    "rloo_vectorized": "verl's advantage of a prompt's only sample is always 0, from which nothing is learnt",
+    "gpg": "verl's advantage of a prompt's only sample is its score times a factor of its batch, as nothing is here",
+    "grpo_passk": "verl refuses a prompt with one sample",
+}
+
+
 @computed(
     f"{POLICY}.advantage_estimator",
-    words=", ".join(f"`{theirs}` → `{ours}`" for theirs, ours in _ESTIMATORS.items() if theirs != ours),
+    f"{POLICY}.whiten_advantages",
+    f"{POLICY}.gamma",
+    words=", ".join(f"`{theirs}` → `{ours}`" for theirs, ours in _ESTIMATORS.items() if theirs != ours)
+    + "; with `rollout.n: 1` the score itself",
 )
 def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
     if not isinstance(leaf.value, str) or leaf.value not in _ESTIMATORS:
@@ -163,12 +178,34 @@ def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
             f"no estimator of this name has a counterpart, only {known}; one of your own is named by "
             f'{POLICY}.advantage_estimator = "path/to/file.py:function"'
         )
+    if group_size(context) == 1 and (leaf.value in _ALONE or leaf.value in _NOT_ALONE):
+        return _of_one(context, leaf.value)
     return mapped((f"{POLICY}.advantage_estimator", _ESTIMATORS[leaf.value]))
+
+
+def _of_one(context: ConversionContext, name: str) -> Result:
+    """What verl computes of a prompt's only sample, where an estimator compares the samples of a prompt."""
+    if name in _NOT_ALONE:
+        raise BadValue(f"{_NOT_ALONE[name]}; write a larger rollout.n")
+    if context.flag("algorithm.use_kl_in_reward"):
+        raise BadValue(
+            f"of a prompt's only sample verl's {name} takes the score less the KL of the whole answer, which no "
+            "estimator here does; write a larger rollout.n, or use_kl_loss"
+        )
+    targets = [(f"{POLICY}.advantage_estimator", "reinforce_plus_plus"), (f"{POLICY}.gamma", 1.0)]
+    if not _ALONE[name]:
+        targets.append((f"{POLICY}.whiten_advantages", False))
+    whitened = ", whitened" if _ALONE[name] else ""
+    return mapped(
+        *targets, note=f"with rollout.n = 1 verl's {name} is the score itself{whitened}; so is this"
+    )
 
 
 @computed(f"{POLICY}.unbiased_advantage", words="the other way round; with grpo only")
 def _norm_by_std(context: ConversionContext, leaf: KeyPath) -> Result:
     divides = leaf.value is None or values.flag(leaf.value)
+    if group_size(context) == 1:
+        return implicit("no effect with rollout.n = 1: the mean is 0 and the deviation 1")
     return mapped((f"{POLICY}.unbiased_advantage", not divides), note="Dr. GRPO" if not divides else "")
 
 
@@ -198,6 +235,8 @@ _no_filter = needs("algorithm.filter_groups.enable", "no effect while filter_gro
 def _filter_groups(context: ConversionContext, leaf: KeyPath) -> Result:
     if not context.flag("algorithm.filter_groups.enable"):
         return implicit("false: no groups are filtered")
+    if group_size(context) == 1:
+        return implicit("no effect with rollout.n = 1: verl keeps a prompt with one sample")
     return mapped(
         (f"{POLICY}.filter_reward_metric", [reward_name(context)]), note="groups whose rewards are all equal"
     )

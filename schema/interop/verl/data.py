@@ -8,6 +8,7 @@ from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, R
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import (
     POLICY,
+    ROLLOUT,
     group_size,
     is_streamed,
     lacking,
@@ -20,6 +21,8 @@ from schema.interop.verl.rollout import longest_response
 from schema.interop.verl.unsupported import VERL
 
 TRAIN, VALID = f"{POLICY}.dataset", "validation.dataset"
+
+_LOOKED_AT = "rows with a value in a column of that name are refused"
 
 _DEFAULTS = {
     "shuffle": True,
@@ -34,12 +37,6 @@ _DEFAULTS = {
 def data_rules() -> tuple[Rule, ...]:
     """All rules of `data`."""
     custom = path_and_name("data.custom_cls", f"{TRAIN}.custom_class")
-    images = to.unless(
-        ["images"],
-        "verl's default, which counts for rows that have such a column only; for images write "
-        f"{TRAIN}.image_column_name",
-        to.text(f"{TRAIN}.image_column_name"),
-    )
     table = {
         "tokenizer": to.path("policy.tokenizer_name_or_path"),
         "use_shm": to.always("rows are indexed on disk, not copied to shared memory"),
@@ -57,10 +54,10 @@ def data_rules() -> tuple[Rule, ...]:
         "validation_shuffle": to.always("the order of validation changes no result"),
         "dataloader_num_workers filter_overlong_prompts_workers": _workers,
         "filter_overlong_prompts truncation": _overlong,
-        "image_key": images,
+        "image_key": image_column(TRAIN, VALID),
         "image_patch_size": to.always("the model's processor knows it"),
-        "video_key": lacking("videos"),
-        "audio_key": lacking("audios"),
+        "video_key": lacking("videos", words=_LOOKED_AT),
+        "audio_key": lacking("audios", words=_LOOKED_AT),
         "trust_remote_code": _trust,
         "sampler.class_path sampler.class_name sampler.group_key sampler.group_names sampler.group_ratios": (
             _sampler
@@ -68,7 +65,7 @@ def data_rules() -> tuple[Rule, ...]:
         "mm_processor_kwargs apply_chat_template_kwargs": lacking({}),
         "apply_chat_template_kwargs.enable_thinking": to.flag("rollout.multi_turn_config.enable_thinking"),
         "mm_processor_kwargs.* datagen.* apply_chat_template_kwargs.*": lacking(),
-        "tool_config_path function_tool_path": to.always("repeats rollout.multi_turn"),
+        "tool_config_path function_tool_path": _tools,
     }
     lengths = {"max_prompt_length": _max_prompt, "max_response_length": longest_response}
     streamed = {"train_batch_size": _batch, "gen_batch_size": _gen_batch}
@@ -94,6 +91,36 @@ def files(ours: str, words: str = "one file becomes a list; `~` is written out")
         return mapped((ours, paths), note=note)
 
     return convert
+
+
+def image_column(train: str, valid: str) -> Converter:
+    """The column of images, which is written: rows with a value in it are refused. train, valid: our sections."""
+    keys = (f"{train}.image_column_name", f"{valid}.image_column_name")
+
+    @computed(*keys, words="as it is: rows with a value there are refused", null="null: verl looks at none")
+    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
+        name = values.text(leaf.value)
+        context.warn(
+            f"`{leaf.key}` = {name}: `validate --data` and a run look at this column, and refuse rows with a value "
+            "in it: this build trains on text"
+        )
+        validates = context.get("data.val_files", None) not in (None, "", [])
+        written = keys if validates else keys[:1]
+        return mapped(*((key, name) for key in written), note="rows with a value there are refused")
+
+    return convert
+
+
+@computed(words="null, or what rollout.multi_turn names: see there")
+def _tools(context: ConversionContext, leaf: KeyPath) -> Result:
+    """Tools that verl's dataset renders into each prompt."""
+    if leaf.value in (None, "", []):
+        return implicit("null: no tools")
+    turns = f"{ROLLOUT}.multi_turn"
+    repeats = leaf.value == context.get(f"{turns}.{leaf.key.rpartition('.')[2]}", None)
+    if repeats and context.flag(f"{turns}.enable"):
+        return implicit(f"repeats {turns}")
+    return without_counterpart(leaf.key)
 
 
 @computed(

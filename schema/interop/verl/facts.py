@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from schema.interop.engine import values
+from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unknown
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
 from schema.interop.engine.values import BadValue, shown
@@ -18,7 +19,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 POLICY = "train.train_policy"
 
-_OUTCOME_ESTIMATORS = ("grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
+_OUTCOME_ESTIMATORS = words(
+    "grpo grpo_vectorized rloo rloo_vectorized remax opo gpg grpo_passk reinforce_plus_plus_baseline"
+)
 
 
 def group_size(context: ConversionContext) -> int:
@@ -40,8 +43,17 @@ def is_megatron(context: ConversionContext, role: str = ACTOR) -> bool:
     return bool(context.below(f"{role}.megatron"))
 
 
+def is_veomni(context: ConversionContext, role: str = ACTOR) -> bool:
+    """Whether a role is trained by VeOmni."""
+    return context.text(f"{role}.strategy") == "veomni"
+
+
 def widths(context: ConversionContext, role: str = ACTOR) -> dict[str, int]:
-    """tp, pp, cp and ep of a role: Megatron's own sizes, or Ulysses' for FSDP."""
+    """tp, pp, cp and ep of a role: Megatron's own sizes, or Ulysses' for FSDP, VeOmni's for both of its two."""
+    if is_veomni(context, role):
+        ring = context.integer(f"{role}.veomni.ulysses_parallel_size", 1) or 1
+        experts = context.integer(f"{role}.veomni.expert_parallel_size", 1) or 1
+        return {"tp": 1, "pp": 1, "cp": max(ring, 1), "ep": max(experts, 1)}
     if not is_megatron(context, role):
         name = "ulysses_sequence_parallel_size"
         own = context.integer(f"{role}.{name}", 1) or 1
@@ -71,6 +83,9 @@ def sharding(context: ConversionContext, role: str = ACTOR) -> tuple[int, int]:
     """(dp_replicate_size, dp_shard_size) by verl's rule for fsdp_size: < 0 or >= world shards over all, 1
     replicates; Megatron's distributed optimizer shards over all."""
     ranks, world = data_parallel(context, role), world_size(context)
+    if is_veomni(context, role):  # which counts ranks with data of their own
+        shard = context.integer(f"{role}.veomni.fsdp_size", -1) or -1
+        return (1, ranks) if shard < 0 or shard >= ranks else (max(ranks // shard, 1), shard)
     size = -1 if is_megatron(context, role) else context.integer(f"{role}.fsdp_config.fsdp_size", -1)
     if size is None or size < 0 or size >= world or size == 0:
         return 1, ranks
@@ -299,7 +314,8 @@ def path_and_name(table: str, ours: str) -> Converter:
 
 def replays_routing(context: ConversionContext) -> bool:
     """Whether the actor is trained with the experts that the engine chose."""
-    modes = (context.get(f"{ACTOR}.{table}router_replay.mode", None) for table in ("", "megatron."))
+    tables = ("", "megatron.", "veomni.")
+    modes = (context.get(f"{ACTOR}.{table}router_replay.mode", None) for table in tables)
     return "R3" in modes
 
 

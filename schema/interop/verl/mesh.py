@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from schema.interop.engine import to, values
+from schema.interop.engine.keys import words
 from schema.interop.engine.model import Outcome, Result, implicit, mapped
 from schema.interop.engine.rules import (
     ABSENT,
@@ -21,6 +22,7 @@ from schema.interop.verl.facts import (
     compiled,
     has_adapters,
     is_megatron,
+    is_veomni,
     lacking,
     router_replay,
     sharding,
@@ -60,12 +62,12 @@ class Mesh:
 
     def rules(self) -> tuple[Rule, ...]:
         """All rules of the role."""
-        return (*self._sizes(), *self._fsdp(), *self._megatron())
+        return (*self._sizes(), *self._fsdp(), *self._megatron(), *self._veomni())
 
     # --- sizes --------------------------------------------------------------------------------------------
 
     def _sizes(self) -> tuple[Rule, ...]:
-        ulysses = self._width("cp", megatron=False, words="the ring of ranks that share a sequence")
+        ulysses = self._width("cp", "fsdp", words="the ring of ranks that share a sequence")
         words = "< 0 or ≥ world: shard over all ranks; 1: replicate; else replicate × shard"
         size = Converter(self._fsdp_size, self._ours("dp_shard_size", "dp_replicate_size"), words)
         return (
@@ -103,11 +105,13 @@ class Mesh:
             return implicit("one stage per rank")
         return mapped((self._ours("virtual_pp_size")[0], max(size, 1)))
 
-    def _width(self, short: str, megatron: bool, words: str = "") -> Converter:
+    def _width(self, short: str, engine: str, words: str = "") -> Converter:
+        """A size of the mesh, from the table of one engine: `fsdp`, `megatron` or `veomni`."""
+
         @computed(*self._ours(_SIZES[short]), words=words)
         def convert(context: ConversionContext, leaf: KeyPath) -> Result:
             size = 1 if leaf.value is None else values.integer(leaf.value)
-            if is_megatron(context, self.role) is not megatron:
+            if self._engine(context) != engine:
                 return implicit("no effect with this strategy")
             if self.ours == "policy":
                 taken = widths(context, self.role)[short]
@@ -118,10 +122,17 @@ class Mesh:
 
         return convert
 
+    def _engine(self, context: ConversionContext) -> str:
+        if is_veomni(context, self.role):
+            return "veomni"
+        return "megatron" if is_megatron(context, self.role) else "fsdp"
+
     def _fsdp_size(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is not None:
             values.integer(leaf.value)
         replicate, shard = sharding(context, self.role)
+        if is_veomni(context, self.role) and ".veomni." not in leaf.key:
+            return implicit("no effect with this strategy")
         if is_megatron(context, self.role):
             if self.ours != "policy":
                 return implicit("no effect with Megatron")
@@ -159,7 +170,7 @@ class Mesh:
                 "gradients are reduced once per optimizer step"
             ),
             "pad_to_length pad_to_length_bucket": to.always(_PADDING),
-            "ulysses_sequence_parallel_size": self._width("cp", megatron=False),
+            "ulysses_sequence_parallel_size": self._width("cp", "fsdp"),
             "full_determinism": to.unless([False], "false: off", to.flag("train.deterministic")),
             "seed": _seed,
             "param_offload offload_policy": self._param_offload("either of the two switches"),
@@ -222,7 +233,7 @@ class Mesh:
         prefix, words = f"{self.role}.megatron", "with tensor parallelism only"
         virtual = Converter(self._virtual, self._ours("virtual_pp_size"), "null: one stage per rank")
         sequence = Converter(self._sequence_parallel, self._ours("sequence_parallel"), words)
-        sizes = {name: self._width(short, megatron=True) for name, short in _MEGATRON_SIZES.items()}
+        sizes = {name: self._width(short, "megatron") for name, short in _MEGATRON_SIZES.items()}
         table = {
             **sizes,
             "virtual_pipeline_model_parallel_size": virtual,
@@ -307,6 +318,60 @@ class Mesh:
         if self.ours != "policy" and (found := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
             return found
         return mapped((self._ours("sequence_parallel")[0], value))
+
+    # --- VeOmni -------------------------------------------------------------------------------------------
+
+    def _veomni(self) -> tuple[Rule, ...]:
+        """Rules of `veomni`, of verl's newest engine: sharding as FSDP's, and kernels that change no number."""
+        prefix = f"{self.role}.veomni"
+        words = "< 0 or ≥ the ranks with data of their own: shard over all; else replicate × shard"
+        table = {
+            "fsdp_size": Converter(self._fsdp_size, self._ours("dp_shard_size", "dp_replicate_size"), words),
+            "ulysses_parallel_size": self._width("cp", "veomni"),
+            "expert_parallel_size": self._width("ep", "veomni"),
+            "param_offload enable_fsdp_offload": self._param_offload("either of the two switches"),
+            "forward_only": to.always(_FORWARD_ONLY),
+            "seed": _seed,
+            "full_determinism": to.unless([False], "false: off", to.flag("train.deterministic")),
+            "pad_to_length pad_to_length_bucket": to.always(_PADDING),
+            "strategy init_device enable_full_shard ckpt_manager forward_prefetch basic_modules "
+            "activation_gpu_limit enable_reentrant": to.always(
+                "how VeOmni loads, shards and recomputes a model"
+            ),
+            "force_use_huggingface": to.always("models are always those of transformers"),
+            "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing": to.always(
+                "log-probs and entropy are always computed in chunks"
+            ),
+            _KERNELS: to.always("which kernel computes it changes speed alone"),
+            "load_checkpoint_path": lacking(""),
+            "router_replay.mode": router_replay if self.role == ACTOR else lacking("disabled"),
+            "router_replay.*": lacking(),
+        }
+        if self.ours == "reference":
+            unread = to.always("follows the policy's, or concerns training")
+            table["optimizer_offload mixed_precision use_torch_compile"] = unread
+        else:
+            table |= {
+                "optimizer_offload": to.unless(
+                    [False], "false: off", to.flag(f"{self.speed}.optimizer_offload")
+                ),
+                "mixed_precision": to.choice(
+                    f"{self.speed}.param_dtype",
+                    {True: "bfloat16", False: "float32"},
+                    null="null: the default",
+                ),
+                "use_torch_compile": (compiled if self.role == ACTOR else to.flag)(f"{self.speed}.compile"),
+            }
+        return rules_below(prefix, table, self.when)
+
+
+_KERNELS = " ".join(
+    f"{name}_implementation"
+    for name in words(
+        "attn moe cross_entropy_loss rms_norm swiglu_mlp rotary_pos_emb rms_norm_gated causal_conv1d "
+        "chunk_gated_delta_rule load_balancing_loss dsa_indexer dsa_attention mhc"
+    )
+)
 
 
 def _qat(switch: str) -> Converter:

@@ -119,7 +119,7 @@ class Optim:
             "lr_warmup_steps_ratio": own(
                 self._warmup_ratio, "a share of all steps, where lr_warmup_steps < 0", "warmup_steps"
             ),
-            "lr_warmup_init": own(self._warmup_init, "divided by lr", "warmup_start_factor"),
+            "lr_warmup_init lr_start": own(self._warmup_init, "divided by lr", "warmup_start_factor"),
         }
 
     def _decay(self) -> dict[str, Converter]:
@@ -143,7 +143,10 @@ class Optim:
                 "min_lr_factor",
                 "warmup_start_factor",
             ),
-            "min_lr": own(self._min_lr, "divided by lr; without a decay it has no effect", "min_lr_factor"),
+            "min_lr lr_min": own(
+                self._min_lr, "divided by lr; without a decay it has no effect", "min_lr_factor"
+            ),
+            "lr_decay_ratio": Converter(self._decay_end, (), "1.0: all that follows the warm-up"),
             "num_cycles": to.given(
                 lambda context: self.style(context) == "cosine",
                 "no effect without a cosine decay",
@@ -347,6 +350,12 @@ class Optim:
         if self.style(context) is None:
             return implicit("no effect without a decay")
         return self._share_of_lr(context, leaf, "min_lr_factor")
+
+    def _decay_end(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        """The share of the run at whose end VeOmni's rate is the smallest; here that is always the end."""
+        if leaf.value is None or values.number(leaf.value) == 1 or self.style(context) is None:
+            return implicit("the decay ends with the run, or there is none")
+        raise BadValue("a decay that ends before the run does is not available: it ends with the run")
 
     def _share_of_lr(self, context: ConversionContext, leaf: KeyPath, factor: str) -> Result:
         if leaf.value is None:

@@ -98,6 +98,7 @@ def _rules(kind: str) -> tuple[Rule, ...]:
 def _common() -> tuple[Rule, ...]:
     return (
         Rule("defaults", lacking([], ["_self_"])),
+        Rule("model_engine", to.always("names the files that Hydra composed; the roles' strategy counts")),
         Rule("hydra.*", to.always("settings of the command line")),
         Rule("global_profiler.tool", lacking()),
         Rule("global_profiler.*", to.always("details of verl's profilers")),

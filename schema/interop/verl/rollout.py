@@ -397,9 +397,13 @@ def agent_rules() -> tuple[Rule, ...]:
     server = path_and_name(f"{agent}.custom_async_server", "rollout.custom_server")
     multi = "rollout.multi_turn_config"
 
-    @computed(f"{multi}.enable_tools", words="a file of tools turns them on")
+    @computed(f"{multi}.enable_tools", words="a file of tools turns them on; in a single turn: see the list")
     def tools(context: ConversionContext, leaf: KeyPath) -> Result:
-        return mapped((f"{multi}.enable_tools", True)) if leaf.value else implicit("null: no tools")
+        if not leaf.value:
+            return implicit("null: no tools")
+        if context.flag(f"{turns}.enable"):
+            return mapped((f"{multi}.enable_tools", True))
+        return without_counterpart(leaf.key)
 
     loops = {
         "custom_async_server.path custom_async_server.name": server,
@@ -409,7 +413,6 @@ def agent_rules() -> tuple[Rule, ...]:
     }
     table = {
         "max_assistant_turns": to.integer(f"{multi}.max_assistant_turns"),
-        "tool_config_path function_tool_path": tools,
         "use_inference_chat_template": to.always("answers are always continued token by token"),
         "tokenization_sanity_check_mode": to.always(
             "token ids travel as they are, nothing is tokenised twice"
@@ -419,5 +422,6 @@ def agent_rules() -> tuple[Rule, ...]:
     return (
         *rules_below(agent, loops),
         Rule(f"{turns}.enable", to.unless([False], "false: single turns", to.flag(f"{multi}.enable"))),
+        *rules_below(turns, {"tool_config_path function_tool_path": tools}),
         *rules_below(turns, table, _single_turn, also={"max_assistant_turns": ("max_turns",)}),
     )

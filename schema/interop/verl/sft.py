@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, rules_below
 from schema.interop.engine.values import BadValue, shown
-from schema.interop.verl.data import files
-from schema.interop.verl.facts import POLICY, lacking, path_and_name, world_size
+from schema.interop.verl.data import files, image_column
+from schema.interop.verl.facts import POLICY, lacking, path_and_name, sharding
+from schema.interop.verl.mesh import Mesh, parallelism
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.shared import Budget, checkpoint_rules
 from schema.interop.verl.trainer import trainer_rules, validates
 from schema.interop.verl.unsupported import VERL
 
-_MESH = "policy.parallelism"
+_MESH, _ULYSSES = "policy.parallelism", "ulysses_sequence_parallel_size"
 
 
 def sft_rules() -> tuple[Rule, ...]:
@@ -24,11 +27,12 @@ def sft_rules() -> tuple[Rule, ...]:
         *_data(),
         *Model("model", "policy", old_path="partial_pretrain").rules(),
         *_fsdp(),
+        *_engine(),
         *Optim("", "train", 1e-5, betas=(0.9, 0.95), scheduler="cosine", warmup=0.1).rules(),
         *checkpoint_rules(""),
         *checkpoint_rules("trainer"),
         *trainer_rules("sft"),
-        Rule("ulysses_sequence_parallel_size", _ulysses, 1, ("engine.ulysses_sequence_parallel_size",)),
+        Rule(_ULYSSES, _ulysses, 1, (f"engine.{_ULYSSES}", f"engine.fsdp_config.{_ULYSSES}")),
         Rule("use_remove_padding", to.flag("train.sequence_packing")),
         Rule("custom_cls.path", custom, also=("data.custom_cls.path",)),
         Rule("custom_cls.name", custom, also=("data.custom_cls.name",)),
@@ -47,6 +51,9 @@ def _data() -> tuple[Rule, ...]:
     table = {
         "train_files": files(f"{POLICY}.dataset.files"),
         "val_files": _val_files,
+        "image_key": image_column(f"{POLICY}.dataset", "validation.dataset"),
+        "video_key": lacking("videos"),
+        "audio_key": lacking("audios"),
         "prompt_key response_key prompt_dict_keys response_dict_keys": _column,
         "multiturn.enable multiturn.messages_key": _conversation,
         "multiturn.tools_key": lacking("tools"),
@@ -56,9 +63,12 @@ def _data() -> tuple[Rule, ...]:
         "truncation": _truncation,
         "pad_mode": to.always("padding never changes a number here"),
         "ignore_input_ids_mismatch": to.always("a conversation is tokenised as a whole"),
-        "balance_dp_token": to.flag(f"{POLICY}.balance_dp_token"),
+        "balance_dp_token": to.unless(
+            ["REMOVED"], "verl reads it no more", to.flag(f"{POLICY}.balance_dp_token")
+        ),
         "chat_template": lacking(),
         "apply_chat_template_kwargs": lacking({}),
+        "apply_chat_template_kwargs.enable_thinking": lacking(False),
         "apply_chat_template_kwargs.*": lacking(),
         "use_shm": to.always("rows are indexed on disk, not copied to shared memory"),
         "num_workers": to.integer(f"{POLICY}.dataloader_num_workers"),
@@ -105,35 +115,37 @@ def _fsdp() -> tuple[Rule, ...]:
         Rule("engine.optimizer_offload", to.flag("train.optimizer_offload")),
         Rule("engine.dtype", to.choice("train.param_dtype", values.DTYPES)),
         Rule("engine.use_torch_compile", to.flag("train.compile")),
-        Rule("engine.fsdp_size", _fsdp_size),
+        Rule("engine.fsdp_size", _fsdp_size, also=tuple(f"engine.{table}.fsdp_size" for table in _ENGINES)),
     )
 
 
-def sequence_ranks(context: ConversionContext) -> int:
-    """Ranks that share a sequence."""
-    return max(context.integer("ulysses_sequence_parallel_size", 1) or 1, 1)
+_ENGINES = ("fsdp_config", "megatron", "veomni")
 
 
-def ranks(context: ConversionContext) -> int:
-    """Ranks with data of their own."""
-    return max(world_size(context) // sequence_ranks(context), 1)
+def _engine() -> tuple[Rule, ...]:
+    """The other keys of `engine`: those of a role's table for FSDP, Megatron or VeOmni, which are one table here.
+
+    The names with the table stay as further spellings, under which `facts` asks for them.
+    """
+    taken = {name for rule in _fsdp() for name in rule.spellings} | {_ULYSSES, f"engine.{_ULYSSES}"}
+    found: dict[str, Rule] = {}
+    for rule in Mesh("engine", "policy", "train").rules():
+        table, _, name = rule.key.removeprefix("engine.").partition(".")
+        key = f"engine.{name}"
+        if table not in _ENGINES or key in taken:
+            continue
+        known = found.get(key, replace(rule, key=key, also=()))
+        found[key] = replace(known, also=(*known.also, rule.key))
+    return tuple(found.values())
 
 
-@computed(f"{_MESH}.cp_size", f"{_MESH}.dp_shard_size", f"{_MESH}.tp_size", words="as it is")
+@computed(
+    *(f"{_MESH}.{name}_size" for name in ("tp", "pp", "cp", "ep", "dp_shard")), words="the mesh of `engine`"
+)
 def _ulysses(context: ConversionContext, leaf: KeyPath) -> Result:
-    size = 1 if leaf.value is None else values.integer(leaf.value)
-    _, shard = _sharding(context)
-    return mapped(
-        (f"{_MESH}.cp_size", max(size, 1)), (f"{_MESH}.tp_size", 1), (f"{_MESH}.dp_shard_size", shard)
-    )
-
-
-def _sharding(context: ConversionContext) -> tuple[int, int]:
-    size, world = context.integer("engine.fsdp_size", -1), world_size(context)
-    if size is None or size <= 0 or size >= world:
-        return 1, ranks(context)
-    shard = max(size // sequence_ranks(context), 1)
-    return max(ranks(context) // shard, 1), shard
+    if leaf.value is not None:
+        values.integer(leaf.value)
+    return mapped(*parallelism(context, "engine", "policy").items())
 
 
 @computed(
@@ -141,7 +153,7 @@ def _sharding(context: ConversionContext) -> tuple[int, int]:
 )
 def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
     values.integer(leaf.value)
-    replicate, shard = _sharding(context)
+    replicate, shard = sharding(context, "engine")
     return mapped((f"{_MESH}.dp_shard_size", shard), (f"{_MESH}.dp_replicate_size", replicate))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from schema.interop.engine.keys import words
 from schema.interop.engine.unsupported import ClosedList, because, below
+
+_T = TypeVar("_T")
 
 _RAY = "starts and places Ray's actors; cosmos-launch does not use Ray and starts plain processes"
 _HDFS = "verl's own HDFS client; here checkpoints lie below train.output_dir, and go to S3 by train.ckpt.upload_s3"
@@ -14,15 +17,21 @@ _OWN_LOSS = (
     'a loss of verl\'s own; for one of yours write train.train_policy.variant = "path/to/file.py:function"'
 )
 _PROFILER = "a detail of verl's profilers; [profiler] records with torch's or Nsight's"
-_MEDIA = "only images are supported as input, not video or audio"
+_MEDIA = "this build trains on text: rows with a video or a sound are refused by name"
 _MEGATRON = "a setting of Megatron's own model or communication code, which is not used here"
 _DIST_CKPT = "loads Megatron's own checkpoints; models are loaded from the hub's format"
 _LORA = "the keys of [policy.lora] are peft's: it has no adapter to start from, and no list of exclusions"
 _REWARD_LOOP = (
     "verl's own way to place and drive a generative reward model; [reward_model] scores with a classifier"
 )
+_TOOLS = (
+    "verl renders the tools of this file into every prompt; here a prompt is rendered with the tools of its own row "
+    "alone"
+)
 _TEMPLATE = (
-    "chat templates come with the tokenizer; rollout.multi_turn_config.custom_chat_template_path names a file"
+    "rows are rendered by the tokenizer's own chat template, which gets enable_thinking alone; write another to a "
+    "file, name it in rollout.multi_turn_config.custom_chat_template_path (supervised training: put it into the "
+    "tokenizer's directory), and remove this line"
 )
 _REPLAY = "the policy alone is sent to experts that the engine chose; other models choose for themselves"
 _ROUTES = "the experts that the engine chose travel with their samples, never through files"
@@ -61,7 +70,10 @@ _ROLE = {
                 "megatron.override_ddp_config.* megatron.dynamic_context_parallel "
                 "megatron.override_transformer_config.*"
             ),
-            _REPLAY: "megatron.router_replay.* router_replay.*",
+            _REPLAY: "megatron.router_replay.* veomni.router_replay.* router_replay.*",
+            "training starts from the model of model.path, or from a checkpoint of cosmos-launch (train.resume)": (
+                "veomni.load_checkpoint_path"
+            ),
             _QAT: "megatron.qat.* fsdp_config.qat.* fsdp.qat.* qat.*",
             "the optimizer keeps its state in train.master_dtype": (
                 "optim.use_precision_aware_optimizer optim.exp_avg_dtype optim.exp_avg_sq_dtype"
@@ -83,14 +95,24 @@ _ROLE = {
 }
 _ACTOR = {
     "calculate_sum_pi_squared": "a statistic that only verl's token-baseline estimators use",
-    **because({_ROUTES: "megatron.router_replay.* router_replay.*"}),
-    **because({_OWN_ROUTES: "megatron.router_replay.mode router_replay.mode"}),
+    **because({_ROUTES: "megatron.router_replay.* veomni.router_replay.* router_replay.*"}),
+    **because({_OWN_ROUTES: "megatron.router_replay.mode veomni.router_replay.mode router_replay.mode"}),
     "freeze_vision_tower": "policy.trainable_map chooses what is trained, by the names of parameters",
     **{
         f"policy_loss.loss_mode={name}": _OWN_LOSS
         for name in ("clip_cov", "kl_cov", "sapo", "dppo_tv", "dppo_kl", "dro", "bypass_mode")
     },
 }
+_TABLES = ("fsdp_config.", "megatron.", "veomni.")
+
+
+def _of_engine(table: Mapping[str, _T]) -> dict[str, _T]:
+    """The entries of a role's tables of engines as those of `engine` in an SFT file, which is one of them."""
+    return {
+        f"engine.{key.partition('.')[2]}": value for key, value in table.items() if key.startswith(_TABLES)
+    }
+
+
 _ROLLOUT = {
     **because(
         {
@@ -104,6 +126,8 @@ _ROLLOUT = {
     ),
     "quantization_config_file": "rollout.quantization names the method; its settings come with the model",
     "logprobs_mode": "log-probs are always those of the distribution sampled from (processed_logprobs)",
+    "multi_turn.tool_config_path": _TOOLS,
+    "multi_turn.function_tool_path": _TOOLS,
     "multi_turn.*": "a detail of verl's tool calls; [rollout.multi_turn_config] has ours",
     "moe_load_balance_metrics_interval": "how evenly experts are used is not a metric here",
     "router_config_path": "the controller leases prompts to replicas; no router needs to be configured",
@@ -121,6 +145,7 @@ _DATA = {
     **because(
         {
             _MEDIA: "video_key audio_key",
+            _TOOLS: "tool_config_path function_tool_path",
             "the model's processor runs with its own settings": "mm_processor_kwargs mm_processor_kwargs.*",
             _TEMPLATE: "apply_chat_template_kwargs apply_chat_template_kwargs.* chat_template",
             "conversations carry their tools in the chat template": "multiturn.tools_key tools_key",
@@ -218,6 +243,7 @@ _REASONS: dict[str, str] = {
     "actor_rollout_ref.ref.sync_actor_alpha": "the reference becomes a copy of the policy, never a mixture",
     **below("actor_rollout_ref.rollout", _ROLLOUT),
     **below("critic", _ROLE),
+    **_of_engine(_ROLE),
     **below("critic.model", _MODEL),
     "critic.loss_scale_factor": "the critic's loss is averaged by critic.loss_type",
     **_REWARD,
@@ -242,8 +268,11 @@ _ROLE_METHOD: dict[str, tuple[Any, ...]] = {
     ),
     "router_replay.mode": ("disabled",),
     "megatron.router_replay.mode": ("disabled",),
+    "veomni.router_replay.mode": ("disabled",),
+    "veomni.load_checkpoint_path": (),
 }
 _MODEL_METHOD: dict[str, tuple[Any, ...]] = {
+    "custom_chat_template": (),
     "lora_adapter_path": (),
     "exclude_modules": (),
     "mtp.enable_train": (),
@@ -256,6 +285,8 @@ _METHOD: dict[str, tuple[Any, ...]] = {
             "actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.freeze_vision_tower "
             "optim.override_optimizer_config.* actor_rollout_ref.rollout.agent.agent_loop_config_path "
             "actor_rollout_ref.rollout.use_fire_sampling data.datagen.* data.sampler.class_path "
+            "data.tool_config_path data.function_tool_path actor_rollout_ref.rollout.multi_turn.tool_config_path "
+            "actor_rollout_ref.rollout.multi_turn.function_tool_path "
             "data.truncation sandbox_fusion.url algorithm.rollout_correction.rollout_is_batch_normalize "
             "algorithm.rollout_correction.rollout_rs "
             "algorithm.rollout_correction.rollout_token_veto_threshold algorithm.use_pf_ppo trainer.val_only "
@@ -265,14 +296,24 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     ),
     **below("actor_rollout_ref.actor", _ROLE_METHOD),
     **below("critic", _ROLE_METHOD),
+    **_of_engine(_ROLE_METHOD),
     **below("actor_rollout_ref.model", _MODEL_METHOD),
     **below("critic.model", _MODEL_METHOD),
     **below("model", _MODEL_METHOD),
     "actor_rollout_ref.ref.sync_actor_alpha": (1,),
     "actor_rollout_ref.ref.router_replay.mode": ("disabled",),
     "actor_rollout_ref.ref.megatron.router_replay.mode": ("disabled",),
+    "actor_rollout_ref.ref.veomni.router_replay.mode": ("disabled",),
     "actor_rollout_ref.rollout.agent.default_agent_loop": ("single_turn_agent",),
     "data.train_max_samples": (-1,),
+    **dict.fromkeys(words("data.chat_template data.apply_chat_template_kwargs.*"), ()),
+    "data.enable_thinking_default": ("none",),
+    **dict.fromkeys(
+        words("data.enable_thinking_key data.multiturn.enable_thinking_key"), ("enable_thinking",)
+    ),
+    **dict.fromkeys(words("data.tools_key data.multiturn.tools_key"), ("tools",)),
+    "data.video_key": ("videos",),
+    "data.audio_key": ("audios",),
     "reward_model.reward_manager": _REWARD_MANAGERS,
     "reward.reward_manager.name": _REWARD_MANAGERS,
     "reward_manager.name": _REWARD_MANAGERS,

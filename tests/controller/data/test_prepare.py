@@ -23,7 +23,7 @@ from schema.wire.prompts import PromptFile
 from tests.controller.data.conftest import write
 from tests.support.waiting import PATIENCE
 
-NOT_JSON = {"image": b"\x00", "nan": math.nan}
+NOT_JSON = {"raw": b"\x00", "nan": math.nan}
 QUESTIONS = [
     {"question": f"{i} + 1?", "solution": {"value": str(i + 1)}, "level": i, **NOT_JSON} for i in range(20)
 ]
@@ -177,7 +177,7 @@ def _talk(text: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("policy", "sections", "message"),
     [
-        ({"prompt_column_name": "q"}, {}, "it has question, solution, level, image, nan"),
+        ({"prompt_column_name": "q"}, {}, "it has question, solution, level, raw, nan"),
         ({**COLUMNS, "response_column_name": "truth"}, {}, "train_policy.response_column_name = 'truth'"),
         ({**COLUMNS, "response_column_name": "solution.truth"}, {}, "row 1 has no `solution.truth`"),
         ({"type": "sft", "conversation_column_name": "talk"}, {}, "conversation_column_name = 'talk'"),

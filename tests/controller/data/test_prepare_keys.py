@@ -382,3 +382,27 @@ def test_a_template_names_each_row_that_it_refuses(model_dir: Path, tmp_path: Pa
         DataError, match=r"2 rows cannot be used; the first: .*row 2: the chat template refuses"
     ):
         prepare(config(model_dir, path, {}, rollout=rollout), tmp_path)
+
+
+QUERIES: list[tuple[dict[str, Any], str]] = [
+    ({"input": "2"}, "Double it.\n2"),
+    ({"input": ""}, "Double it."),
+    ({"input": None}, "Double it."),
+]
+
+
+@pytest.mark.parametrize(("row", "question"), QUERIES)
+def test_a_second_text_follows_the_question(
+    model_dir: Path, tmp_path: Path, row: dict[str, Any], question: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"instruction": "Double it.", "output": "4", **row}])
+    columns = {
+        "prompt_column_name": "instruction",
+        "query_column_name": "input",
+        "response_column_name": "output",
+    }
+    prepare(config(model_dir, path, {"type": "sft", **columns}), tmp_path)
+    report = data_report.read(tmp_path)
+    assert report is not None
+    (sample,) = report.files["train"].samples
+    assert sample.startswith(f"<|im_start|>user\n{question}<|im_end|>")

@@ -40,7 +40,7 @@ def test_nothing_of_a_training_job_is_needed(base: dict[str, Any]) -> None:
         ("evaluation__reward_function", {"gsm8k": 0.0}, "all weights are 0"),
         ("evaluation__dataset__test_size", 3, "has no effect: all answers"),
         ("evaluation__dataset__max_prompt_length", 3, "has no effect: all answers"),
-        ("evaluation__dataset__image_column_name", "images", "cannot do prompts with images yet"),
+        ("evaluation__dataset__image_column_name", "pictures", "has no effect: all answers"),
     ],
 )
 def test_mistakes(base: dict[str, Any], key: str, value: Any, complaint: str) -> None:

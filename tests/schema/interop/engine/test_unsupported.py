@@ -36,7 +36,7 @@ def convert(system: str, keys: Mapping[str, Any]) -> Conversion:
         return roll_with(dict(keys))
     if system == "cosmos-rl":
         return convert_text(dumps(nest({**COSMOS, **keys})), "x.toml")
-    base = VERL_SFT if system == "verl sft" else VERL
+    base = {"verl sft": VERL_SFT, "roll sft": {}}.get(system, VERL)
     return convert_text(yaml_text(nest({**base, **keys})), "x.yaml")
 
 
@@ -72,7 +72,25 @@ LOST = [
     ("verl", {f"{_ACTOR}.freeze_vision_tower": True}),
     ("verl", {f"{_ACTOR}.optim.optimizer": "Lion"}),
     ("verl", {"data.train_max_samples": 500}),
+    ("verl", {"data.video_key": "clips"}),
+    ("verl", {"data.tool_config_path": "tools.yaml"}),
+    ("verl", {"data.function_tool_path": "tools.py"}),
+    ("verl", {f"{_ROLLOUT}.multi_turn.tool_config_path": "tools.yaml"}),
+    ("verl", {f"{_ROLLOUT}.n": 1, "algorithm.adv_estimator": "gpg"}),
+    ("verl", {f"{_ROLLOUT}.n": 1, "algorithm.adv_estimator": "grpo_passk"}),
+    ("verl", {f"{_ROLLOUT}.n": 1, "algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "rloo"}),
+    ("verl", {f"{_ACTOR}.clip_ratio_low": -0.1}),
+    ("verl", {f"{_ACTOR}.policy_loss.loss_mode": "geo_mean", f"{_ACTOR}.clip_ratio_low": 1.0}),
+    ("verl", {f"{_ACTOR}.strategy": "veomni", f"{_ACTOR}.veomni.load_checkpoint_path": "before"}),
+    ("verl", {f"{_ACTOR}.strategy": "veomni", f"{_ACTOR}.veomni.router_replay.mode": "R2"}),
+    ("verl sft", {"engine.strategy": "veomni", "engine.load_checkpoint_path": "before"}),
     ("verl", {"trainer.val_only": True}),
+    ("verl", {f"{_MODEL}.custom_chat_template": "{{ messages }}"}),
+    ("verl", {"data.apply_chat_template_kwargs.thinking": True}),
+    ("verl sft", {"model.custom_chat_template": "{{ messages }}"}),
+    ("verl sft", {"data.apply_chat_template_kwargs.enable_thinking": True}),
+    ("verl sft", {"data.enable_thinking_default": True}),
+    ("verl sft", {"data.tools_key": "functions"}),
     ("verl sft", {"data.truncation": "right"}),
     ("roll", {"adv_estimator": "gigpo"}),
     ("roll", {"adv_estimator": "step_reinforce"}),
@@ -102,12 +120,18 @@ LOST = [
     ("roll", {"pipeline_cls": "roll.pipeline.dpo.dpo_pipeline.DPOPipeline"}),
     ("roll", {"pipeline_cls": "roll.pipeline.distill.distill_pipeline.DistillPipeline"}),
     ("roll", {"is_pure_opd": True}),
+    ("roll", {"actor_train.data_args.template": "chatml"}),
+    ("roll", {"actor_train.data_args.template": "deepseek"}),
+    ("roll", {"actor_train.data_args.template": "native", "global_template": "longcot_V3"}),
+    ("roll", {"tag_to_template.math": "chatml"}),
+    ("roll", {"actor_train.data_args.image_max_pixels": 1048576}),
+    ("roll", {"actor_train.strategy_args.strategy_config.moe_aux_loss_coeff": 0.01}),
     ("cosmos-rl", {"distillation.enable": True}),
     ("cosmos-rl", {f"{_POLICY}.trainer_type": "dpo"}),
     ("cosmos-rl", {f"{_POLICY}.advantage_high": 2.0}),
     ("cosmos-rl", {f"{_POLICY}.use_remote_reward": True}),
     ("cosmos-rl", {f"{_POLICY}.bypass_reward": True}),
-    ("cosmos-rl", {"train.ema_enable": True}),
+    ("cosmos-rl", {"train.ema_enable": True, "train.ema_update_step_interval": 8}),
     ("cosmos-rl", {"policy.freeze_pattern": ["^visual"]}),
     ("cosmos-rl", {"policy.lora.lora_path": "adapter"}),
 ]
@@ -135,13 +159,21 @@ def test_a_lost_method_is_refused_by_its_name(system: str, keys: dict[str, Any])
 NOTHING = [
     ("verl", {f"{_ACTOR}.policy_loss.loss_mode": "vanilla", f"{_ACTOR}.policy_loss.clip_cov_ratio": 0.1}),
     ("verl", {"algorithm.adv_estimator": "rloo", "algorithm.use_pf_ppo": False}),
+    ("verl", {"data.tool_config_path": None, "data.image_key": "images", "data.video_key": "videos"}),
     ("verl", {f"{_ACTOR}.kl_loss_type": "k3+", f"{_ACTOR}.use_kl_loss": False}),
     ("verl", {"distillation.enabled": False, "distillation.loss": "kl", "trainer.val_only": False}),
     ("verl", {f"{_CORRECTION}.loss_type": "ppo_clip", f"{_CORRECTION}.rollout_rs": None}),
     ("verl", {f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent", "data.train_max_samples": -1}),
     ("verl", {"reward_model.reward_manager": "dapo", f"{_ROLLOUT}.quantization_config_file": "x"}),
     ("verl", {"ray_init.num_cpus": 4, "trainer.default_hdfs_dir": "hdfs://x", "trainer.strange": 1}),
-    ("verl sft", {"data.truncation": "error"}),
+    (
+        "verl sft",
+        {"data.truncation": "error", "data.enable_thinking_default": "none", "data.tools_key": "tools"},
+    ),
+    (
+        "verl sft",
+        {"data.apply_chat_template_kwargs.enable_thinking": False, "model.custom_chat_template": None},
+    ),
     ("roll", {"adv_estimator": "grpo", "whiten_advantages": False, "gamma": 1, "advantage_clip": None}),
     ("roll", {"adv_estimator": "reinforce", "reward_norm": "group", "whiten_advantages": False}),
     ("roll", {"reward_clip": None, "max_len_mask": False, "difficulty_mask": False, "mask_type": "loss"}),

@@ -99,7 +99,6 @@ def test_every_page_key_acts_somewhere(examples: dict[str, Conversion]) -> None:
         )
     }
     assert silent == {
-        f"{_TRAIN}.data_args.template",
         f"{_TRAIN}.strategy_args.strategy_name",
         "critic.strategy_args.strategy_name",
         f"{_INFER}.infer_batch_size",

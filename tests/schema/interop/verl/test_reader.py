@@ -389,7 +389,8 @@ def test_an_old_file_says_that_its_kl_is_gone() -> None:
     ("theirs", "our"), [("gae", "gae"), ("rloo", "rloo"), ("grpo_passk", "pass_at_k"), ("opo", "opo")]
 )
 def test_estimators(theirs: str, our: str) -> None:
-    conversion = rl(f"algorithm: {{adv_estimator: {theirs}}}")
+    text = f"algorithm: {{adv_estimator: {theirs}}}\nactor_rollout_ref: {{rollout: {{n: 4}}}}"
+    conversion = rl(text)
     assert value_of(conversion, f"{POLICY}.advantage_estimator") == our
     assert value_of(conversion, "critic.enable") is (True if theirs == "gae" else None)
 
