@@ -17,7 +17,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
+PACKAGES = (
+    "schema", "tokenization", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher",
+)  # fmt: skip
 EXEMPT = "schema/config/"
 FULL, SMALL, LONG = 15, 100, 80
 PHRASES = {phrase: re.compile(rf"\b{phrase}\b") for phrase in ("is no", "beside", "told")}

