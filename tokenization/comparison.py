@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 PROBE: Mapping[str, str] = {
-    "words": "The answer is Yes, isn't it? I'LL say so; they've HTTPServer and snake_case (see [1]).",
+    "words": "The answer is Yes.",
+    "contractions and names": "Isn't it? I'LL say so; they've HTTPServer and snake_case (see [1]).",
     "digits": "0123456789 + 12.50 = 1,234,567 and 3*4/2 < 2024",
     "indentation": "def f(x):\n    if x:\n        return [\n            x,\n        ]\n",
     "tabs": "if x:\n\treturn\t\tx\n",
@@ -34,7 +35,7 @@ class Codec:
     decode: Callable[[Sequence[int]], str]
 
     def round_trip(self, text: str) -> tuple[list[int], str]:
-        """Token ids of a text, and these ids as text. Of a text that the tokenizer refuses: no ids, and the reason."""
+        """Token ids of a text, and these ids as text; of a text that it refuses, no ids and the reason."""
         try:
             ids = list(self.encode(text))
             return ids, self.decode(ids)
@@ -56,6 +57,9 @@ def difference(codec: Codec, reference: Codec, more: Iterable[str] = ()) -> str:
 
 
 def lost(codec: Codec) -> dict[str, str]:
-    """Kind of text -> what comes back of its probe text, where that is another text."""
+    """Kind of text -> what comes back of its probe text, where that is another text.
+
+    But for a space at its begin: many tokenizers put one before a first word, and take it away again.
+    """
     backs = {kind: codec.round_trip(text)[1] for kind, text in PROBE.items()}
-    return {kind: back for kind, back in backs.items() if back != PROBE[kind]}
+    return {kind: back for kind, back in backs.items() if back.lstrip(" ") != PROBE[kind].lstrip(" ")}

@@ -14,8 +14,8 @@ with `tokenizers.Tokenizer.from_file`:
 
 Each of these is a warning, once in a process.
 
-Imports: 0.7 s where `tokenizer_config.json` names the generic class (torch stays out), about 4 s where another class is
-needed.
+Imports take 0.7 s where `tokenizer_config.json` names the generic class (torch stays out), about 4 s where another
+class is needed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load(name: str, revision: str | None = None, *, trust_remote_code: bool = Fa
 
     Raises:
         TokenizerError: transformers is missing, the files are absent, damaged or need code that is not trusted; or
-            there is no `tokenizer.json` and words, digits or indentation do not survive.
+            `tokenizer.json` is absent, and words, digits or indentation do not survive.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -162,15 +162,17 @@ def _path(name: str, revision: str | None, file: str) -> Path | None:
 
 def _of_file(source: _Source, file: Path) -> Any:
     reference = _Reference(file)
-    if source.is_generic:
-        tokenizer = source.plain()
-    else:
-        tokenizer = _compared(source, reference)
+    tokenizer = source.plain() if source.is_generic else _compared(source, reference)
     if not _is_own(tokenizer):
         reference.learn(tokenizer)
         if why := reference.difference(tokenizer):
             _warn(f"{source.name}: {SETTINGS} makes its tokenizer another than {file.name}: {why}")
         _add_ends(source, tokenizer)
+    for number, token in source.settings.get("added_tokens_decoder", {}).items():
+        if (has := tokenizer.convert_tokens_to_ids(token["content"])) != int(number):
+            _warn(
+                f"{source.name}: {SETTINGS} gives {token['content']!r} the id {number}, its tokenizer {has}"
+            )
     _tell_lost(source, tokenizer)
     return tokenizer
 
@@ -222,7 +224,9 @@ class _Reference:
     def learn(self, plain: Any) -> None:
         """The tokens that the settings add to the file's, and whether special ones are read in a text."""
         known = _entries(self._tokenizer.get_added_tokens_decoder())
-        for token in (token for i, token in plain.added_tokens_decoder.items() if known.get(i) != repr(token)):
+        for token in (
+            token for i, token in plain.added_tokens_decoder.items() if known.get(i) != repr(token)
+        ):
             (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([token])
         self._tokenizer.encode_special_tokens = plain.split_special_tokens
 
@@ -286,7 +290,9 @@ def _ends(tokenizer: Any) -> dict[str, bool]:
 
 def _tell_lost(source: _Source, tokenizer: Any) -> None:
     if kinds := lost(_codec(tokenizer, skip_special_tokens=True)):
-        _warn(f"{source.name}: its tokenizer loses text, and so do prompts and what rewards see: {_named(kinds)}")
+        _warn(
+            f"{source.name}: its tokenizer loses text, and so do prompts and what rewards see: {_named(kinds)}"
+        )
 
 
 # ---- without ----------------------------------------------------------------------------------------------
@@ -298,7 +304,7 @@ def _of_class(source: _Source) -> Any:
     kinds = lost(_codec(tokenizer, skip_special_tokens=True))
     if necessary := {kind: back for kind, back in kinds.items() if kind in NECESSARY}:
         raise TokenizerError(
-            f"there is no {FILE} to compare it with, and {type(tokenizer).__name__} loses text: {_named(necessary)}; "
+            f"it has no {FILE} to compare it with, and {type(tokenizer).__name__} loses text: {_named(necessary)}; "
             f"convert it to a {FILE}, or name a tokenizer that has one in policy.tokenizer_name_or_path"
         )
     _tell_lost(source, tokenizer)
