@@ -175,11 +175,9 @@ def engine_config(config: Config, nodes: Nodes | None = None, tokenizer: Path | 
     on_cpu = bool(current_platform.is_cpu())
     check_sampling(config, known=SamplingParams.__struct_fields__)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    arguments = engine_arguments(config, known=known, on_cpu=on_cpu)
+    arguments = engine_arguments(config, known=known, on_cpu=on_cpu, tokenizer=tokenizer)
     if nodes is not None:
         arguments |= nodes.arguments()
-    if tokenizer is not None and "tokenizer_mode" not in arguments:
-        arguments |= {"tokenizer": str(tokenizer), "tokenizer_mode": "hf", "tokenizer_revision": None}
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
         if on_cpu and vllm_config.model_config.use_mla:
