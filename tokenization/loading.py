@@ -127,10 +127,12 @@ class _Source:
             self.name, revision=self.revision, trust_remote_code=self.trust_remote_code, mistral_format=False
         )
 
-    def plain(self) -> Any:
-        """The file as it is, with what the settings add to it."""
+    def plain(self, *, fetched: bool = False) -> Any:
+        """The file as it is, with what the settings add to it. fetched: all files of it lie next to each other."""
         from transformers import PreTrainedTokenizerFast
 
+        if fetched and self.file is not None:
+            return PreTrainedTokenizerFast.from_pretrained(str(self.file.parent))
         return PreTrainedTokenizerFast.from_pretrained(self.name, revision=self.revision)
 
 
@@ -186,10 +188,10 @@ def _compared(source: _Source, reference: _Reference) -> Any:
             raise
         kind = source.settings.get("tokenizer_class") or "the class of its model"
         _warn(f"{source.name}: {kind} cannot be made of {reference.name} ({error}): the plain file counts")
-        return source.plain()
+        return source.plain(fetched=True)
     if not (why := reference.difference(chosen)):
         return chosen
-    plain = source.plain()
+    plain = source.plain(fetched=True)
     reference.learn(plain)
     if not (why := reference.difference(chosen)):
         return chosen
