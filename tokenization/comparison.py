@@ -13,6 +13,7 @@ PROBE: Mapping[str, str] = {
     "tabs": "if x:\n\treturn\t\tx\n",
     "runs of spaces": "a  b   c        d",
     "spaces around a text": "  begins and ends  ",
+    "spaces before punctuation": "so , well . or ? no ! it 's",
     "line feeds": "The answer is\n\n#### 18\n\n\nEnd!\r\n",
     "symbols": "\\boxed{18} `x` ~ @ ^ | & % $ # <b> \"q\" 'r' {a: 1}",
     "accents": "naïve café über Größe",

@@ -23,13 +23,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from schema.config.modules import remedy
 from tokenization.comparison import NECESSARY, PROBE, Codec, difference, lost
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +172,8 @@ def _of_file(source: _Source, file: Path) -> Any:
         reference.learn(tokenizer)
         if why := reference.difference(tokenizer):
             _warn(f"{source.name}: {SETTINGS} makes its tokenizer another than {file.name}: {why}")
-        _add_ends(source, tokenizer)
+        if tokenizer.is_fast:
+            _add_ends(source, reference, tokenizer)
     for number, token in source.settings.get("added_tokens_decoder", {}).items():
         if (has := tokenizer.convert_tokens_to_ids(token["content"])) != int(number):
             _warn(
@@ -236,6 +240,10 @@ class _Reference:
         """Whether the vocabulary has a token."""
         return self._tokenizer.token_to_id(token) is not None
 
+    def ends(self, ids: Mapping[str, int]) -> dict[str, bool]:
+        """As `_ends`, of the file."""
+        return _ends(self._tokenizer, ids)
+
     def difference(self, tokenizer: Any) -> str:
         """As `comparison.difference`; where texts agree, the first added token that is another."""
         codec = _codec(tokenizer, clean_up_tokenization_spaces=False)
@@ -248,8 +256,10 @@ class _Reference:
         more = [f"a {token.content} b{token.content}\n" for token in list(added.values())[::every]]
         if why := difference(codec, whole, more):
             return why
-        entries = _entries(added)
-        for i, entry in _entries(tokenizer.added_tokens_decoder).items():
+        entries, own = _entries(added), _entries(tokenizer.added_tokens_decoder)
+        for i in entries.keys() - own.keys():
+            return f"it lacks the added token {added[i].content!r}"
+        for i, entry in own.items():
             if i not in entries:
                 return f"it adds a token {tokenizer.convert_ids_to_tokens(i)!r} as {i}"
             if entries[i] != entry:
@@ -261,32 +271,32 @@ def _entries(added: dict[int, Any]) -> dict[int, str]:
     return {i: repr(token) for i, token in added.items()}
 
 
-def _add_ends(source: _Source, tokenizer: Any) -> None:
-    """Let `add_bos_token` and `add_eos_token` act."""
-    acts, wanted = _ends(tokenizer), {}
-    for kind, is_added in acts.items():
-        value = source.settings.get(f"add_{kind}_token")
-        wanted[kind] = value if isinstance(value, bool) else is_added
-    if wanted == acts:
-        return
-    for kind, is_added in wanted.items():
-        setattr(tokenizer, f"add_{kind}_token", is_added)
-    said = ", ".join(f"add_{kind}_token = {wanted[kind]}" for kind in acts if wanted[kind] != acts[kind])
-    _warn(f"{source.name}: {said} of {SETTINGS} acts, although the post-processor of {FILE} says otherwise")
-
-
-def _ends(tokenizer: Any) -> dict[str, bool]:
-    """Of the BOS and EOS tokens that it names, whether the tokenizer puts them before and behind a text."""
+def _add_ends(source: _Source, reference: _Reference, tokenizer: Any) -> None:
+    """Let BOS and EOS stand around a text where `add_bos_token` and `add_eos_token` say so, else as in the file."""
     ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos")}
-    ids = {kind: token for kind, token in ids.items() if token is not None}
-    if not tokenizer.is_fast or not ids:
+    ids = {kind: number for kind, number in ids.items() if number is not None}
+    acts, wanted = _ends(tokenizer.backend_tokenizer, ids), reference.ends(ids)
+    for kind in ids:
+        if isinstance(value := source.settings.get(f"add_{kind}_token"), bool) and value != wanted[kind]:
+            wanted[kind] = value
+            _warn(
+                f"{source.name}: add_{kind}_token = {json.dumps(value)} of {SETTINGS} acts, although the "
+                f"post-processor of {reference.name} says otherwise, by which transformers alone would go"
+            )
+    if wanted != acts:
+        for kind, is_added in wanted.items():
+            setattr(tokenizer, f"add_{kind}_token", is_added)
+
+
+def _ends(backend: Tokenizer, ids: Mapping[str, int]) -> dict[str, bool]:
+    """Whether BOS and EOS, of these ids, are put before and behind a text."""
+    if not ids:
         return {}
-    text = tokenizer.convert_ids_to_tokens(next(iter(ids.values())))
-    whole = tokenizer(text, return_special_tokens_mask=True)
-    places = {"bos": 0, "eos": -1}
+    whole = backend.encode(backend.id_to_token(next(iter(ids.values()))))
+    places = {kind: -1 if kind == "eos" else 0 for kind in ids}
     return {
-        kind: bool(whole["special_tokens_mask"][places[kind]]) and whole["input_ids"][places[kind]] == token
-        for kind, token in ids.items()
+        kind: bool(whole.special_tokens_mask[at]) and whole.ids[at] == ids[kind]
+        for kind, at in places.items()
     }
 
 

@@ -18,7 +18,7 @@ NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LABELS = {
     "generic": "PreTrainedTokenizerFast", "Llama": "LlamaTokenizerFast", "GPT-2": "GPT2TokenizerFast",
     "Qwen": "Qwen2Tokenizer", "Gemma": "GemmaTokenizerFast", "T5": "T5TokenizerFast", "BERT": "BertTokenizerFast",
-    "Mistral": "MistralCommonBackend", "unknown": "NoSuchTokenizer", "none": None,
+    "Mistral": "MistralCommonBackend", "unknown": "NoSuchTokenizer", "NeoX": "GPTNeoXTokenizerFast", "none": None,
 }  # fmt: skip
 TYPES = ("llama", "qwen2", "gpt2", "gemma", "t5", "bert", "deepseek_v3", "mistral", "no_such_model")
 CASES = [
@@ -81,7 +81,7 @@ ENDS: dict[str, tuple[str, dict[str, Any], list[int], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("label", ["generic", "Llama"])
+@pytest.mark.parametrize("label", ["generic", "Llama", "NeoX"])
 @pytest.mark.parametrize("case", ENDS)
 def test_what_the_settings_put_around_a_text_acts(case: str, label: str, tmp_path: Path) -> None:
     before, settings, begins, ends = ENDS[case]
