@@ -131,7 +131,7 @@ class _Source:
         )
 
     def plain(self, *, fetched: bool = False) -> Any:
-        """The file as it is, with what the settings add to it. fetched: all files of it lie next to each other."""
+        """The file as it is, with what the settings add to it. fetched: `by_class` has downloaded its other files."""
         from transformers import PreTrainedTokenizerFast
 
         if fetched and self.file is not None:
@@ -174,7 +174,7 @@ def _of_file(source: _Source, file: Path) -> Any:
             _warn(f"{source.name}: {SETTINGS} makes its tokenizer another than {file.name}: {why}")
         if tokenizer.is_fast:
             _add_ends(source, reference, tokenizer)
-    for number, token in source.settings.get("added_tokens_decoder", {}).items():
+    for number, token in (source.settings.get("added_tokens_decoder") or {}).items():
         if (has := tokenizer.convert_tokens_to_ids(token["content"])) != int(number):
             _warn(
                 f"{source.name}: {SETTINGS} gives {token['content']!r} the id {number}, its tokenizer {has}"
@@ -192,7 +192,7 @@ def _compared(source: _Source, reference: _Reference) -> Any:
             raise
         kind = source.settings.get("tokenizer_class") or "the class of its model"
         _warn(f"{source.name}: {kind} cannot be made of {reference.name} ({error}): the plain file counts")
-        return source.plain(fetched=True)
+        return source.plain()
     if not (why := reference.difference(chosen)):
         return chosen
     plain = source.plain(fetched=True)
@@ -212,7 +212,7 @@ def _compared(source: _Source, reference: _Reference) -> Any:
     )
     for kind, token in _special_tokens(chosen):
         if getattr(plain, kind) is None and reference.has(token):
-            setattr(plain, kind, token)
+            plain.add_special_tokens({kind: token})
     return plain
 
 
@@ -230,10 +230,10 @@ class _Reference:
     def learn(self, plain: Any) -> None:
         """The tokens that the settings add to the file's, and whether special ones are read in a text."""
         known = _entries(self._tokenizer.get_added_tokens_decoder())
-        for token in (
-            token for i, token in plain.added_tokens_decoder.items() if known.get(i) != repr(token)
-        ):
-            (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([token])
+        for i, token in sorted(plain.added_tokens_decoder.items()):
+            if known.get(i) != repr(token):
+                add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
+                add([token])
         self._tokenizer.encode_special_tokens = plain.split_special_tokens
 
     def has(self, token: str) -> bool:
@@ -295,7 +295,7 @@ def _ends(backend: Tokenizer, ids: Mapping[str, int]) -> dict[str, bool]:
     whole = backend.encode(backend.id_to_token(next(iter(ids.values()))))
     places = {kind: -1 if kind == "eos" else 0 for kind in ids}
     return {
-        kind: bool(whole.special_tokens_mask[at]) and whole.ids[at] == ids[kind]
+        kind: bool(whole.ids) and bool(whole.special_tokens_mask[at]) and whole.ids[at] == ids[kind]
         for kind, at in places.items()
     }
 
