@@ -1,18 +1,18 @@
-"""Loading a tokenizer: as transformers does, then compared with its file, which wins.
+"""Loading a tokenizer: its file is read, and compared with what transformers makes of it.
 
 transformers takes a class by `tokenizer_config.json` or by the model's type, and most of its classes build their own
 pre-tokenizer and decoder in place of those of `tokenizer.json`. A model that is labelled with a class of another
 family then loses spaces, or gets other ids, without an error. So ids and round trips of the probe texts are compared
-with `tokenizers.Tokenizer.from_file`:
+with `tokenizers.Tokenizer.from_file`, and where the class differs, a warning says so:
 
-- Where they agree, the class is kept.
-- Where they differ, the plain file is taken, with what `tokenizer_config.json` sets: special and added tokens, chat
-  template, `clean_up_tokenization_spaces`. A special token that the class alone names is kept if the file has it.
+- What is used is the plain file, with what `tokenizer_config.json` sets: special and added tokens, chat template,
+  `clean_up_tokenization_spaces`. A special token that the class alone names is kept if the file has it. A class that
+  agrees on the probe texts might still differ on others, so it is not used either.
 - The tokenizer's own code, or a class that a module of the user registered, may differ on purpose: it is kept.
 - `add_bos_token` and `add_eos_token` act, which transformers leaves out where there is a `tokenizer.json`.
 - Without a `tokenizer.json` there is nothing to compare with: words, digits and indentation must survive.
 
-Each of these is a warning, once in a process.
+What differs is a warning, once in a process.
 
 Imports take 0.7 s where `tokenizer_config.json` names the generic class (torch stays out), about 4 s where another
 class is needed.
@@ -184,7 +184,7 @@ def _of_file(source: _Source, file: Path) -> Any:
 
 
 def _compared(source: _Source, reference: _Reference) -> Any:
-    """The tokenizer of the class that transformers chooses, if it agrees with the file, else the plain file's."""
+    """The plain file's, after a warning where the class that transformers chooses differs; of own code, its own."""
     try:
         chosen = source.by_class()
     except Exception as error:  # as in `load`
@@ -193,23 +193,22 @@ def _compared(source: _Source, reference: _Reference) -> Any:
         kind = source.settings.get("tokenizer_class") or "the class of its model"
         _warn(f"{source.name}: {kind} cannot be made of {reference.name} ({error}): the plain file counts")
         return source.plain()
-    if not (why := reference.difference(chosen)):
-        return chosen
     plain = source.plain(fetched=True)
     reference.learn(plain)
-    if not (why := reference.difference(chosen)):
-        return chosen
+    why = reference.difference(chosen)
     if _is_own(chosen):
-        _warn(
-            f"{source.name}: its tokenizer's own code, {type(chosen).__name__}, counts, which differs from "
-            f"{reference.name}: {why}. Programs that read {reference.name} alone see other tokens"
-        )
+        if why:
+            _warn(
+                f"{source.name}: its tokenizer's own code, {type(chosen).__name__}, counts, which differs from "
+                f"{reference.name}: {why}. Programs that read {reference.name} alone see other tokens"
+            )
         return chosen
-    _warn(
-        f"{source.name}: its files name the tokenizer class {type(chosen).__name__}, which contradicts "
-        f"{reference.name}: {why}. {reference.name} counts here; for programs that load it by its class, write "
-        f'"tokenizer_class": "PreTrainedTokenizerFast" into {SETTINGS}'
-    )
+    if why:
+        _warn(
+            f"{source.name}: its files name the tokenizer class {type(chosen).__name__}, which contradicts "
+            f"{reference.name}: {why}. {reference.name} counts here; for programs that load it by its class, "
+            f'write "tokenizer_class": "PreTrainedTokenizerFast" into {SETTINGS}'
+        )
     for kind, token in _special_tokens(chosen):
         if getattr(plain, kind) is None and reference.has(token):
             plain.add_special_tokens({kind: token})
