@@ -79,11 +79,14 @@ def write_plain(tokenizer: Any, directory: Path) -> bool:
     """Write a loaded tokenizer so that whoever loads it from there, by whichever class, gets the same ids and texts.
 
     False, and nothing is written, for a tokenizer whose own code makes its ids: only its files hold that code.
+
+    Raises:
+        OSError: the directory cannot be written.
     """
     if _is_own(tokenizer) or not tokenizer.is_fast:
         return False
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.backend_tokenizer.save(str(directory / FILE))
+    (directory / FILE).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": bool(tokenizer.clean_up_tokenization_spaces),

@@ -34,8 +34,9 @@ def _trained(backend: Tokenizer, kind: Callable[..., Any], **settings: Any) -> T
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2 and Llama 3."""
+    """As GPT-2 and Llama 3; composed, as Qwen."""
     backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
     digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
