@@ -10,7 +10,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
+PACKAGES = (
+    "schema", "tokenization", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher",
+)  # fmt: skip
 """All packages of this project, in the order in which they may import each other."""
 EXIT_CONFIG = 2
 _MARK = b"cosmos-launch"

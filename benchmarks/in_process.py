@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
 from controller.client import Answer, Call
 from controller.data.prepare import prepare
@@ -36,6 +35,7 @@ from schema.wire.batch import StepTable, encode_batch
 from schema.wire.messages import LeasedGroup
 from schema.wire.prompts import PromptFile
 from schema.wire.sample import Sample, encode_sample, sample_seed
+from tokenization.loading import load
 from weight_sync import hub_tensors
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
@@ -191,7 +191,7 @@ async def learn(
         trainer = make_trainer(config, group, steps, None)
         served = Served()
         algorithm = Grpo(config, trainer, BatchSource(group, served.call, 1, lag))
-        tokenizer = AutoTokenizer.from_pretrained(config.policy.model_name_or_path)
+        tokenizer = load(*config.policy.tokenizer)
         engine = create_engine(config, tokenizer, frozenset([tokenizer.eos_token_id]))
         await engine.start()
         try:

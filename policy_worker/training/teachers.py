@@ -41,9 +41,9 @@ from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.teacher_client import TeacherClient
 from schema.config import Config
-from schema.config.modules import CANNOT_LOAD, remedy
 from schema.config.sections.teacher import TeacherConfig
 from schema.wire.batch import StepTable
+from tokenization.loading import TokenizerError, load
 
 log = logging.getLogger(__name__)
 
@@ -299,16 +299,12 @@ class Teachers:
 
 def tokenizer_of(config: Config) -> Callable[[str], list[int]]:
     """How the policy's tokenizer cuts a text. Raises `SettingsError`: it cannot be loaded."""
-    from transformers import AutoTokenizer
-
     name, revision = config.policy.tokenizer
     try:
-        found = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=config.policy.trust_remote_code
-        )
-    except CANNOT_LOAD as error:
-        raise SettingsError(f"{name} has no tokenizer that loads: {error}{remedy(error)}") from error
-    return lambda text: list(found.encode(text, add_special_tokens=False))
+        tokenizer = load(name, revision, trust_remote_code=config.policy.trust_remote_code)
+    except TokenizerError as error:
+        raise SettingsError(f"{name} has no tokenizer that loads: {error}") from error
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def taught(plan: Sequence[MiniBatch], teaches: Sequence[bool]) -> list[MiniBatch]:

@@ -13,11 +13,12 @@ import numpy.typing as npt
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
 from schema.config import Config, PolicyConfig, vocabulary
 from schema.config.fetched import fetched_by, of_policy, refusal
-from schema.config.modules import CANNOT_LOAD, ExternalModuleError, import_external, remedy
+from schema.config.modules import ExternalModuleError, import_external
 from schema.config.rules.engine import never_stops
 from schema.config.vocabulary import never_found
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
+from tokenization.loading import TokenizerError, load
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +47,13 @@ def refuse_models(config: Config) -> None:
 
 def load_tokenizer(policy: PolicyConfig) -> Any:
     """The policy's tokenizer: its own, or the model's. Raises `EngineConfigError`."""
-    from transformers import AutoTokenizer
-
     path, revision = policy.tokenizer
     try:
-        return AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=policy.trust_remote_code
-        )
-    except CANNOT_LOAD as error:
+        return load(path, revision, trust_remote_code=policy.trust_remote_code)
+    except TokenizerError as error:
         own = policy.tokenizer_name_or_path is not None
         key = "policy.tokenizer_name_or_path" if own else "policy.model_name_or_path"
-        raise EngineConfigError(
-            f"{key} = {path!r} has no tokenizer that can be loaded: {error}{remedy(error)}"
-        ) from error
+        raise EngineConfigError(f"{key} = {path!r} has no tokenizer that can be loaded: {error}") from error
 
 
 def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:

@@ -136,7 +136,7 @@ def vllm_environment(config: Config, place: Place) -> str | None:
     """What vLLM's processes are told of the kernels that sample, as they are started."""
     seen = []
     with contextlib.suppress(EngineFailed), patch.object(adapter, "engine_config", lambda *_: _note(seen)):
-        Boot(config).run()
+        Boot(config, tokenizer()).run()
     return seen[0]
 
 

@@ -238,7 +238,7 @@ def test_tokens_of_aborted_requests_stay_in_the_total(monkeypatch: pytest.Monkey
     totals: list[int] = []
 
     async def work() -> None:
-        engine, inside = vllm_engine.VllmEngine(Config.model_validate({}), frozenset()), Inside()
+        engine, inside = vllm_engine.VllmEngine(Config.model_validate({}), None, frozenset()), Inside()
         engine._adapter = inside  # type: ignore[assignment]
         engine._gate.set()
         settings = SamplingSettings(max_tokens=40)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import cosmos_launch
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "schema", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher", "examples",
-    "benchmarks",
-)  # fmt: skip
+PACKAGES = (*cosmos_launch.PACKAGES, "examples", "benchmarks")
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "telnetlib", "pty"}
 CALLS = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> VllmEngine:
-    """The engine of `rollout.backend = "vllm"`. vLLM reads the tokenizer itself, for stop strings.
+    """The engine of `rollout.backend = "vllm"`. vLLM finds stop strings by the tokenizer, which it loads of files.
 
     Raises:
         EngineConfigError: vLLM is not installed.
@@ -26,4 +26,4 @@ def build(config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> Vllm
     # Not above: vLLM's processes import this package for its plugin and need nothing of the engine.
     from rollout_worker.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(config, eos_token_ids)
+    return VllmEngine(config, tokenizer, eos_token_ids)

@@ -40,6 +40,7 @@ from rollout_worker.engines.vllm.proof import ProofReport, report_from_dict
 from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
 from schema.wire.weights import Piece
+from tokenization.loading import write_plain
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,9 +99,9 @@ def installed_version() -> str:
 class Boot:
     """The start of vLLM's processes, in a thread; `cancel` ends it from another."""
 
-    def __init__(self, config: Config, nodes: Nodes | None = None) -> None:
-        """nodes: of an engine over several machines, of which this is the first."""
-        self._config, self._nodes = config, nodes
+    def __init__(self, config: Config, tokenizer: Any, nodes: Nodes | None = None) -> None:
+        """tokenizer: the rollout worker's. nodes: of an engine over several machines, of which this is the first."""
+        self._config, self._tokenizer, self._nodes = config, tokenizer, nodes
         self._cancelled = threading.Event()
         self._before: set[int] | None = None
         self._scratch: Scratch | None = None
@@ -115,11 +116,13 @@ class Boot:
         modules, sampling = self._config.policy.external_modules, self._config.rollout.sampling_config
         try:
             scratch = self._scratch = Scratch()
+            own = scratch.path / "tokenizer"
+            words = own if write_plain(self._tokenizer, own) else None
         except OSError as error:
             raise EngineFailed(f"no directory for vLLM's temporary files: {error}") from None
         values = boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)
         with environment(values | scratch.environment()):
-            vllm_config = engine_config(self._config, self._nodes)
+            vllm_config = engine_config(self._config, self._nodes, words)
             from vllm.v1.engine.async_llm import AsyncLLM
 
             self._before = before = processes.children()
@@ -159,8 +162,12 @@ class Boot:
         self._end_started()
 
 
-def engine_config(config: Config, nodes: Nodes | None = None) -> Any:
-    """vLLM's own configuration. Raises `EngineConfigError`: it does not accept the settings."""
+def engine_config(config: Config, nodes: Nodes | None = None, tokenizer: Path | None = None) -> Any:
+    """vLLM's own configuration. tokenizer: a directory that has it; None: vLLM finds the policy's by its name.
+
+    Raises:
+        EngineConfigError: vLLM does not accept the settings.
+    """
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -168,7 +175,7 @@ def engine_config(config: Config, nodes: Nodes | None = None) -> Any:
     on_cpu = bool(current_platform.is_cpu())
     check_sampling(config, known=SamplingParams.__struct_fields__)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    arguments = engine_arguments(config, known=known, on_cpu=on_cpu)
+    arguments = engine_arguments(config, known=known, on_cpu=on_cpu, tokenizer=tokenizer)
     if nodes is not None:
         arguments |= nodes.arguments()
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from rollout_worker.engines.base import EngineConfigError, SamplingSettings
@@ -61,13 +62,17 @@ _SAMPLING_OWN = frozenset(
 )  # fmt: skip
 
 
-def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    config: Config, *, known: Collection[str], on_cpu: bool, tokenizer: Path | None = None
+) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` for this job.
 
     Args:
         config: the job's configuration.
         known: names of all arguments of the installed vLLM.
         on_cpu: whether vLLM will run without an accelerator.
+        tokenizer: a directory that has the rollout worker's; None: vLLM finds the policy's by its name, as where
+            `rollout.engine_kwargs` names a mode of its own.
 
     Raises:
         EngineConfigError: a passed-through argument is unknown or not free, or a combination cannot work.
@@ -88,12 +93,12 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
         "data_parallel_size": max(1, rollout.parallelism.dp_shard_size),
         "enable_expert_parallel": rollout.parallelism.ep_size > 1,
     }
-    tokenizer = config.policy.tokenizer_name_or_path
+    name = config.policy.tokenizer_name_or_path
     optional = {
         "revision": config.policy.model_revision,
-        "tokenizer": tokenizer,
+        "tokenizer": name,
         # vLLM would ask the tokenizer's repository for the model's revision.
-        "tokenizer_revision": "main" if tokenizer and config.policy.model_revision else None,
+        "tokenizer_revision": "main" if name and config.policy.model_revision else None,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "block_size": rollout.block_size,
@@ -113,6 +118,8 @@ def engine_arguments(config: Config, *, known: Collection[str], on_cpu: bool) ->
     if on_cpu:
         arguments |= _cpu_arguments(config)
     arguments |= _passed_through(rollout.engine_kwargs, known)
+    if tokenizer is not None and "tokenizer_mode" not in arguments:
+        arguments |= {"tokenizer": str(tokenizer), "tokenizer_mode": "hf", "tokenizer_revision": None}
     return arguments | _logprobs_arguments(config) | _OWN
 
 

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,7 +75,7 @@ NAMED_PROBLEMS = 5
 class VllmEngine:
     """See `engines.base.Engine`; made by `build`."""
 
-    def __init__(self, config: Config, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, config: Config, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._config, self._eos = config, eos_token_ids
         self.name = f"vllm {installed_version()}"
         self.capacity = config.rollout.max_concurrent_samples
@@ -94,7 +94,7 @@ class VllmEngine:
                 f"COSMOS_ENGINE_NODE = {self._nodes.index}: the replica is on node 0, the others run "
                 "python -m rollout_worker.engines.vllm.follower"
             )
-        self._boot = Boot(config, self._nodes)
+        self._boot = Boot(config, tokenizer, self._nodes)
         self._booting: asyncio.Future[VllmAdapter] | None = None
         self._failure: EngineError | None = None
         self._closed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,16 @@ def test_engine_keys(case: str) -> None:
     sections, name, before, after = ENGINE_KEYS[case]
     assert engine().get(name, ABSENT) == before
     assert engine(**sections).get(name, ABSENT) == after
+
+
+@pytest.mark.parametrize(("mode", "read"), [(None, "/scratch/words"), ("mistral", "/t")])
+def test_vllm_reads_the_workers_tokenizer_unless_a_mode_is_named(mode: str | None, read: str) -> None:
+    policy = {"tokenizer_name_or_path": "/t", "model_revision": "abc"}
+    wanted = config(policy=policy, rollout={"engine_kwargs": {"tokenizer_mode": mode}})
+    known = {*KNOWN, "tokenizer_mode"}
+    found = engine_arguments(wanted, known=known, on_cpu=False, tokenizer=Path("/scratch/words"))
+    assert (found["tokenizer"], found["tokenizer_mode"]) == (read, mode or "hf")
+    assert found["tokenizer_revision"] == ("main" if mode else None)
 
 
 def test_what_the_worker_needs_is_always_set() -> None:
