@@ -35,6 +35,7 @@ from controller.data.conversations import (
     with_query,
 )
 from controller.data.errors import DataError
+from controller.data.loss_masks import Learnt, Stops
 from controller.data.media import refuse_media
 from controller.data.rows import (
     Bound,
@@ -52,8 +53,10 @@ from controller.data.rows import (
     value,
 )
 from controller.data.sources import Role, Source, open_source, optional_column, require_column
-from controller.data.tokenizer import Ids, Mask, PromptTokenizer
+from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config, DatasetConfig
+from schema.config.end_tokens import eos_token_ids
+from schema.config.fetched import fetched_by
 from schema.config.modules import import_external
 from schema.wire.data_report import FileReport, lines
 from schema.wire.prompts import write_prompts
@@ -334,6 +337,7 @@ def prepare_conversations(
         if sft.has_pairs
         else {sft.conversation_column_name}
     )
+    stops = _stops(config, tokenizer)
     for batch in batches(source, keep):
         out.report.read += len(batch)
         good: list[tuple[int, Row, list[Message]]] = []
@@ -342,33 +346,62 @@ def prepare_conversations(
                 talk = _with_system(config, _conversation(config, source, i, raw), source.where(i), out)
                 refuse_media(dataset, section, raw, talk, source.where(i))
                 good.append((i, raw, as_messages(talk)))
-        for i, raw, ids, mask in _encoded(tokenizer, source, good, out):
+        for i, raw, learnt in _encoded(tokenizer, source, good, stops.ids, out):
             with judged(out.report.bad):
+                ids, mask = learnt
                 kept = bound.fit(len(ids), source.where(i), out) if mask.any() else slice(None)
                 if kept is None:
                     continue
                 if mask[kept].any():
+                    if learnt.differs:
+                        out.report.encoded_apart.add(source.where(i))
+                    if learnt.incomplete:
+                        out.report.incomplete.add(source.where(i))
+                    if not stops.stop(ids[kept], mask[kept], tokenizer.decode):
+                        out.report.without_stop.add(source.where(i))
                     out.add(ids[kept], {"key": f"{role}/{i}"} | extras(raw, reserved), mask[kept])
                 else:
                     out.leave_out("nothing that the assistant says", source.where(i))
+    if endless := out.report.without_stop.count:
+        logger.warning(
+            "%s: the last learnt token of %s conversations is none at which generation stops, so the model does not "
+            "learn from them where to end; let the chat template (or one of your own, in rollout.multi_turn_config."
+            "custom_chat_template_path) end the assistant's turns, and name that end in rollout.sampling_config."
+            "stop_token_ids or stop where the model's generation_config.json does not",
+            role,
+            f"{endless:,}",
+        )
     return out.finish(bound, tokenizer.decode)
 
 
+def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
+    """Where generation of this run's samples stops."""
+    from transformers.utils import cached_file
+
+    sampling = config.rollout.sampling_config
+    ids = eos_token_ids(config.policy, tokenizer.eos_token_id, fetched_by(cached_file))
+    return Stops(ids.union(sampling.stop_token_ids), tuple(sampling.stop))
+
+
 def _encoded(
-    tokenizer: PromptTokenizer, source: Source, rows: list[tuple[int, Row, list[Message]]], out: Prepared
-) -> Iterator[tuple[int, Row, Ids, Mask]]:
+    tokenizer: PromptTokenizer,
+    source: Source,
+    rows: list[tuple[int, Row, list[Message]]],
+    stops: frozenset[int],
+    out: Prepared,
+) -> Iterator[tuple[int, Row, Learnt]]:
     """The rows with their tokens and loss masks; one by one where the template refuses some of them."""
     try:
-        found = tokenizer.conversations([talk for _, _, talk in rows])
+        learnt = tokenizer.conversations([talk for _, _, talk in rows], stops)
     except DataError:
         for i, raw, talk in rows:
             with judged(out.report.bad):
                 with named(source.where(i)):
-                    ((ids, mask),) = tokenizer.conversations([talk])
-                yield i, raw, ids, mask
+                    (alone,) = tokenizer.conversations([talk], stops)
+                yield i, raw, alone
         return
-    for (i, raw, _), (ids, mask) in zip(rows, found, strict=True):
-        yield i, raw, ids, mask
+    for (i, raw, _), tokens in zip(rows, learnt, strict=True):
+        yield i, raw, tokens
 
 
 def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Message]:

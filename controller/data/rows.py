@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from controller.data.errors import DataError
+from controller.data.loss_masks import Ids, Mask
 from controller.data.sources import Source, column
-from controller.data.tokenizer import Ids, Mask
 from schema.config import Config
 from schema.config.modules import ExternalModuleError
 from schema.util.text import configure_logging

@@ -1,10 +1,7 @@
 """Texts and conversations to token ids, by the model's own tokenizer and chat template.
 
-The loss mask of a conversation is 1 on exactly the tokens that the assistant wrote, the token that ends its
-turn included. Where it lies is taken from the template's `{% generation %}` block if it has one. Else it is
-found by rendering: a turn starts where the rendering of the turns before it, with the generation prompt,
-ends; and its content ends where the rendering first differs when a marker is appended to it. So templates
-that rewrite the history (Qwen3 drops earlier thoughts) are right too.
+What of a conversation is learnt, the token that ends a turn of the assistant included, is found by
+`controller.data.loss_masks`.
 
 Special tokens around a text: a chat template writes them all, and the tokenizer adds none. Without a template the
 tokens that the tokenizer puts before a text (BOS, CLS) begin a prompt or conversation, once; those that it puts
@@ -17,24 +14,36 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from itertools import chain, groupby
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
+from controller.data.loss_masks import (
+    Ids,
+    Learnt,
+    Mode,
+    Rendered,
+    Tokens,
+    Turns,
+    by_blocks,
+    encode_all,
+    is_incomplete,
+    marked_template,
+)
 from schema.config import Config
 from tokenization.loading import TokenizerError, load
 
 logger = logging.getLogger(__name__)
 
-Ids = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.uint8]
-
+_TESTS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 _TURNS = "rollout.multi_turn_config."
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
@@ -134,14 +143,17 @@ class PromptTokenizer:
         """A prompt in the chat template, up to where the model's answer begins."""
         if self._template is None:
             return _contents(prompt)
-        return self._render(as_messages(prompt), add_generation_prompt=True, enable_thinking=self._thinking)
+        messages = _some(as_messages(prompt))
+        return self._render(messages, add_generation_prompt=True, enable_thinking=self._thinking)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of what `text` made."""
         if not texts:
             return []
-        found = self._encode(texts)["input_ids"]
-        return [np.asarray(self._begun(ids) if self._template is None else ids, np.int32) for ids in found]
+        return [
+            np.asarray(self._begun(ids) if self._template is None else ids, np.int32)
+            for ids in self._ids(texts)
+        ]
 
     def decode(self, ids: Ids) -> str:
         """Tokens as text, special ones too."""
@@ -149,36 +161,45 @@ class PromptTokenizer:
 
     def raw_ids(self, prompts: Sequence[str | list[Message]]) -> list[list[int]]:
         """Token ids of the prompts' contents alone, one after the other, without the chat template."""
-        if not prompts:
-            return []
-        encoded = self._tokenizer([_contents(prompt) for prompt in prompts], add_special_tokens=False)
-        return [list(map(int, ids)) for ids in encoded["input_ids"]]
+        return self._ids([_contents(prompt) for prompt in prompts])
 
-    def conversations(self, conversations: Sequence[list[Message]]) -> list[tuple[Ids, Mask]]:
-        """Token ids and loss mask of whole conversations. Raises `DataError` if the template refuses one."""
-        if not conversations:
-            return []
-        if self._template is None:
-            return [self._plain(messages) for messages in conversations]
-        if "generation %}" in self._template.replace("-%}", "%}"):
-            return self._by_generation_block(conversations)
-        texts = [self._render(messages) for messages in conversations]
-        encoded = self._encode(texts, offsets=True)
-        return [
-            (np.asarray(ids, np.int32), self._mask(ids, offsets, self._spans(messages, text), text))
-            for messages, text, ids, offsets in zip(
-                conversations, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True
-            )
-        ]
+    def conversations(
+        self, conversations: Sequence[list[Message]], stops: Collection[int] = ()
+    ) -> list[Learnt]:
+        """Token ids and loss mask of whole conversations. Raises `DataError` if the template refuses one.
+
+        stops: ids at which generation stops besides the end token.
+        """
+        texts = self._texts(stops)
+        rendered = [self._rendered(messages, texts) for messages in conversations]
+        learnt = encode_all(rendered, self._ids, prefixes=self._prefixes)
+        return learnt if self._template is not None else [self._begun_too(talk) for talk in learnt]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text; None: the tokenizer names none."""
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
 
     # ---- the template ---------------------------------------------------------------------------------
 
-    def _encode(self, texts: Sequence[str], offsets: bool = False) -> Any:
-        return self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=offsets)
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts, without the special tokens that the tokenizer adds."""
+        if not texts:
+            return []
+        found = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [list(ids) for ids in found]
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+            if self._tests_none:
+                messages = [
+                    {**turn, "content": None} if turn.get("tool_calls") and not turn["content"] else turn
+                    for turn in messages
+                ]
+            # As a batch of one: alone, what comes before the first message could not be rendered.
+            (text,) = self._tokenizer.apply_chat_template([messages], tokenize=False, **kwargs)
+            return str(text)
         except Exception as error:  # jinja2 errors, and whatever the template raises by raise_exception
             raise DataError(
                 f"the chat template refuses {json.dumps(messages, ensure_ascii=False)[:200]}: {error}"
@@ -186,32 +207,65 @@ class PromptTokenizer:
 
     # ---- loss masks -----------------------------------------------------------------------------------
 
-    def _by_generation_block(self, conversations: Sequence[list[Message]]) -> list[tuple[Ids, Mask]]:
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                list(conversations), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except Exception as error:  # as in _render
-            raise DataError(f"the chat template refuses a conversation: {error}") from error
-        return [
-            (np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
-            for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-        ]
+    def _rendered(self, messages: list[Message], texts: Tokens) -> Rendered:
+        if self._template is None:
+            rendered = self._plain(messages)
+        elif self._marked is None:
+            rendered = Turns(_some(messages), self._render, texts, self._modes).rendered()
+        else:
+            marked = self._render(_some(messages), chat_template=self._marked)
+            rendered = by_blocks(self._render(messages), marked, texts)
+        return replace(rendered, incomplete=is_incomplete(messages, rendered.text))
 
-    def _plain(self, messages: list[Message]) -> tuple[Ids, Mask]:
+    def _plain(self, messages: list[Message]) -> Rendered:
         """Without a template: prompts as `prompts` makes them, each answer ended by one end token."""
-        ids: list[int] = []
-        mask: list[int] = []
-        eos = self._tokenizer.eos_token_id
-        end = self._behind if eos is None else [eos]
-        for learnt, turns in groupby(messages, lambda turn: turn["role"] == "assistant"):
-            texts = [turn["content"] for turn in turns]
-            for piece in self._encode(texts if learnt else ["".join(texts)])["input_ids"]:
-                closed = piece[-len(end) :] == end
-                ids += [*piece, *(end if learnt and not closed else [])]
-                mask += [int(learnt)] * (len(ids) - len(mask))
-        begun = self._begun(ids)
-        return np.asarray(begun, np.int32), np.asarray([0] * (len(begun) - len(ids)) + mask, np.uint8)
+        text, spans = "", []
+        eos = self._tokenizer.eos_token
+        end = eos or "".join(self._tokenizer.convert_ids_to_tokens(self._behind))
+        for turn in messages:
+            start, text = len(text), text + turn["content"]
+            if turn["role"] == "assistant":
+                text += "" if turn["content"].endswith(end) else end
+                spans.append((start, len(text)))
+        return Rendered(text, spans)
+
+    @cached_property
+    def _marked(self) -> str | None:
+        """The template with its generation blocks marked; None: it has none."""
+        return marked_template(self._tokenizer.get_chat_template())
+
+    @cached_property
+    def _tests_none(self) -> bool:
+        """Whether the template tells tool calls by a content that is null (DeepSeek)."""
+        return _TESTS_NONE.search(self._tokenizer.get_chat_template()) is not None
+
+    @cached_property
+    def _modes(self) -> list[Mode]:
+        """With what the template may make a generation prompt: as it does by itself, then by its thinking mode."""
+        modes: list[Mode] = [{}]
+        if "enable_thinking" in self._tokenizer.get_chat_template():
+            modes += [{"enable_thinking": mode} for mode in (self._thinking, not self._thinking)]
+        return modes
+
+    def _texts(self, stops: Collection[int]) -> Tokens:
+        added = {
+            token: number for token, number in self._tokenizer.get_added_vocab().items() if token.strip()
+        }
+        ends = [self._tokenizer.eos_token, *(token for token, number in added.items() if number in stops)]
+        special = self._tokenizer.all_special_tokens
+        return Tokens(tuple(filter(None, ends)), tuple(special), tuple(added))
+
+    @cached_property
+    def _prefixes(self) -> bool:
+        """Whether the tokenizer begins a text with a blank of its own."""
+        words = self._tokenizer.convert_ids_to_tokens(self._ids(["x"])[0])
+        return bool(words) and words[0].startswith(("▁", "Ġ"))
+
+    def _begun_too(self, talk: Learnt) -> Learnt:
+        """A conversation behind the tokens that begin a text."""
+        ids = np.asarray(self._begun(talk.ids.tolist()), np.int32)
+        more = np.zeros(len(ids) - len(talk.ids), np.uint8)
+        return replace(talk, ids=ids, mask=np.concatenate([more, talk.mask]))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """The tokens of a text behind those that begin one, unless it begins with them already."""
@@ -231,56 +285,12 @@ class PromptTokenizer:
                 return whole[:at], whole[at + len(plain) :]
         return [], []
 
-    def _spans(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
-        """[start, end of content) in `text` of each turn of the assistant."""
-        spans = []
-        for i, turn in enumerate(messages):
-            if turn["role"] != "assistant":
-                continue
-            start = self._turn_start(messages, i, text)
-            if start is None:
-                start = self._first_difference(messages, i, text, _MARKER + turn["content"])
-            spans.append((start, self._first_difference(messages, i, text, turn["content"] + _MARKER)))
-        return spans
 
-    def _turn_start(self, messages: list[Message], i: int, text: str) -> int | None:
-        """Where generation of turn i would begin; None if the template has no generation prompt for it."""
-        if i == 0:
-            return None
-        before = self._render(messages[:i], add_generation_prompt=True)
-        if before == self._render(messages[:i]) or not text.startswith(before):
-            return None
-        return len(before)
-
-    def _first_difference(self, messages: list[Message], i: int, text: str, content: str) -> int:
-        changed = self._render([*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]])
-        pairs = zip(text, changed, strict=False)
-        where = next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(text), len(changed)))
-        if where == len(text):
-            raise DataError(
-                f"the chat template does not show the assistant's turn {i}, so its loss mask cannot "
-                "be found; give it a {% generation %} block"
-            )
-        return where
-
-    def _mask(
-        self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]], text: str
-    ) -> Mask:
-        """1 on the tokens of the spans, and on the special token that ends each turn."""
-        mask = np.zeros(len(ids), np.uint8)
-        special = set(self._tokenizer.all_special_ids)
-        for start, end in spans:
-            for i, (left, right) in enumerate(offsets):
-                if right <= start or left == right:
-                    continue
-                if left < end:
-                    mask[i] = 1
-                elif text[end:left].strip():
-                    break
-                elif ids[i] in special:
-                    mask[i] = 1
-                    break
-        return mask
+def _some(messages: list[Message]) -> list[Message]:
+    """The messages. Raises `DataError` where there is none."""
+    if not messages:
+        raise DataError("a conversation without a message")
+    return messages
 
 
 def _contents(prompt: str | list[Message]) -> str:

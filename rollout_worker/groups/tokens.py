@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_worker.engines.base import EngineConfigError, Generation, SamplingSettings
-from schema.config import Config, PolicyConfig, vocabulary
+from schema.config import Config, PolicyConfig, end_tokens, vocabulary
 from schema.config.fetched import fetched_by, of_policy, refusal
 from schema.config.modules import ExternalModuleError, import_external
 from schema.config.rules.engine import never_stops
@@ -58,29 +58,14 @@ def load_tokenizer(policy: PolicyConfig) -> Any:
 
 def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer: those of the generation config (else the model's), and the tokenizer's own."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers.utils import cached_file
 
-    found: set[int] = set()
-    path, revision = policy.model_name_or_path, policy.model_revision
-    for kind, trust in (
-        (GenerationConfig, {}),
-        (AutoConfig, {"trust_remote_code": policy.trust_remote_code}),
-    ):
-        try:
-            loaded = kind.from_pretrained(path, revision=revision, **trust)
-        except (OSError, ValueError):
-            continue
-        ids = getattr(loaded, "eos_token_id", None)
-        if kind is AutoConfig:
-            ids = policy.override_config.get("eos_token_id", ids)
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-            break
-    if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
-    if not found:
+    own = tokenizer.eos_token_id
+    ids = end_tokens.eos_token_ids(policy, None if own is None else int(own), fetched_by(cached_file))
+    if not ids:
+        path = policy.model_name_or_path
         log.warning("the model at %s names no end-of-text token: answers end at their maximal length", path)
-    return frozenset(found)
+    return ids
 
 
 def stop_tokens(config: Config, tokenizer: Any) -> dict[int, str]:

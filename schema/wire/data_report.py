@@ -50,7 +50,10 @@ class Lengths(_Report):
 class FileReport(_Report):
     """Rows of one prepared file. read: those that belong to it; left_out, cut: by reason.
 
-    own_system: rows that keep a system message of their own. samples: three rows as the model reads them.
+    own_system: rows that keep a system message of their own. encoded_apart: kept rows whose tokens differ from those
+    of their text as a whole. incomplete: kept rows of which the chat template leaves out content or tool calls of the
+    assistant. without_stop: kept rows whose last learnt token is none at which generation stops. samples: three rows
+    as the model reads them.
     """
 
     source: str
@@ -62,6 +65,9 @@ class FileReport(_Report):
     bad: Rows = Field(default_factory=Rows)
     empty_references: Rows = Field(default_factory=Rows)
     own_system: Rows = Field(default_factory=Rows)
+    encoded_apart: Rows = Field(default_factory=Rows)
+    incomplete: Rows = Field(default_factory=Rows)
+    without_stop: Rows = Field(default_factory=Rows)
     lengths: Lengths | None = None
     samples: list[str] = []
 
@@ -163,6 +169,15 @@ def _reasons(file: FileReport) -> Iterator[str]:
     if file.own_system.count:
         rows = file.own_system
         yield f"{rows.count:,} keep their own system message instead of system_prompt: {_named(file, rows)}"
+    if file.encoded_apart.count:
+        rows, why = file.encoded_apart, "answers are encoded behind their prompt, as generation sees them"
+        yield f"{rows.count:,} have other tokens than their text as a whole, since {why}: {_named(file, rows)}"
+    if file.incomplete.count:
+        rows, what = file.incomplete, "content or tool calls of the assistant"
+        yield f"{rows.count:,} lack {what}, which the chat template leaves out: {_named(file, rows)}"
+    if file.without_stop.count:
+        rows = file.without_stop
+        yield f"{rows.count:,} end with a learnt token that no stop token or string stops: {_named(file, rows)}"
 
 
 def _named(file: FileReport, rows: Rows) -> str:

@@ -27,7 +27,7 @@ class Idle:
     """One row of the tables.
 
     key: a key, or a section for all keys in it except `but`. acts: whether it means anything in this job.
-    why: what there is not. hint: what to do. but: keys and sections of it.
+    why: what there is not. hint: what to do. but: keys and sections of it, by their path in it.
     """
 
     key: str
@@ -48,7 +48,16 @@ def _validates(config: Config) -> bool:
 _NO_ROLLOUTS = "supervised training generates nothing"
 
 OF_ANOTHER_JOB = (
-    Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas"),
+    Idle(
+        "rollout",
+        _is_grpo,
+        f"{_NO_ROLLOUTS}: it has no rollout replicas",
+        but=(
+            "multi_turn_config.custom_chat_template_path",
+            "sampling_config.stop",
+            "sampling_config.stop_token_ids",
+        ),
+    ),
     Idle(
         "validation",
         _is_grpo,
@@ -253,7 +262,11 @@ def _problems(config: Config, row: Idle) -> list[Problem]:
         if value == default:
             return []
         return [Problem(row.key, f"has no effect here: {row.why}", value, row.hint)]
-    names = [name for name in _changed(value, default) if name.partition(".")[0] not in row.but]
+    names = [
+        name
+        for name in _changed(value, default)
+        if not any(f"{name}.".startswith(f"{but}.") for but in row.but)
+    ]
     if not names:
         return []
     key = f"{row.key}.{names[0]}" if len(names) == 1 else row.key

@@ -57,16 +57,15 @@ def test_a_template_without_a_generation_prompt(tmp_path: Path):
     assert learnt(tokenizer, TALK[3:]) == ["<think>again</think>Four.<|im_end|>"]
 
 
-def test_the_end_of_turn_is_learnt_even_behind_a_space_but_not_behind_other_text(tmp_path: Path):
-    for between, end in ((" ", " <|im_end|>"), (" [END] ", "")):
+def test_all_that_the_template_adds_to_a_turn_is_learnt(tmp_path: Path):
+    for between in (" ", " [END] "):
         template = (
             "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '"
             + between
             + "<|im_end|>' }}{% endfor %}"
         )
         tokenizer = PromptTokenizer(str(save_tokenizer(tmp_path, template)))
-        text = "".join(learnt(tokenizer, [{"role": "assistant", "content": "Four."}]))
-        assert text.replace(" ", "") == "Four." + end.replace(" ", "")
+        assert learnt(tokenizer, [{"role": "assistant", "content": "Four."}]) == [f"Four.{between}<|im_end|>"]
 
 
 def test_a_template_that_hides_the_assistant_is_an_error(tmp_path: Path):

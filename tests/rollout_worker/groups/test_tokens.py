@@ -113,6 +113,9 @@ def test_end_of_text_tokens_of_generation_config_and_tokenizer(tmp_path: Path) -
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [7, 9]}))
     assert eos_token_ids(policy, known) == {7, 9, 256}
+    path.write_text("{")
+    other = policy.model_copy(update={"override_config": {"eos_token_id": [8]}})
+    assert eos_token_ids(other, known) == {8, 256}, "a file that cannot be read names none"
     path.unlink()
     assert eos_token_ids(policy, known) == {256}
 

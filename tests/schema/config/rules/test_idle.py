@@ -21,7 +21,7 @@ from tests.schema.remedies import config_of
 POLICY, PROFILE = "train.train_policy", "profiler.sub_profiler_config"
 VALUES: dict[str, Any] = {
     "rollout.n_generation": 8,
-    "rollout.sampling_config.stop": ["\n"],
+    "rollout.sampling_config.top_k": 5,
     "rollout.parallelism.cp_size": 2,
     "validation.n_generation": 5,
     "validation.temperature": 0.5,
@@ -91,6 +91,12 @@ def test_a_section_of_another_job_is_one_problem() -> None:
     assert problem.key == "rollout"
     assert problem.message.startswith("n_generation, seed have no effect here: ")
     assert problem.related == ("rollout.n_generation", "rollout.seed")
+
+
+def test_supervised_training_knows_the_template_and_where_answers_stop() -> None:
+    sampling = {"rollout.sampling_config.stop": ["\n"], "rollout.sampling_config.stop_token_ids": [1]}
+    template = {"rollout.multi_turn_config.custom_chat_template_path": "chat.jinja"}
+    assert keys_belong_to_this_job(config_of(SFT, sampling | template)) == []
 
 
 def test_supervised_training_has_validation_data_of_its_own() -> None:

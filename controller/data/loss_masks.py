@@ -1,0 +1,447 @@
+"""What of a conversation is learnt: which characters of its rendering, then which tokens.
+
+    messages ─template─▶ text, spans of the assistant's turns ─▶ pieces ─tokenizer─▶ ids, mask
+
+A turn of the assistant is what rendering up to this turn adds to rendering up to the one before with the generation
+prompt, less the white space that follows its last visible text: what a model would generate there, with the tokens
+that end the turn. Where a template rewrites earlier turns (Qwen3 drops their thoughts), so that neither rendering
+begins the whole text, a marker in the turn's message shows where it begins and where its content ends, and what
+follows the content is taken from the rendering up to this turn. A template with `{% generation %}` blocks says itself
+what is learnt. What stays ambiguous is a `DataError`.
+
+No character offset of a tokenizer is used: each piece of the text, learnt or not, is encoded apart, as generation
+sees a prompt and then its own tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from controller.data.conversations import Message
+from controller.data.errors import DataError
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.uint8]
+Span = tuple[int, int]
+Mode = Mapping[str, bool]
+Render = Callable[..., str]
+"""(messages, variables of the template by name) → text. Raises `DataError` where the template refuses."""
+Encode = Callable[[Sequence[str]], list[list[int]]]
+"""Texts → their token ids, without tokens that the tokenizer puts around a text."""
+
+_MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
+_BEGIN, _END = "\u2063«\u2063", "\u2063»\u2063"
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_BLOCK = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Texts of tokens. ends: those at which generation stops, the one that ends a text first. special: the named
+    ones. added: of all that text is split at, whether special or not."""
+
+    ends: tuple[str, ...]
+    special: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text; spans: the characters that are learnt, in order and apart from each other.
+
+    incomplete: whether the text lacks content or tool calls of the assistant.
+    """
+
+    text: str
+    spans: list[Span]
+    incomplete: bool = False
+
+    def pieces(self) -> list[str]:
+        """The text in pieces, which are not learnt and learnt by turns; the first and the last are not."""
+        cuts = [0, *(place for span in self.spans for place in span), len(self.text)]
+        return [self.text[left:right] for left, right in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Tokens of a conversation and their loss mask; iterating gives these two.
+
+    differs: whether the tokenizer makes other tokens of the whole text than of its pieces. incomplete: as in
+    `Rendered`.
+    """
+
+    ids: Ids
+    mask: Mask
+    differs: bool
+    incomplete: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.ids, self.mask)
+
+
+def is_incomplete(messages: Sequence[Message], text: str) -> bool:
+    """Whether a rendering lacks content of the assistant, but for thoughts, or the name of a tool call."""
+    turns = [turn for turn in messages if turn["role"] == "assistant"]
+    contents = [_content(turn).split("</think>")[-1].strip() for turn in turns]
+    names = [str(_named(call)["name"]) for turn in turns for call in _calls(turn)]
+    return any(part not in text for part in (*contents, *names))
+
+
+# ---- a template with generation blocks ------------------------------------------------------------------------
+
+
+def marked_template(template: str) -> str | None:
+    """The template with a mark before and behind each generation block; None: it has no such block.
+
+    A block tag stands where one stood, so white space around tags is treated as before.
+    """
+    if not any(tag[2] == "generation" for tag in _BLOCK.finditer(_COMMENT.sub("", template))):
+        return None
+
+    def marked(tag: re.Match[str]) -> str:
+        left, name, right = tag.groups()
+        if name == "generation":
+            return f"{{%{left} if true %}}{{{{ '{_BEGIN}' }}}}{{% endif %}}{{% generation {right}%}}"
+        return f"{{%{left} endgeneration %}}{{% if true %}}{{{{ '{_END}' }}}}{{% endif {right}%}}"
+
+    return _BLOCK.sub(marked, template)
+
+
+def by_blocks(text: str, marked: str, tokens: Tokens) -> Rendered:
+    """The conversation with the spans of its generation blocks. marked: its rendering by the marked template.
+
+    White space behind a token that ends a turn is not learnt. Raises `DataError`.
+    """
+    spans: list[Span] = []
+    start, place = -1, 0
+    for part in re.split(f"({_BEGIN}|{_END})", marked):
+        if part == _BEGIN and start < 0:
+            start = place
+        elif part == _END and start >= 0:
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, place))
+            start = -1
+        else:
+            place += len(part)
+    if marked.replace(_BEGIN, "").replace(_END, "") != text or start >= 0 or place != len(text):
+        raise DataError(
+            "the characters of the chat template's {% generation %} blocks cannot be found: its text changes when "
+            "they are marked; do not nest them, and leave what they make unchanged"
+        )
+    return Rendered(text, [_visible(text, span, tokens) for span in spans if span[0] < span[1]])
+
+
+def _visible(text: str, span: Span, tokens: Tokens) -> Span:
+    start, end = span
+    seen = text[start:end].rstrip()
+    return (start, start + len(seen)) if seen.endswith(tokens.added) else span
+
+
+# ---- a template without ---------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Finds the turns of the assistant in the rendering of one conversation."""
+
+    def __init__(
+        self, messages: list[Message], render: Render, tokens: Tokens, modes: Sequence[Mode]
+    ) -> None:
+        """modes: variables of the template with which a generation prompt may be made, the likeliest first."""
+        self._messages, self._render, self._tokens, self._modes = messages, render, tokens, modes
+        self._text = render(messages)
+        self._upto = cache(lambda n: self._try(messages[:n]))  # rendering of the first n messages
+
+    def rendered(self) -> Rendered:
+        """The conversation with the span of each turn. Raises `DataError` where one cannot be found."""
+        spans: list[Span] = []
+        least = 0
+        for i, turn in enumerate(self._messages):
+            if turn["role"] == "assistant":
+                start, prompt = self._start(i, least)
+                least = self._with_end(start, max(start, self._end(i, start, prompt)))
+                spans.append((start, least))
+        return Rendered(self._text, [span for span in spans if span[0] < span[1]])
+
+    def _start(self, i: int, least: int) -> tuple[int, str | None]:
+        """Where turn i begins, not before `least`; and the generation prompt for it, if the template refuses none."""
+        before, first = self._upto(i), None
+        for mode in self._modes:
+            prompt = self._try(self._messages[:i], add_generation_prompt=True, **mode)
+            first = first or prompt
+            if prompt is None or prompt == before:
+                break
+            if len(prompt) >= least and self._text.startswith(prompt):
+                return len(prompt), first
+        turn, shown = self._messages[i], False
+        bare = {"role": turn["role"], "content": _MARKER}
+        for marked in (bare, {**turn, "content": _MARKER + _content(turn)}):
+            changed = self._try(self._with(i, marked))
+            if changed is None or _MARKER not in changed:
+                continue
+            shown = True
+            start = _shared(self._text, changed)
+            if start >= least:
+                return max(least, start - len(_blank(self._text[:start], first or ""))), first
+        raise self._not_found(i, shown)
+
+    def _end(self, i: int, start: int, prompt: str | None) -> int:
+        """Where the visible text of turn i ends, from `start` on. prompt: the generation prompt for it."""
+        turn, shown = self._messages[i], False
+        for upto in self._renderings(i, turn, prompt):
+            seen = None if upto is None else upto.rstrip()
+            if seen is not None and self._text.startswith(seen) and self._shows(i, seen[start:]):
+                return len(seen)
+        for marked in _marked_ends(turn):
+            changed = self._try(self._with(i, marked))
+            if changed is None or _MARKER not in changed:
+                continue
+            shown = True
+            end = _shared(self._text, changed)
+            tails = self._tails(i, marked, prompt, self._text[end:])
+            behind = self._behind(self._text[end:], tails, calls=bool(_calls(turn)))
+            if end >= start and behind is not None:
+                return len(self._text[: end + behind].rstrip())
+        raise self._not_found(i, shown)
+
+    def _tails(self, i: int, marked: Message, prompt: str | None, rest: str) -> list[str]:
+        """What renderings up to turn i have behind its content, as far as one that `rest` begins with."""
+        tails: list[str] = []
+        turn = self._messages[i]
+        for upto, other in zip(
+            self._renderings(i, turn, prompt), self._renderings(i, marked, prompt), strict=True
+        ):
+            if upto is not None and other is not None and _MARKER in other:
+                tails.append(upto[_shared(upto, other) :])
+                if tails[-1].strip() and rest.startswith(tails[-1]):
+                    break
+        return tails
+
+    def _renderings(self, i: int, turn: Message, prompt: str | None) -> Iterator[str | None]:
+        """The rendering up to turn i as the last one, then as one that a generation prompt follows, without that.
+
+        Some templates end the last turn otherwise than the others (gpt-oss). None: the template refuses, or does not
+        say where the turn ends. prompt: the generation prompt for turn i.
+        """
+        before, messages = self._upto(i), [*self._messages[:i], turn]
+        upto = self._upto(i + 1) if turn is self._messages[i] else self._try(messages)
+        header = ""
+        if before is not None and prompt is not None:
+            if prompt.startswith(before):
+                header = prompt[len(before) :]
+            elif upto is not None:
+                upto = self._without_footer(upto, before[_shared(before, prompt, self._tokens.added) :])
+        yield upto
+        followed = self._try(messages, add_generation_prompt=True) if header else None
+        yield followed.removesuffix(header) if followed and followed.endswith(header) else None
+
+    def _shows(self, i: int, text: str) -> bool:
+        """Whether a turn's text has its content or one of its tool calls, for which some templates leave that out."""
+        turn = self._messages[i]
+        content, names = _content(turn).split(), [str(_named(call)["name"]) for call in _calls(turn)]
+        words = [*content[-1:], *names]
+        if not words or any(word in text for word in words):
+            return True
+        renderings = [self._try(self._with(i, marked)) for marked in _marked_ends(turn)]
+        return any(_MARKER in changed for changed in renderings if changed is not None)
+
+    def _behind(self, rest: str, tails: list[str], *, calls: bool) -> int | None:
+        """How many characters of `rest`, which follows a turn's content, belong to the turn; None: unknown.
+
+        tails: what renderings up to the turn have there. Where `rest` begins with none of them, the turn ends with
+        the last token that it shares with the first.
+        """
+        if not tails:
+            blanks = len(rest) - len(rest.lstrip())
+            lengths = (len(token) for token in self._tokens.special if rest.startswith(token, blanks))
+            return None if calls else next((blanks + length for length in lengths), None)
+        if whole := [tail for tail in tails if rest.startswith(tail)]:
+            return max(map(len, whole))
+        common = tails[0][: _shared(tails[0], rest, self._tokens.added)]
+        ends = (common.rfind(token) + len(token) for token in self._tokens.added if token in common)
+        return max(ends, default=None if calls and common.strip() else 0)
+
+    def _without_footer(self, upto: str, footer: str) -> str:
+        """A rendering without what the template puts behind every conversation (Phi-3).
+
+        Where nothing else ends the last turn, it stays.
+        """
+        kept = upto.removesuffix(footer)
+        return kept if kept.rstrip().endswith(self._tokens.added) else upto
+
+    def _with_end(self, start: int, end: int) -> int:
+        """The end of a span, behind the end token that follows it if no token of the turn ends it.
+
+        Templates write that token between turns (`</s>`), or the next turn's begins with it (`<|user|>` of GLM).
+        """
+        rest = self._text[end:].lstrip()
+        if not rest.startswith(self._tokens.ends) or self._text.endswith(self._tokens.added, start, end):
+            return end
+        follows = next(token for token in self._tokens.ends if rest.startswith(token))
+        return len(self._text) - len(rest) + len(follows)
+
+    def _with(self, i: int, turn: Message) -> list[Message]:
+        return [*self._messages[:i], turn, *self._messages[i + 1 :]]
+
+    def _try(self, messages: list[Message], **variables: Any) -> str | None:
+        """The rendering; None: the template refuses."""
+        try:
+            return self._render(messages, **variables)
+        except DataError:
+            return None
+
+    def _not_found(self, i: int, shown: bool) -> DataError:
+        what = "shows" if shown else "does not show"
+        but = ", but not where it begins and ends" if shown else ""
+        return DataError(
+            f"the chat template {what} the assistant's turn {i}{but}, so its loss mask cannot be found; "
+            "put it into a {% generation %} block, in a template of your own: "
+            "rollout.multi_turn_config.custom_chat_template_path"
+        )
+
+
+def _blank(before: str, prompt: str) -> str:
+    """The white space at the end of what stands before a turn's content that is not its generation prompt's.
+
+    The model generates it. There is none where something else than the end of the prompt stands before the content.
+    """
+    seen, asked = before.rstrip(), prompt.rstrip()
+    blank, own = before[len(seen) :], prompt[len(asked) :]
+    follows = seen.rsplit(None, 1)[-1:] == asked.rsplit(None, 1)[-1:]
+    return blank.removeprefix(own) if follows and blank.startswith(own) else ""
+
+
+def _content(turn: Message) -> str:
+    return turn["content"] or ""
+
+
+def _calls(turn: Message) -> list[dict[str, Any]]:
+    """The tool calls of a turn that have a name."""
+    calls = turn.get("tool_calls") or []
+    return [call for call in calls if isinstance(call, dict) and "name" in _named(call)]
+
+
+def _named(call: dict[str, Any]) -> dict[str, Any]:
+    """The part of a tool call that has its name."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call
+
+
+def _marked_ends(turn: Message) -> Iterator[Message]:
+    """The turn with a marker behind its content, then behind the name of its last tool call, if it has them."""
+    calls = _calls(turn)
+    if _content(turn).strip() or not calls:
+        yield {**turn, "content": _content(turn) + _MARKER}
+    if calls:
+        name = {"name": f"{_named(calls[-1])['name']}{_MARKER}"}
+        inner = _named(calls[-1]) | name
+        call = calls[-1] | (name if _named(calls[-1]) is calls[-1] else {"function": inner})
+        yield {**turn, "tool_calls": [*calls[:-1], call]}
+
+
+def _shared(left: str, right: str, whole: Sequence[str] = ()) -> int:
+    """How many characters two texts begin with alike. whole: texts that are counted as a whole or not at all."""
+    shortest = range(min(len(left), len(right)))
+    count = bisect_left(shortest, True, key=lambda at: left[: at + 1] != right[: at + 1])
+    for text in (left, right):
+        for word in whole:
+            at = text.find(word, max(0, count - len(word) + 1), count + len(word) - 1)
+            count = at if 0 <= at < count < at + len(word) else count
+    return count
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------
+
+
+def encode_all(conversations: Sequence[Rendered], encode: Encode, *, prefixes: bool) -> list[Learnt]:
+    """Tokens and loss masks of conversations, each piece of text encoded apart.
+
+    prefixes: the tokenizer begins each text with a blank of its own (SentencePiece), which stays away from all pieces
+    but the first.
+    """
+    rows = [conversation.pieces() for conversation in conversations]
+    apart = _by_text([piece for row in rows for piece in row], encode)
+    wholes = encode([conversation.text for conversation in conversations])
+    tokens = [[apart[piece] for piece in row] for row in rows]
+    unlike = [k for k, whole in enumerate(wholes) if list(chain.from_iterable(tokens[k])) != whole]
+    pairs = {k: _in_context(rows[k], prefixes) for k in unlike}
+    joined = _by_text([before + piece for row in pairs.values() for before, piece in row.values()], encode)
+    for k, row in pairs.items():
+        for at, (before, piece) in row.items():
+            ids, length = joined[before + piece], len(apart[before])
+            if ids[:length] == apart[before]:
+                tokens[k][at] = ids[length:]
+            elif prefixes:
+                tokens[k][at] = _without_blank(piece, apart[piece], encode)
+    return [
+        _learnt(pieces, whole, conversation.incomplete)
+        for pieces, whole, conversation in zip(tokens, wholes, conversations, strict=True)
+    ]
+
+
+def _by_text(texts: Sequence[str], encode: Encode) -> dict[str, list[int]]:
+    """The token ids of each of these texts; none of an empty one."""
+    distinct = list(dict.fromkeys(filter(None, texts)))
+    return {"": [], **dict(zip(distinct, encode(distinct), strict=True))}
+
+
+def _in_context(pieces: list[str], prefixes: bool) -> dict[int, tuple[str, str]]:
+    """Of pieces whose tokens may depend on the piece before: that piece, and the piece, by place.
+
+    A tokenizer may drop or add blanks behind a special token, and a prompt has them as it does. Tokens of the model
+    (each second piece) follow on those of the prompt as they are.
+    """
+    pairs: dict[int, tuple[str, str]] = {}
+    before = ""
+    for at, piece in enumerate(pieces):
+        if piece:
+            if before and (prefixes or at % 2 == 0):
+                pairs[at] = (before, piece)
+            before = piece
+    return pairs
+
+
+def _without_blank(piece: str, ids: list[int], encode: Encode) -> list[int]:
+    """The tokens of a piece behind another text; its own `ids` where none shows them apart."""
+    for anchor in ("\n", ".", "a"):
+        first, both = encode([anchor, anchor + piece])
+        if first and both[: len(first)] == first:
+            return both[len(first) :]
+    return ids
+
+
+def _learnt(pieces: list[list[int]], whole: list[int], incomplete: bool) -> Learnt:
+    ids = list(chain.from_iterable(pieces))
+    mask = chain.from_iterable([at % 2] * len(piece) for at, piece in enumerate(pieces))
+    return Learnt(np.asarray(ids, np.int32), np.fromiter(mask, np.uint8, len(ids)), ids != whole, incomplete)
+
+
+# ---- where an answer ends -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Token ids and strings at which generation stops."""
+
+    ids: frozenset[int]
+    strings: tuple[str, ...]
+
+    def stop(self, ids: Ids, mask: Mask, decode: Callable[[Ids], str]) -> bool:
+        """Whether generation of the last learnt tokens would stop at the last one. decode: tokens as text."""
+        last = int(np.flatnonzero(mask)[-1])
+        if int(ids[last]) in self.ids:
+            return True
+        if not self.strings:
+            return False
+        begin = int(np.flatnonzero(mask[:last] == 0)[-1]) + 1 if (mask[:last] == 0).any() else 0
+        text, before = decode(ids[begin : last + 1]), len(decode(ids[begin:last]))
+        return any(stop in text[max(0, before - len(stop) + 1) :] for stop in self.strings)
