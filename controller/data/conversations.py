@@ -2,6 +2,10 @@
 
 Accepted are a string (one user message), a list of messages in the `role`/`content` or the `from`/`value`
 convention, or the JSON text of such a list. Everything else is an error that says which row it is in.
+
+Fields that are null are left out at every depth, since Parquet cannot tell them from fields that a row does not have:
+so the same rows are the same prompts in every format. A JSON text says what it says: below the first level of a turn
+its nulls stay.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import json
 from typing import Any
 
 from controller.data.errors import DataError
+from controller.data.values import jsonable, without_nulls
 
 Message = dict[str, Any]
 
@@ -46,6 +51,8 @@ def read_messages(value: Any, where: str) -> list[Message]:
     """A conversation. Raises `DataError` naming `where` and the turn at fault."""
     if isinstance(value, str):
         value = _json_list(value)
+    elif isinstance(value, (list, tuple)):
+        value = without_nulls(jsonable(value))
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{where}: expected a list of messages or its JSON text, not {type(value).__name__}")
     return [_message(turn, f"{where}, turn {i}") for i, turn in enumerate(value)]
@@ -92,9 +99,38 @@ def _json_list(text: str) -> list[Any] | None:
     return value if value and all(isinstance(turn, dict) for turn in value) else None
 
 
+def read_tools(value: Any, where: str) -> list[Any] | None:
+    """The tools that a column `tools` defines: a list of objects, each or all as JSON text; None: there are none.
+
+    Raises `DataError` naming `where`.
+    """
+    tools = _tool(value, where) if isinstance(value, str) and value.strip() else without_nulls(value)
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise DataError(
+            f"{where}: `tools` must be a list of definitions, not {type(tools).__name__}; {_RENAME}"
+        )
+    tools = [_tool(tool, where) if isinstance(tool, str) else jsonable(tool) for tool in tools]
+    if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
+        raise DataError(f"{where}: `tools` holds {wrong[0]!r:.50}, which is not a definition; {_RENAME}")
+    return tools
+
+
+_RENAME = "the chat template gets this column: rename it if it means something else"
+
+
+def _tool(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: `tools` is not valid JSON: {error}; {_RENAME}") from None
+
+
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{where}: expected a message with role and content, not {type(turn).__name__}")
+    turn = {name: inner for name, inner in turn.items() if inner is not None}
     role_key, text_key = ("role", "content") if "role" in turn else ("from", "value")
     role = ROLES.get(str(turn.get(role_key)))
     if role is None:
@@ -102,10 +138,9 @@ def _message(turn: Any, where: str) -> Message:
             f"{where}: role {turn.get(role_key)!r} is unknown (keys {', '.join(map(str, turn))}); "
             f"known are {', '.join(ROLES)}"
         )
-    # Parquet fills the keys that only other turns have with null; a template must not see them.
-    extras = {
-        k: v for k, v in turn.items() if k not in ("role", "content", "from", "value") and v is not None
-    }
+    extras = {name: inner for name, inner in turn.items() if name not in (role_key, text_key, "content")}
+    if text_key not in turn and (role in ("system", "user") or not extras):
+        raise DataError(f"{where}: the turn has no `{text_key}`; it has {', '.join(turn)}")
     return {"role": role, "content": _text(turn.get(text_key), where), **extras}
 
 
@@ -117,7 +152,14 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         kinds = {part.get("type") for part in content}
         if kinds <= {"text"}:
-            return "".join(str(part.get("text", "")) for part in content)
+            return "".join(_part(part, where) for part in content)
         others = ", ".join(sorted(map(str, kinds - {"text"})))
         raise DataError(f"{where}: content of type {others} is not supported, only text")
     raise DataError(f"{where}: content must be text, not {type(content).__name__}")
+
+
+def _part(part: dict[str, Any], where: str) -> str:
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: a part of the content has no text but {text!r:.50}")
+    return text

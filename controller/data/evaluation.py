@@ -21,8 +21,18 @@ from typing import Any, TextIO
 
 from controller.data.errors import DataError
 from controller.data.prepare import check_source
-from controller.data.rows import command, extras, jsonable, judged, refuse_bad, reported, value
+from controller.data.rows import (
+    command,
+    judged,
+    reference,
+    refuse_bad,
+    report_of,
+    reported,
+    value,
+    with_columns,
+)
 from controller.data.sources import Source, column, open_source, require_column
+from controller.data.values import jsonable
 from schema.config import Config, EvaluationConfig
 from schema.util.atomic_file import replacing
 from schema.wire.data_report import DataReport, FileReport
@@ -58,12 +68,12 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
     for key, name in columns.items():
         if name:
             require_column(source, name, f"{_SECTION}.{key}")
-    found = report.files["evaluation"] = FileReport(source=source.name)
+    found = report.files["evaluation"] = report_of(source)
     reported_at = time.monotonic()
     for i, row in enumerate(source.rows()):
         found.read = i + 1
         with judged(found.bad):
-            line = read_row(config, source, i, row)
+            line = read_row(config, source, i, row, found)
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
             found.kept += 1
         if time.monotonic() - reported_at > REPORT_EVERY_S:
@@ -75,18 +85,32 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
     logger.info("%s rows of %s read", f"{found.read:,}", source.name)
 
 
-def read_row(config: Config, source: Source, i: int, row: dict[str, Any]) -> dict[str, Any]:
-    """One line of the file. Raises `DataError` for a row without answers, reference or known source."""
+def read_row(
+    config: Config, source: Source, i: int, row: dict[str, Any], report: FileReport
+) -> dict[str, Any]:
+    """One line of the file. Raises `DataError` for a row without answers, reference or known source.
+
+    What becomes of columns is noted in the report.
+    """
     section = config.evaluation
-    prompt = jsonable(value(row, section.prompt_column_name, source, i))
-    line = extras(row, {section.responses_column_name})
-    line |= {"key": f"evaluation/{i + 1}", "prompt": prompt}
     answers = value(row, section.responses_column_name, source, i)
-    line["responses"] = _responses(answers, section, source.where(i))
+    line = {
+        "key": f"evaluation/{i + 1}",
+        "prompt": jsonable(value(row, section.prompt_column_name, source, i)),
+        "responses": _responses(answers, section, source.where(i)),
+        "data_source": _source_of(row, section, source, i),
+    }
+    columns = {
+        "prompt": section.prompt_column_name,
+        "responses": section.responses_column_name,
+        "data_source": section.data_source_column_name,
+        "answer": section.reference_column_name,
+    }
     if section.reference_column_name:
-        line["answer"] = jsonable(value(row, section.reference_column_name, source, i))
-    line["data_source"] = _source_of(row, section, source, i)
-    return line
+        line["answer"] = reference(row, section.reference_column_name, source, i, report)
+    # Not the answers of the row once more: a reward gets one, and the row with each.
+    others = {name: content for name, content in row.items() if name != section.responses_column_name}
+    return with_columns(line, columns, others, source, i, report)
 
 
 def _source_of(row: dict[str, Any], section: EvaluationConfig, source: Source, i: int) -> str | None:

@@ -9,11 +9,12 @@ loaded only where `reward.prompt_forms` needs it. Exit code 2: the config or the
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from itertools import islice
 from pathlib import Path
 
-from controller.data.conversations import read_prompt
+from controller.data.conversations import read_prompt, read_tools
 from controller.data.errors import DataError
 from controller.data.media import refuse_media
 from controller.data.prepare import (
@@ -24,8 +25,10 @@ from controller.data.prepare import (
     training_source,
     with_system,
 )
-from controller.data.rows import Row, command, value
+from controller.data.rows import Row, command, report_of, value
 from schema.config import Config
+
+logger = logging.getLogger("controller.data.first_rows")  # run with -m, __name__ would say nothing
 
 
 def prepare(config: Config, run_dir: Path, rows: int) -> None:
@@ -42,12 +45,21 @@ def prepare(config: Config, run_dir: Path, rows: int) -> None:
     forms: list[Row] = [{} for _ in found]
     if config.reward.prompt_forms:
         tokenizer = tokenizer_of(config)
-        texts = [tokenizer.text(with_system(config, prompt)) for prompt in prompts]
+        shows_tools = tokenizer.shows_tools()
+        texts = [
+            tokenizer.with_tools(read_tools(raw.get("tools"), source.where(i)) if shows_tools else None).text(
+                with_system(config, prompt)
+            )
+            for (i, raw), prompt in zip(found, prompts, strict=True)
+        ]
         forms = prompt_forms(config, tokenizer, prompts, texts)
+    report = report_of(source)
     with (run_dir / "data" / "rows.jsonl").open("w", encoding="utf-8") as file:
         for (i, raw), prompt, more in zip(found, prompts, forms, strict=True):
-            row = prompt_row(config, "train", source, i, raw, prompt) | more
+            row = prompt_row(config, "train", source, i, raw, prompt, more, report)
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    for text in report.remarks:
+        logger.info("%s", text)
 
 
 def main(argv: list[str] | None = None) -> int:

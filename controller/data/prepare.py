@@ -5,7 +5,8 @@
 
 A prepared row is {"key", "prompt", "answer", ...}: a stable name of where it came from, the prompt as text or
 messages, the reference answer (if `response_column_name` is set), its `data_source` (if something asks for it), the
-prompt in the `reward.prompt_forms`, and every other column that JSON can hold.
+prompt in the `reward.prompt_forms`, and every column of the data as JSON holds it (`controller.data.values`); those
+with the name of one of these are in its `columns`.
 For supervised training it is {"key", ...} and the file has a loss mask.
 
 Invariant: a row is written whole, or left out, or (where `overlong_prompts` says so) its tokens are cut; the last two
@@ -20,8 +21,9 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from controller.data.conversations import (
     read_messages,
     read_pair,
     read_prompt,
+    read_tools,
     with_query,
 )
 from controller.data.errors import DataError
@@ -44,24 +47,27 @@ from controller.data.rows import (
     Row,
     batches,
     command,
-    extras,
-    jsonable,
     judged,
     named,
+    reference,
     refuse_bad,
+    report_of,
     reported,
     value,
+    with_columns,
 )
-from controller.data.sources import Role, Source, open_source, optional_column, require_column
+from controller.data.sources import Source, open_source, optional_column, require_column
 from controller.data.tokenizer import PromptTokenizer
+from controller.data.values import jsonable
 from schema.config import SOURCE_SCORERS, Config, DatasetConfig
+from schema.config.dataset_files import Role, files_of
 from schema.config.end_tokens import eos_token_ids
 from schema.config.fetched import fetched_by
 from schema.config.modules import import_external
-from schema.wire.data_report import FileReport, lines
+from schema.wire.data_report import FileReport, Rows, lines
 from schema.wire.prompts import write_prompts
 
-__all__ = ["held_out_rows", "jsonable", "main", "prepare", "prepare_conversations", "prepare_prompts"]
+__all__ = ["held_out_rows", "main", "prepare", "prepare_conversations", "prepare_prompts"]
 
 logger = logging.getLogger("controller.data.prepare")  # run with -m, __name__ would say nothing
 
@@ -76,6 +82,7 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[st
     with reported(run_dir) as report:
         ready = list(_ready(config))
         report.files |= {role: prepared.report for role, prepared in ready}
+        _note_trained(dict(ready))
         refuse_bad(report)
         for role, prepared in ready:
             _check_left(role, prepared.report)
@@ -103,6 +110,20 @@ def _ready(config: Config) -> Iterator[tuple[Role, Prepared]]:
             yield role, prepare_conversations(config, tokenizer, rows, keep, role)
 
 
+def _note_trained(ready: dict[Role, Prepared]) -> None:
+    """Note the rows of validation whose tokens are trained on too, whichever file they are from."""
+    if "validation" not in ready:
+        return
+    trained, validated = (
+        np.array([hash(ids.tobytes()) for ids in ready[role].token_ids], np.int64)
+        for role in ("train", "validation")
+    )
+    rows = ready["validation"]
+    for i in np.flatnonzero(np.isin(validated, trained)).tolist():
+        text = f"{rows.report.what}s that are trained on too: their scores say little"
+        rows.report.noted.setdefault(text, Rows()).add(str(rows.rows[i]["key"]))
+
+
 def training_source(config: Config) -> tuple[Source, frozenset[int]]:
     """The training data, and which of its rows are held out for validation. Raises `DataError`."""
     dataset = config.train.train_policy.dataset
@@ -113,7 +134,8 @@ def training_source(config: Config) -> tuple[Source, frozenset[int]]:
             "train.train_policy.dataset.test_size: synthetic:addition holds out pairs of operands, not rows; "
             "name it in validation.dataset.name instead"
         )
-    source = open_source(dataset, "train", config.effective_seed)
+    apart = files_of(config.validation.dataset, "validation") if config.validation.enable else frozenset()
+    source = open_source(dataset, "train", config.effective_seed, apart)
     _check_columns(config, source, "train")
     return source, held_out_rows(len(source), dataset.test_size, config.effective_seed)
 
@@ -147,7 +169,8 @@ def held_out_rows(n: int, test_size: float | int | None, seed: int) -> frozenset
 def _validation_source(config: Config, train: Source, held_out: frozenset[int]) -> tuple[Source, Keep]:
     dataset = config.validation.dataset
     if dataset.is_named:
-        source = open_source(dataset, "validation", config.effective_seed)
+        apart = files_of(config.train.train_policy.dataset, "train")
+        source = open_source(dataset, "validation", config.effective_seed, apart)
         _check_columns(config, source, "validation")
         return source, lambda _: True
     if held_out:
@@ -183,7 +206,7 @@ def _check_columns(config: Config, source: Source, role: Role) -> None:
     elif "answer" in source.columns:
         logger.warning(
             "%s has a column `answer`, but train.train_policy.response_column_name is empty: rewards get no "
-            "reference answer",
+            'reference answer, and the column as row["columns"]["answer"]',
             source.name,
         )
     if _wants_source(config, role):
@@ -209,18 +232,26 @@ def prepare_prompts(
     config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role
 ) -> Prepared:
     """Prompts of reinforcement, each with room for a whole answer."""
-    column, out = config.grpo.prompt_column, Prepared(FileReport(source=source.name, what="prompt"))
+    column, out = config.grpo.prompt_column, Prepared(report_of(source, "prompt"))
     bound, (section, dataset) = _prompt_bound(config, role), dataset_of(config, role)
+    shows_tools = tokenizer.shows_tools()
     for batch in batches(source, keep):
         out.report.read += len(batch)
         good: list[tuple[int, Row, str | list[Message]]] = []
         texts: list[str] = []
         for i, raw in batch:
             with judged(out.report.bad):
-                prompt = read_prompt(value(raw, column, source, i), source.where(i))
+                content = value(raw, column, source, i)
+                prompt = read_prompt(content, source.where(i))
                 refuse_media(dataset, section, raw, prompt, source.where(i))
+                if isinstance(content, str) and not isinstance(prompt, str):
+                    _note(
+                        out, "are JSON texts of messages, which the model gets as messages", source.where(i)
+                    )
+                tools = _tools(raw, source.where(i), shows_tools, out)
                 with named(source.where(i)):
-                    texts.append(tokenizer.text(_with_system(config, prompt, source.where(i), out)))
+                    asked = _with_system(config, prompt, source.where(i), out)
+                    texts.append(tokenizer.with_tools(tools).text(asked))
                 good.append((i, raw, prompt))
         forms = prompt_forms(config, tokenizer, [prompt for _, _, prompt in good], texts)
         for (i, raw, prompt), ids, more in zip(good, tokenizer.encode(texts), forms, strict=True):
@@ -228,16 +259,34 @@ def prepare_prompts(
                 if not prompt or not len(ids):
                     out.leave_out("an empty prompt", source.where(i))
                 elif (kept := bound.fit(len(ids), source.where(i), out)) is not None:
-                    row = prompt_row(config, role, source, i, raw, prompt)
-                    if "answer" in row and _is_blank(row["answer"]):
+                    row = prompt_row(config, role, source, i, raw, prompt, more, out.report)
+                    if config.grpo.response_column_name and _is_blank(row["answer"]):
                         out.report.empty_references.add(source.where(i))
-                    out.add(ids[kept], row | more)
+                    out.add(ids[kept], row)
     return out.finish(bound, tokenizer.decode)
 
 
-def _is_blank(reference: Any) -> bool:
+def _is_blank(answer: Any) -> bool:
     """Whether a reference answer, as JSON holds it, says nothing."""
-    return not reference.strip() if isinstance(reference, str) else reference in (None, [], {})
+    return not answer.strip() if isinstance(answer, str) else answer in (None, [], {})
+
+
+def _note(out: Prepared, how: str, where: str) -> None:
+    out.report.noted.setdefault(how, Rows()).add(where)
+
+
+def _tools(raw: Row, where: str, shows_tools: bool, out: Prepared) -> list[Any] | None:
+    """The tools that the chat template gets for a row: of its column `tools`, where the template shows them."""
+    if "tools" not in raw:
+        return None
+    if not shows_tools:
+        if raw["tools"] not in (None, [], "", "[]", "null"):
+            _note(out, "have a column `tools`, which the chat template does not show the model", where)
+        return None
+    tools = read_tools(raw["tools"], where)
+    has = "have" if tools else "have no"
+    _note(out, f"{has} tools in the column `tools`, which the chat template gets", where)
+    return tools
 
 
 def with_system(config: Config, prompt: str | list[Message]) -> str | list[Message]:
@@ -294,21 +343,31 @@ def prompt_forms(
 
 
 def prompt_row(
-    config: Config, role: Role, source: Source, i: int, raw: Row, prompt: str | list[Message]
+    config: Config,
+    role: Role,
+    source: Source,
+    i: int,
+    raw: Row,
+    prompt: str | list[Message],
+    forms: Row,
+    report: FileReport,
 ) -> Row:
-    """Row i as rewards get it, but for `prompt_forms`. Raises `DataError` where reference or source is missing."""
+    """Row i as rewards get it; forms: the prompt's `prompt_forms`. What becomes of columns is noted in the report.
+
+    Raises `DataError` where reference or source is missing, or JSON cannot hold a value.
+    """
     grpo = config.grpo
     row: Row = {"key": f"{role}/{i}", "prompt": prompt}
-    reserved = {grpo.prompt_column, grpo.response_column_name, "key", "prompt", "answer"}
+    columns = {"prompt": grpo.prompt_column, "answer": grpo.response_column_name}
     if grpo.response_column_name:
-        row["answer"] = jsonable(value(raw, grpo.response_column_name, source, i))
+        row["answer"] = reference(raw, grpo.response_column_name, source, i, report)
     if _wants_source(config, role):
         name = value(raw, grpo.data_source_column_name, source, i)
         if _scored_by_source(config, role):
             check_source(name, source.where(i), f"{_POLICY}.reward_function")
         row["data_source"] = jsonable(name)
-        reserved.add("data_source")
-    return row | extras(raw, reserved)
+        columns["data_source"] = grpo.data_source_column_name
+    return with_columns(row | forms, columns, raw, source, i, report)
 
 
 def check_source(name: Any, where: str, key: str) -> None:
@@ -328,24 +387,24 @@ def prepare_conversations(
     config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role = "train"
 ) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
-    sft, out = config.sft, Prepared(FileReport(source=source.name, what="conversation"))
+    sft, out = config.sft, Prepared(report_of(source, "conversation"))
     section, dataset = dataset_of(config, role)
     longest, rule = config.policy.model_max_length, dataset.overlong_prompts
     bound = Bound(longest, "a conversation", "policy.model_max_length", section, rule)
-    reserved = {"key"} | (
-        {sft.prompt_column_name, sft.response_column_name}
+    read = (
+        [sft.prompt_column_name, sft.response_column_name]
         if sft.has_pairs
-        else {sft.conversation_column_name}
+        else [sft.conversation_column_name]
     )
-    stops = _stops(config, tokenizer)
+    stops, shows_tools = _stops(config, tokenizer), tokenizer.shows_tools()
     for batch in batches(source, keep):
         out.report.read += len(batch)
-        good: list[tuple[int, Row, list[Message]]] = []
+        good: list[_Talk] = []
         for i, raw in batch:
             with judged(out.report.bad):
                 talk = _with_system(config, _conversation(config, source, i, raw), source.where(i), out)
                 refuse_media(dataset, section, raw, talk, source.where(i))
-                good.append((i, raw, as_messages(talk)))
+                good.append(_Talk(i, raw, as_messages(talk), _tools(raw, source.where(i), shows_tools, out)))
         for i, raw, learnt in _encoded(tokenizer, source, good, stops.ids, out):
             with judged(out.report.bad):
                 ids, mask = learnt
@@ -359,7 +418,9 @@ def prepare_conversations(
                         out.report.incomplete.add(source.where(i))
                     if not stops.stop(ids[kept], mask[kept], tokenizer.decode):
                         out.report.without_stop.add(source.where(i))
-                    out.add(ids[kept], {"key": f"{role}/{i}"} | extras(raw, reserved), mask[kept])
+                    others = {name: content for name, content in raw.items() if name not in read}
+                    row = with_columns({"key": f"{role}/{i}"}, {}, others, source, i, out.report)
+                    out.add(ids[kept], row, mask[kept])
                 else:
                     out.leave_out("nothing that the assistant says", source.where(i))
     if endless := out.report.without_stop.count:
@@ -383,25 +444,32 @@ def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
     return Stops(ids.union(sampling.stop_token_ids), tuple(sampling.stop))
 
 
+class _Talk(NamedTuple):
+    """A conversation, and of which row it is."""
+
+    i: int
+    raw: Row
+    messages: list[Message]
+    tools: list[Any] | None
+
+
 def _encoded(
-    tokenizer: PromptTokenizer,
-    source: Source,
-    rows: list[tuple[int, Row, list[Message]]],
-    stops: frozenset[int],
-    out: Prepared,
+    tokenizer: PromptTokenizer, source: Source, talks: list[_Talk], stops: frozenset[int], out: Prepared
 ) -> Iterator[tuple[int, Row, Learnt]]:
     """The rows with their tokens and loss masks; one by one where the template refuses some of them."""
-    try:
-        learnt = tokenizer.conversations([talk for _, _, talk in rows], stops)
-    except DataError:
-        for i, raw, talk in rows:
-            with judged(out.report.bad):
-                with named(source.where(i)):
-                    (alone,) = tokenizer.conversations([talk], stops)
-                yield i, raw, alone
-        return
-    for (i, raw, _), tokens in zip(rows, learnt, strict=True):
-        yield i, raw, tokens
+    for tools, group in groupby(talks, lambda talk: talk.tools):
+        own, same = tokenizer.with_tools(tools), list(group)
+        try:
+            encoded = own.conversations([talk.messages for talk in same], stops)
+        except DataError:
+            for talk in same:
+                with judged(out.report.bad):
+                    with named(source.where(talk.i)):
+                        (learnt,) = own.conversations([talk.messages], stops)
+                    yield talk.i, talk.raw, learnt
+            continue
+        for talk, learnt in zip(same, encoded, strict=True):
+            yield talk.i, talk.raw, learnt
 
 
 def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Message]:

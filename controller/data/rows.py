@@ -1,17 +1,17 @@
 """Rows on their way from a source to a prepared file: in batches, by column, within a bound, as JSON.
 
-Source ─batches─▶ [(index, row)] ─value, Bound.fit─▶ Prepared ─extras, jsonable─▶ data/*.safetensors
+Source ─batches─▶ [(index, row)] ─value, Bound.fit─▶ Prepared ─with_columns─▶ data/*.safetensors
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ import numpy as np
 
 from controller.data.errors import DataError
 from controller.data.loss_masks import Ids, Mask
-from controller.data.sources import Source, column
+from controller.data.sources import Source, column, coverage_of
+from controller.data.values import is_missing, jsonable
 from schema.config import Config
 from schema.config.modules import ExternalModuleError
 from schema.util.text import configure_logging
@@ -184,37 +185,63 @@ def batches(source: Source, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
 
 
 def value(row: Row, name: str, source: Source, i: int) -> Any:
-    """The value of a column of row i. Raises `DataError` where it is missing or empty."""
+    """The value of a column of row i. Raises `DataError` where it is missing or empty, or bytes."""
     try:
-        found = column(row, name)
+        content = column(row, name)
     except KeyError:
         raise DataError(f"{source.where(i)} has no `{name}`; it has {', '.join(row)}") from None
-    if found is None:
+    if is_missing(content):
         raise DataError(f"{source.where(i)}: `{name}` is empty; remove the row or give it a value")
-    return found
+    if isinstance(content, bytes):
+        raise DataError(f"{source.where(i)}: `{name}` holds bytes; write it as text")
+    return content
 
 
-def extras(row: Row, reserved: set[str]) -> Row:
-    """The other columns, without what JSON cannot hold (bytes, images)."""
-    others = {name: inner for name, inner in row.items() if name not in reserved}
-    return {name: inner for name, inner in ((n, jsonable(v)) for n, v in others.items()) if inner is not None}
+def with_columns(
+    ours: Row, columns: Mapping[str, str], raw: Row, source: Source, i: int, report: FileReport
+) -> Row:
+    """Row i as rewards get it: what is ours, then all columns of the data.
+
+    A column whose name is one of ours is in `columns` of the row, unless ours was read of it. columns: of which
+    column each of our names was read; "": of none. Raises `DataError` for a value that JSON cannot hold.
+    """
+    others: Row = {}
+    for name, content in raw.items():
+        if columns.get(name) != name:
+            with named(f"{source.where(i)}, column `{name}`"):
+                others[name] = jsonable(content, partial(_note, report, name))
+    taken = [name for name in others if name in ours or name in columns]
+    if not taken:
+        return ours | others
+    taken += ["columns"] if "columns" in others else []
+    for name in taken:
+        _remark(report, f'column `{name}`: rewards find it as row["columns"]["{name}"]')
+    kept = {name: content for name, content in others.items() if name not in taken}
+    return ours | kept | {"columns": {name: others[name] for name in taken}}
 
 
-def jsonable(value: Any) -> Any:
-    """The value as JSON holds it, or None if it cannot: dates become text, NaN and bytes nothing."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(name): jsonable(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(inner) for inner in value]
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    if isinstance(value, np.generic):
-        return jsonable(value.item())
-    return None
+def _note(report: FileReport, name: str, what: str) -> None:
+    _remark(report, f"column `{name}`: rewards get {what}")
+
+
+def _remark(report: FileReport, text: str) -> None:
+    if text not in report.remarks:
+        report.remarks.append(text)
+
+
+def reference(row: Row, name: str, source: Source, i: int, report: FileReport) -> Any:
+    """The reference answer of row i, as JSON holds it. Raises `DataError` where it is missing or has no such form."""
+    content = value(row, name, source, i)
+    with named(f"{source.where(i)}, column `{name}`"):
+        return jsonable(content, partial(_note, report, name))
+
+
+def report_of(source: Source, what: str = "row") -> FileReport:
+    """An empty report of a file's rows, with what is read of the dataset and what is not."""
+    coverage = coverage_of(source)
+    return FileReport(
+        source=source.name, what=what, files=coverage.read, unread=coverage.unread, how=coverage.how
+    )
 
 
 def report_option(parser: argparse.ArgumentParser) -> None:

@@ -1,31 +1,37 @@
-"""Datasets as streams of rows: local parquet, JSONL and JSON files, directories of them, the hub, synthetic.
+"""Datasets as streams of rows: local parquet, Arrow, JSONL and JSON files, directories of them, the hub, synthetic.
 
     open_source(config, role, seed) -> Source: `name`, `columns`, `len()`, `rows()`, `where(i)`
 
 A source knows its length without reading the rows into memory, gives the same rows in the same order every
-time, and says in its errors which file or split is at fault, and which row of it, counted from 1.
+time, and says in its errors which file or split is at fault, and which row of it, counted from 1. `coverage_of`
+it says which files and splits are read, which others are not, and why.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
+import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from controller.data.errors import DataError
 from controller.data.synthetic import SPLITS, AdditionSource, read_options
+from controller.data.tables import BATCH, Unreadable, read_table, row_name, rows_of, table_shape
 from schema.config import DatasetConfig
+from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose, default_split
+from schema.config.paths import DATA_SUFFIXES
 
-Role = Literal["train", "validation"]
-SUFFIXES = (".parquet", ".jsonl", ".json")
-# What a validation dataset without a named split means, in this order.
-VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
-_SAMPLE_ROWS = 1000  # rows of a JSON file that are looked at to learn its columns
+
+@dataclass(frozen=True)
+class Coverage:
+    """What is read of a dataset, files or splits; what is not, by reason; how that was chosen, if by us."""
+
+    read: list[str] = field(default_factory=list)
+    unread: dict[str, list[str]] = field(default_factory=dict)
+    how: str = ""
 
 
 class Source(Protocol):
@@ -37,7 +43,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows; one that cannot be read is `Unreadable`."""
+        """All rows, each with all columns of its file; one that cannot be read is `Unreadable`."""
         ...
 
     def where(self, i: int) -> str:
@@ -45,8 +51,13 @@ class Source(Protocol):
         ...
 
 
-def open_source(config: DatasetConfig, role: Role, seed: int) -> Source:
-    """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines)."""
+def open_source(
+    config: DatasetConfig, role: Role, seed: int, apart: Collection[FileId] = frozenset()
+) -> Source:
+    """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines).
+
+    apart: files of the other role, which are left out of a directory.
+    """
     if config.files:
         return _open_files(config)
     if config.is_synthetic:
@@ -59,10 +70,31 @@ def open_source(config: DatasetConfig, role: Role, seed: int) -> Source:
             raise DataError(f"{path} is one file: it has no split {config.split!r}; leave `split` out")
         return FileSource(path)
     if path.is_dir():
-        return Chain([FileSource(file) for file in _files_of(path, config.splits, role)])
-    if path.suffix in SUFFIXES or config.name.startswith((".", "/", "~")):
+        return _open_directory(path, config.splits, role, apart)
+    if path.suffix.lower() in DATA_SUFFIXES or config.name.startswith((".", "/", "~")):
         raise DataError(f"dataset file {path} does not exist")
     return open_hub(config, role)
+
+
+def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collection[FileId]) -> Source:
+    try:
+        choice = choose(path, splits, role, apart)
+    except UnreadableDataError as error:
+        raise _as_data_error(error) from None
+    except OSError as error:
+        raise DataError(f"directory {path} cannot be read: {error}") from None
+    unread = {reason: list(map(_shown, files)) for reason, files in choice.unread.items()}
+    coverage = Coverage(list(map(_shown, choice.read)), unread, choice.how)
+    return Chain([FileSource(file) for file in choice.read], coverage)
+
+
+def _shown(path: Path) -> str:
+    """A path as text, also where its bytes are not UTF-8."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def _as_data_error(error: UnreadableDataError) -> DataError:
+    return DataError(f"{error}; {error.hint}" if error.hint else str(error))
 
 
 def _open_files(config: DatasetConfig) -> Source:
@@ -71,7 +103,7 @@ def _open_files(config: DatasetConfig) -> Source:
     for file in config.files:
         if not Path(file).is_file():
             raise DataError(f"dataset file {file} does not exist, or is not a file")
-    return Chain([FileSource(Path(file)) for file in config.files])
+    return Chain([FileSource(Path(file)) for file in config.files], Coverage(list(config.files)))
 
 
 def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
@@ -89,61 +121,36 @@ def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
             sources.append(AdditionSource(options, "held_out", seed))
         else:
             raise DataError(f"synthetic:addition has no split {split!r}; it has {', '.join(SPLITS)}")
-    return Chain(sources)
+    return Chain(sources, Coverage([source.name for source in sources]))
 
 
 class FileSource:
-    """One parquet, JSONL or JSON file."""
+    """One parquet, Arrow, JSONL or JSON file."""
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
+        self.name = _shown(path)
         self._path = path
-        if path.suffix == ".parquet":
-            self.columns, self._length = _parquet_shape(path)
-        elif path.suffix in (".jsonl", ".json"):
+        self._is_table = path.suffix.lower() in (".parquet", ".arrow")
+        if self._is_table:
+            self.columns, self._length = table_shape(path)
+        elif path.suffix.lower() in DATA_SUFFIXES:
             self.columns, self._length = _json_shape(path)
         else:
-            raise DataError(f"{path}: of the files only {', '.join(SUFFIXES)} can be read")
+            raise DataError(f"{path}: of the files only {', '.join(DATA_SUFFIXES)} can be read")
 
     def __len__(self) -> int:
         return self._length
 
     def where(self, i: int) -> str:
-        return _row(self.name, i)
+        return row_name(self.name, i)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        if self._path.suffix != ".parquet":
-            yield from _json_rows(self._path)
+        if self._is_table:
+            yield from read_table(self._path)
             return
-        with _parquet(self._path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
-    """An open parquet file. pyarrow is imported here: jobs on JSONL run where it is not installed."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {error}") from None
-
-
-def _parquet_shape(path: Path) -> tuple[list[str], int]:
-    with _parquet(path) as file:
-        return list(file.schema_arrow.names), int(file.metadata.num_rows)
-
-
-class Unreadable(dict[str, Any]):
-    """In place of a row that cannot be read; `column` raises it. fault: why, with its place."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.fault = fault
+        absent = dict.fromkeys(self.columns)
+        for row in _json_rows(self._path):
+            yield row if isinstance(row, Unreadable) else absent | row
 
 
 def _json_shape(path: Path) -> tuple[list[str], int]:
@@ -152,9 +159,8 @@ def _json_shape(path: Path) -> tuple[list[str], int]:
     count, fault = 0, ""
     for row in _json_rows(path):
         count += 1
-        if count <= _SAMPLE_ROWS:
-            columns.update(dict.fromkeys(row))
-            fault = fault or (row.fault if isinstance(row, Unreadable) else "")
+        columns.update(dict.fromkeys(row))
+        fault = fault or (row.fault if isinstance(row, Unreadable) else "")
     if fault and not columns:
         raise DataError(fault)
     return list(columns), count
@@ -171,7 +177,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
             if first.lstrip().startswith(b"["):
                 text = file.read()
                 values = enumerate(_parse(text, str(path)))
-                yield from (_object(value, _row(path, i), text) for i, value in values)
+                yield from (_object(value, row_name(path, i), text) for i, value in values)
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -186,15 +192,19 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
-def _row(name: Path | str, i: int) -> str:
-    return f"{name}, row {i + 1}"
-
-
 def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode())
+        return json.loads(text.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object each of whose keys is there once: of two, a reader would take either. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has a key twice, of {', '.join(name for name, _ in pairs)}")
+    return found
 
 
 def _object(value: Any, where: str, text: bytes) -> dict[str, Any]:
@@ -209,35 +219,6 @@ def _object(value: Any, where: str, text: bytes) -> dict[str, Any]:
     return value
 
 
-def _files_of(directory: Path, splits: Sequence[str], role: Role) -> list[Path]:
-    """The files of the wanted splits, split by split, each in order of its names.
-
-    A file belongs to a split when a part of its path below the directory, cut at `-`, `_` and `.`, is the
-    split's name (`train.jsonl`, `data/test-00000-of-00002.parquet`).
-    """
-    files = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    if not files:
-        raise DataError(f"directory {directory} has no {', '.join(SUFFIXES)} file")
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        for part in dict.fromkeys(re.split(r"[-_./\\]", str(file.relative_to(directory)))):
-            by_split.setdefault(part, []).append(file)
-    if splits:
-        for split in splits:
-            if split not in by_split:
-                raise DataError(
-                    f"directory {directory} has no file of split {split!r}; it has {_names(files)}"
-                )
-        return list(itertools.chain.from_iterable(by_split[split] for split in splits))
-    wanted = ("train",) if role == "train" else VALIDATION_SPLITS
-    return next((by_split[split] for split in wanted if split in by_split), files)
-
-
-def _names(files: Sequence[Path], most: int = 8) -> str:
-    names = ", ".join(file.name for file in files[:most])
-    return names + (f" and {len(files) - most} more" if len(files) > most else "")
-
-
 class HubSource:
     """One split of a dataset that `datasets` loads."""
 
@@ -250,10 +231,11 @@ class HubSource:
         return len(self._dataset)
 
     def where(self, i: int) -> str:
-        return _row(self.name, i)
+        return row_name(self.name, i)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        yield from self._dataset
+        """As Arrow holds them, so that images and the like are as in a parquet file: their bytes."""
+        yield from rows_of(self._dataset.with_format("arrow").iter(batch_size=BATCH), self.name)
 
 
 def open_hub(config: DatasetConfig, role: Role) -> Source:
@@ -271,28 +253,30 @@ def open_hub(config: DatasetConfig, role: Role) -> Source:
         raise DataError(
             f"dataset `{config.name}` is not a local file and cannot be loaded from the hub: {error}"
         ) from error
-    splits = config.splits or [_default_split(config.name, list(loaded), role)]
+    try:
+        splits = config.splits or [default_split(config.name, list(loaded), role)]
+    except UnreadableDataError as error:
+        raise _as_data_error(error) from None
     for split in splits:
         if split not in loaded:
             raise DataError(f"dataset `{config.name}` has no split {split!r}; it has {', '.join(loaded)}")
-    return Chain([HubSource(f"{config.name}/{split}", loaded[split]) for split in splits])
+    sources = [HubSource(f"{config.name}/{split}", loaded[split]) for split in splits]
+    others = [f"{config.name}/{split}" for split in loaded if split not in splits]
+    how = "" if config.splits else f"no split is named: {splits[0]} of {', '.join(loaded)}"
+    unread = {"another split": others} if others else {}
+    return Chain(sources, Coverage([source.name for source in sources], unread, how))
 
 
-def _default_split(name: str, splits: Sequence[str], role: Role) -> str:
-    wanted = ("train",) if role == "train" else VALIDATION_SPLITS
-    if len(splits) == 1:
-        return splits[0]
-    for split in wanted:
-        if split in splits:
-            return split
-    raise DataError(f"dataset `{name}` has the splits {', '.join(splits)}: name one with `split`")
+_NAMED = 8  # sources of which the name of several consists
 
 
 class Chain:
-    """Several sources, one after the other. Its columns are those that all of them have."""
+    """Sources, one after the other. Its columns are those that all of them have, its rows have those of any."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.name = ", ".join(source.name for source in sources)
+    def __init__(self, sources: Sequence[Source], coverage: Coverage) -> None:
+        more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
+        self.name = ", ".join(source.name for source in sources[:_NAMED]) + more
+        self.coverage = coverage
         first, *others = sources
         self.columns = [name for name in first.columns if all(name in other.columns for other in others)]
         self.sources = list(sources)
@@ -301,7 +285,11 @@ class Chain:
         return sum(map(len, self.sources))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        return itertools.chain.from_iterable(source.rows() for source in self.sources)
+        every = dict.fromkeys(name for source in self.sources for name in source.columns)
+        for source in self.sources:
+            absent = {name: None for name in every if name not in source.columns}
+            for row in source.rows():
+                yield row if not absent or isinstance(row, Unreadable) else row | absent
 
     def where(self, i: int) -> str:
         for source in self.sources:
@@ -309,6 +297,11 @@ class Chain:
                 return source.where(i)
             i -= len(source)
         raise IndexError(i)
+
+
+def coverage_of(source: Source) -> Coverage:
+    """Which files and splits a source reads, and which others it does not."""
+    return source.coverage if isinstance(source, Chain) else Coverage([source.name])
 
 
 def column(row: dict[str, Any], name: str) -> Any:

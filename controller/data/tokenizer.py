@@ -12,10 +12,12 @@ behind (EOS, SEP) are left out, since the answer goes on from there, and the end
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _TESTS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 _TURNS = "rollout.multi_turn_config."
+_TOOL = "name_of_a_tool"
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
 
@@ -75,6 +78,7 @@ class PromptTokenizer:
             self._tokenizer.chat_template = template
         self._template: str | None = self._tokenizer.chat_template
         self._thinking = thinking
+        self._tools: list[Any] | None = None
         self._before, self._behind = self._added()
         if self._template is None:
             logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", name)
@@ -134,6 +138,31 @@ class PromptTokenizer:
             self._render(asked, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)
         )
         return on != off
+
+    def with_tools(self, tools: list[Any] | None) -> PromptTokenizer:
+        """A copy that gives these definitions to the chat template; None: none."""
+        if tools is None:
+            return self
+        other = copy.copy(self)
+        other._tools = tools
+        return other
+
+    def shows_tools(self) -> bool:
+        """Whether the chat template renders definitions of tools that it gets, with a system message or without."""
+        if self._template is None:
+            return False
+        function = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
+        probe = self.with_tools([{"type": "function", **function, "function": function}])
+        question = as_messages("?")
+        for asked in (question, [{"role": "system", "content": "?"}, *question]):
+            try:
+                if _TOOL in probe.text(asked):
+                    return True
+            except DataError:
+                with suppress(DataError):
+                    self.text(asked)
+                    return True  # it looks at the tools, and wants them in another form
+        return False
 
     def prompts(self, prompts: Sequence[str | list[Message]]) -> list[Ids]:
         """Token ids of prompts, up to where the model's answer begins."""
@@ -198,7 +227,9 @@ class PromptTokenizer:
                     for turn in messages
                 ]
             # As a batch of one: alone, what comes before the first message could not be rendered.
-            (text,) = self._tokenizer.apply_chat_template([messages], tokenize=False, **kwargs)
+            (text,) = self._tokenizer.apply_chat_template(
+                [messages], tools=self._tools, tokenize=False, **kwargs
+            )
             return str(text)
         except Exception as error:  # jinja2 errors, and whatever the template raises by raise_exception
             raise DataError(

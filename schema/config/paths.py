@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
-MOST_ENTRIES = 100_000  # a directory with more is hardly a dataset; looking on would take seconds
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 
@@ -23,7 +20,7 @@ def local_path(name: str) -> Path | None:
     on the hub, or when something of that name exists, relative to the current directory.
     """
     looks_like_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
-    is_data = name.endswith(DATA_SUFFIXES)
+    is_data = name.lower().endswith(DATA_SUFFIXES)
     if looks_like_path or is_data or not _HUB_NAME.fullmatch(name) or exists(Path(name)):
         return Path(name)
     return None
@@ -104,19 +101,3 @@ def home_hint(name: str) -> str:
         return f"write it out, `~` is not expanded: {Path(name).expanduser()}"
     except RuntimeError:  # no home directory, or no such user
         return "write it out, `~` is not expanded"
-
-
-def data_files(directory: Path, splits: Sequence[str], default_splits: Sequence[str]) -> list[Path]:
-    """The data files of a dataset directory that belong to its splits, sorted.
-
-    A file belongs to a split when a part of its path below the directory, cut at `-`, `_` and `.`, is the
-    split's name (`train.jsonl`, `data/test-00000-of-00002.parquet`). Without named splits the first default
-    split that has files is taken, else all files. Empty when a named split has none.
-    """
-    entries = itertools.islice(directory.rglob("*"), MOST_ENTRIES)
-    files = sorted(path for path in entries if path.suffix in DATA_SUFFIXES and path.is_file())
-    parts = {path: set(re.split(r"[-_./\\]", str(path.relative_to(directory)))) for path in files}
-    if splits:
-        return [path for split in splits for path in files if split in parts[path]]
-    of_defaults = ([path for path in files if split in parts[path]] for split in default_splits)
-    return next((chosen for chosen in of_defaults if chosen), files)

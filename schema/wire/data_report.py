@@ -52,12 +52,18 @@ class FileReport(_Report):
 
     own_system: rows that keep a system message of their own. encoded_apart: kept rows whose tokens differ from those
     of their text as a whole. incomplete: kept rows of which the chat template leaves out content or tool calls of the
-    assistant. without_stop: kept rows whose last learnt token is none at which generation stops. samples: three rows
-    as the model reads them.
+    assistant. without_stop: kept rows whose last learnt token is none at which generation stops. noted: other rows
+    that are special, by how. samples: three rows as the model reads them. files: all files or splits that are read;
+    unread: what looks like data and is not, by reason; how: what was chosen where the configuration leaves it open.
+    remarks: what became of columns.
     """
 
     source: str
     what: str = "row"
+    files: list[str] = []
+    unread: dict[str, list[str]] = {}
+    how: str = ""
+    remarks: list[str] = []
     read: int = 0
     kept: int = 0
     left_out: dict[str, Rows] = {}
@@ -68,6 +74,7 @@ class FileReport(_Report):
     encoded_apart: Rows = Field(default_factory=Rows)
     incomplete: Rows = Field(default_factory=Rows)
     without_stop: Rows = Field(default_factory=Rows)
+    noted: dict[str, Rows] = {}
     lengths: Lengths | None = None
     samples: list[str] = []
 
@@ -134,6 +141,7 @@ def lines(report: DataReport, *, samples: bool = False) -> list[str]:
     found = []
     for name, file in report.files.items():
         found.append(f"{name}: {_headline(file)}")
+        found += [f"{name}: {text}" for text in _files(file)]
         found += [f"{name}: {text}" for text in _reasons(file)]
         if samples:
             found += [f"{name}, as the model reads it:\n{text}" for text in file.samples]
@@ -178,6 +186,24 @@ def _reasons(file: FileReport) -> Iterator[str]:
     if file.without_stop.count:
         rows = file.without_stop
         yield f"{rows.count:,} end with a learnt token that no stop token or string stops: {_named(file, rows)}"
+    for how, rows in file.noted.items():
+        yield f"{rows.count:,} {how}: {_named(file, rows)}"
+    yield from file.remarks
+
+
+def _files(file: FileReport) -> Iterator[str]:
+    """What is read and what is not, where that is more than the one file that the headline names."""
+    if file.how:
+        yield file.how
+    if len(file.files) > 1 or file.how or file.unread:
+        yield f"read: {_listed(file.files)}"
+    for reason, paths in file.unread.items():
+        yield f"not read, {reason}: {_listed(paths)}"
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {len(paths) - LISTED:,} more" if len(paths) > LISTED else ""
+    return ", ".join(paths[:LISTED]) + more
 
 
 def _named(file: FileReport, rows: Rows) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from schema.config.columns import Columns, UnreadableDataError, columns_of, flat
+from schema.config.columns import Columns, columns_of, flat
+from schema.config.dataset_files import FileId, Role, UnreadableDataError, files_of
 from schema.config.loading.explain import closest
 from schema.config.paths import (
     DATA_SUFFIXES,
@@ -28,8 +29,6 @@ from schema.config.sections.evaluation import EvaluationConfig
 
 _POLICY = "train.train_policy"
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
-_TRAIN_SPLITS = ("train",)
-_VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 _MOST_TEMPLATE = 1024 * 1024  # bytes; the longest of the hub have some tens of kilobytes
 _SYNTHETIC = "synthetic:addition"
 _SYNTHETIC_SPLITS = ("train", "held_out")
@@ -85,14 +84,12 @@ def _nothing_held_out(dataset: DatasetConfig) -> Iterator[Problem]:
 
 def dataset_can_be_read(config: Config) -> Iterator[Problem]:
     """Local data exists and has the named columns; the built-in generator knows its options."""
-    yield from dataset_problems(config, _TRAIN, config.train.train_policy.dataset, _TRAIN_SPLITS)
+    yield from dataset_problems(config, _TRAIN, config.train.train_policy.dataset, "train")
     if _validates(config):
-        yield from dataset_problems(config, _VALIDATION, config.validation.dataset, _VALIDATION_SPLITS)
+        yield from dataset_problems(config, _VALIDATION, config.validation.dataset, "validation")
 
 
-def dataset_problems(
-    config: Config, key: str, dataset: DatasetConfig, default_splits: tuple[str, ...]
-) -> Iterator[Problem]:
+def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Role) -> Iterator[Problem]:
     """What is wrong with one dataset: `key` is its section."""
     yield from _idle_keys(key, dataset)
     if dataset.files:
@@ -111,15 +108,22 @@ def dataset_problems(
         yield Problem(f"{key}.name", fault[0], dataset.name, fault[1])
         return
     try:
-        found = columns_of(path, dataset.splits, default_splits)
+        found = columns_of(path, dataset.splits, role, _apart(config, key))
         if found is not None:
             yield from _column_problems(config, key, dataset, dataset.name, found)
     except UnreadableDataError as error:
         kind, hint = Problem if exists(path) else Absent, error.hint or _PATH_HINT
         yield kind(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",))
-    if is_file(path) and default_splits == _TRAIN_SPLITS and dataset.splits not in ([], ["train"]):
+    if is_file(path) and dataset.splits not in ([], ["train"]):
         message = f"{path} is one file and has no splits"
         yield Problem(f"{key}.split", message, dataset.split, "leave it out")
+
+
+def _apart(config: Config, key: str) -> frozenset[FileId]:
+    """The files that the dataset of this section leaves out of a directory, since the other role reads them."""
+    if key == _TRAIN and _validates(config):
+        return files_of(config.validation.dataset, "validation")
+    return files_of(config.train.train_policy.dataset, "train") if key == _VALIDATION else frozenset()
 
 
 _PATH_HINT = f"paths are relative to the current directory; files end in {', '.join(DATA_SUFFIXES)}"
@@ -137,7 +141,7 @@ def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> Iterator
             yield Problem(f"{key}.files", f"{file} is a directory", file, hint)
             continue
         try:
-            columns = columns_of(path, (), ())
+            columns = columns_of(path)
         except UnreadableDataError as error:
             kind = Problem if exists(path) else Absent
             yield kind(f"{key}.files", str(error), file, error.hint or _PATH_HINT)

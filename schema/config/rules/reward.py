@@ -152,7 +152,6 @@ REWARD_RULES = (rewards_are_known, prompt_forms_are_used, variables_can_be_passe
 
 _DATASET = "evaluation.dataset"
 _IDLE = ("test_size", "max_prompt_length", "overlong_prompts", "image_column_name")
-_SPLITS = ("test", "validation", "valid", "val", "dev", "train")
 
 
 def one_job(config: Config) -> Iterator[Problem]:
@@ -169,7 +168,7 @@ def one_job(config: Config) -> Iterator[Problem]:
 
 def answers_can_be_read(config: Config) -> Iterator[Problem]:
     """The file is there and has the columns."""
-    yield from dataset_problems(config, _DATASET, config.evaluation.dataset, _SPLITS)
+    yield from dataset_problems(config, _DATASET, config.evaluation.dataset, "validation")
     message = "has no effect: all answers of the file are scored"
     for name, value in written(config.evaluation.dataset, *_IDLE):
         yield Problem(f"{_DATASET}.{name}", message, value, "leave it out")

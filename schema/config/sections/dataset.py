@@ -13,9 +13,9 @@ class DatasetConfig(Section):
 
     name: str = cosmos_key(
         "",
-        "Dataset: a local parquet, jsonl or json file, a directory of such files, "
-        "`synthetic:addition` for the built-in generator, or a Hugging Face dataset name. A relative path "
-        "is relative to the current directory. Empty: no dataset.",
+        "Dataset: a local parquet, jsonl, json or arrow file, a directory of such files or what `save_to_disk` of "
+        "`datasets` wrote, `synthetic:addition` for the built-in generator, or a Hugging Face dataset name. A "
+        "relative path is relative to the current directory. Empty: no dataset.",
         acts="file: Rows of the prepared data.",
         example="data/train.parquet",
     )
@@ -40,8 +40,9 @@ class DatasetConfig(Section):
     )
     split: str | list[str] = cosmos_key(
         "",
-        "Split, or list of splits taken one after the other. Empty: `train` where the dataset "
-        "has it (validation: the held-out part).",
+        "Split, or list of splits taken one after the other. Of a directory, a split is a word of a file's path, and "
+        "no file is of two. Empty: `train` where the dataset has it (validation: `validation`, else `test`); "
+        "`cosmos-launch validate --data` says which files are read.",
         acts="file: Rows of the prepared data.",
         example="train",
     )

@@ -291,7 +291,7 @@ class GrpoConfig(_DataloaderConfig):
     )
     response_column_name: str = cosmos_key(
         "",
-        "Column of the reference answer. Empty: the reward functions get none.",
+        'Column of the reference answer, which reward functions find as `row["answer"]`. Empty: they get none.',
         acts="file: `answer` of a prepared row.",
         example="answer",
     )

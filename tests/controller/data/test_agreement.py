@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from controller.data.errors import DataError
-from controller.data.sources import VALIDATION_SPLITS
 from controller.data.synthetic import COLUMNS, SPLITS, AdditionOptions, read_options
 from schema.config.rules import data as data_rules
 
@@ -13,7 +12,6 @@ from schema.config.rules import data as data_rules
 def test_columns_splits_and_options_are_those_of_the_generator():
     assert set(COLUMNS) == data_rules._SYNTHETIC_COLUMNS
     assert data_rules._SYNTHETIC_SPLITS == SPLITS
-    assert data_rules._VALIDATION_SPLITS == VALIDATION_SPLITS
     assert set(data_rules._SYNTHETIC_OPTIONS) == set(AdditionOptions.model_fields)
 
 

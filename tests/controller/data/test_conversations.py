@@ -22,8 +22,9 @@ TALK = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2
         [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "2"}],
         [{"role": "user", "content": [{"type": "text", "text": "Two?"}]}, TALK[1]],
         [{**turn, "tool_calls": None} for turn in TALK],
+        [{"from": "human", "value": "Two?", "role": None}, {**TALK[1], "from": None}],
     ],
-    ids=["messages", "JSON text", "from and value", "text parts", "nulls of parquet"],
+    ids=["messages", "JSON text", "from and value", "text parts", "nulls of parquet", "two conventions"],
 )
 def test_every_convention_reads_as_messages(value: Any):
     assert read_messages(value, "here") == TALK
@@ -58,6 +59,12 @@ def test_a_prompt_may_be_messages():
         ([{"text": "x"}], "role None is unknown (keys text)"),
         ([{"role": "user", "content": 3}], "content must be text, not int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content of type image is not supported"),
+        ([{"role": "user", "value": "x"}], "here, turn 0: the turn has no `content`; it has role, value"),
+        ([{"role": "assistant", "content": None}], "here, turn 0: the turn has no `content`"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": None}]}],
+            "a part of the content has no text",
+        ),
     ],
 )
 def test_anything_else_is_named(value: Any, message: str):

@@ -16,7 +16,7 @@ import pytest
 
 from controller.data import first_rows
 from controller.data.errors import DataError
-from controller.data.prepare import held_out_rows, jsonable, main, prepare
+from controller.data.prepare import held_out_rows, main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config
 from schema.wire.prompts import PromptFile
@@ -57,9 +57,12 @@ def test_prompts_from_parquet(model_dir: Path, questions: Path, tmp_path: Path):
         "key": "train/3",
         "prompt": "3 + 1?",
         "answer": "4",
+        "question": "3 + 1?",
         "level": 3,
         "solution": {"value": "4"},
-    }, "other columns come along, those that JSON cannot hold do not"
+        "raw": "AA==",
+        "nan": "NaN",
+    }, "all columns come along, what JSON lacks in another form"
     assert file.token_ids(3).tolist() == PromptTokenizer(str(model_dir)).prompts(["3 + 1?"])[0].tolist()
     assert not (tmp_path / "data" / "validation.safetensors").exists()
 
@@ -234,16 +237,6 @@ def test_the_command_prepares_without_torch_and_answers_2_on_bad_data(
 def test_a_run_directory_without_config_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert main(["--run-dir", str(tmp_path)]) == 2
     assert "config.json" in caplog.text
-
-
-def test_jsonable_keeps_what_json_can_hold():
-    import datetime
-
-    import numpy as np
-
-    value = {"a": [1, 2.5, True, None, "x"], 3: (np.float32(1.5), math.inf), "d": datetime.date(2020, 1, 2)}
-    assert jsonable(value) == {"a": [1, 2.5, True, None, "x"], "3": [1.5, None], "d": "2020-01-02"}
-    assert jsonable(b"bytes") is None
 
 
 def test_conversations_are_held_out_too(model_dir: Path, tmp_path: Path):

@@ -50,7 +50,7 @@ def test_a_directory_with_splits(tmp_path: Path):
     assert read(tmp_path) == ROWS[:3], "training takes `train` where there is one"
     assert read(tmp_path, "validation") == ROWS[3:], "validation takes the test split"
     assert read(tmp_path, split=["test", "train"]) == ROWS[3:] + ROWS[:3], "splits come in the order named"
-    with pytest.raises(DataError, match="no file of split 'dev'"):
+    with pytest.raises(DataError, match="no data file of split 'dev'"):
         read(tmp_path, split="dev")
 
 
@@ -88,10 +88,15 @@ def test_the_synthetic_dataset_by_its_splits():
     [
         ("rows.jsonl", '\n{"a": \n', "rows.jsonl, line 2 is not valid JSON"),
         ("rows.jsonl", "\n3\n", "rows.jsonl, line 2 is not an object of columns but int"),
+        (
+            "rows.jsonl",
+            '{"a": {"b": 1, "b": 2}}',
+            "line 1 is not valid JSON: an object has a key twice, of b, b",
+        ),
         ("rows.json", "[1]", "rows.json, row 1 is not an object"),
         ("rows.json", "[{", "rows.json is not valid JSON"),
         ("rows.parquet", "text", "rows.parquet is not a readable parquet file"),
-        ("rows.csv", "a,b", "only .parquet, .jsonl, .json can be read"),
+        ("rows.csv", "a,b", "only .parquet, .jsonl, .json, .arrow can be read"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str):
@@ -118,7 +123,7 @@ def test_what_cannot_be_opened_is_named(config: dict, message: str):
 
 
 def test_an_empty_directory_is_named(tmp_path: Path):
-    with pytest.raises(DataError, match="has no"):
+    with pytest.raises(DataError, match="holds no data file"):
         read(tmp_path)
 
 
@@ -127,6 +132,7 @@ def test_a_column_is_one_that_every_file_has(tmp_path: Path):
     write(tmp_path / "b.jsonl", [{"prompt": "x", "extra": {}}])
     source = open_source(DatasetConfig(name=str(tmp_path)), "train", 0)
     assert source.columns == ["prompt", "extra"]
+    assert list(source.rows())[-1] == {"prompt": "x", "extra": {}, "answer": None}
     require_column(source, "extra.level", "key")
     with pytest.raises(
         DataError, match=r"key = 'answer': .*b\.jsonl has no such column; it has prompt, extra"

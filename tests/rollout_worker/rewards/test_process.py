@@ -128,3 +128,20 @@ def test_where_in_the_answer_a_reward_was_earned(value: object, parts: Any, word
     reply = score("text", {}, {"f": lambda completion, row: value}, print)
     assert (reply["parts"].get("f"), reply["rewards"]) == (parts, {} if words else {"f": 1.0})
     assert words in (reply["error"] or "")
+
+
+def test_each_function_has_a_row_of_its_own() -> None:
+    """What a function writes into its row, at any depth, reaches neither the next function nor the caller."""
+    row = {"answer": "12", "extra": {"tests": [{"input": 1}]}}
+    seen = []
+
+    def spoil(completion: str, row: dict[str, Any]) -> float:
+        seen.append(repr(row))
+        row["extra"]["tests"][0]["input"] = 2
+        row["extra"]["tests"].append(3)
+        row.pop("answer")
+        return 1.0
+
+    reply = score("text", row, {"first": spoil, "second": spoil, "third": spoil}, lambda name: None)
+    assert (reply["error"], len(set(seen))) == (None, 1)
+    assert seen[0] == repr(row)

@@ -131,7 +131,7 @@ def test_directories_are_read_by_split() -> None:
         f"{P}.response_column_name",
     }
     values["train__train_policy__dataset"]["split"] = "dev"
-    assert "no data file of split dev" in only(**values).message
+    assert "no data file of split 'dev'" in only(**values).message
     validation = {"validation__enable": True, "validation__dataset__name": "data"}
     assert {problem.key for problem in problems(**validation)} == {
         f"{P}.prompt_column_name",

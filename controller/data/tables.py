@@ -1,0 +1,143 @@
+"""Rows of parquet and Arrow files: as their JSON would be, in bounded memory.
+
+    table_shape(path) -> columns, length        read_table(path) -> rows        rows_of(record batches) -> rows
+
+Maps become objects, and JSON texts (`arrow.json`, as `datasets` stores fields of mixed types) what they say. pyarrow
+is imported on first use: jobs on JSONL run where it is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from controller.data.errors import DataError
+
+BATCH = 1024
+"""Rows that are made at once."""
+Decode = Callable[[Any], Any]
+
+
+class Unreadable(dict[str, Any]):
+    """In place of a row that cannot be read; `column` raises it. fault: why, with its place."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+
+def row_name(name: Path | str, i: int) -> str:
+    """How an error names the row at position i (from 0) of a source."""
+    return f"{name}, row {i + 1}"
+
+
+def table_shape(path: Path) -> tuple[list[str], int]:
+    """Columns and length of a file. Raises `DataError`."""
+    with _open(path) as table:
+        if hasattr(table, "iter_batches"):
+            names, length = list(table.schema_arrow.names), int(table.metadata.num_rows)
+        else:
+            names, length = list(table.schema.names), sum(batch.num_rows for batch in _batches(table))
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{path} has more than one column {', '.join(twice)}: rename all but one")
+    return names, length
+
+
+def read_table(path: Path) -> Iterator[dict[str, Any]]:
+    """All rows of a file. Raises `DataError`."""
+    with _open(path) as table:
+        yield from rows_of(_batches(table), str(path))
+
+
+def rows_of(batches: Iterable[Any], name: str, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Rows of record batches or tables, the first at `start`; where one of a batch cannot be had, the others are."""
+    rows: Iterable[dict[str, Any]]
+    for batch in batches:
+        try:
+            rows = _decoded(batch)
+        except (
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:  # no UTF-8, nanoseconds, a key twice, no JSON
+            if batch.num_rows == 1:
+                rows = [Unreadable(f"{row_name(name, start)} cannot be read: {error}")]
+            else:
+                rows = rows_of((batch.slice(i, 1) for i in range(batch.num_rows)), name, start)
+        yield from rows
+        start += batch.num_rows
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    is_parquet = path.suffix.lower() == ".parquet"
+    try:
+        if is_parquet:
+            with pq.ParquetFile(path) as file:
+                yield file
+        else:
+            with pa.memory_map(str(path)) as memory:
+                opened = pa.ipc.open_file if memory.read(6) == b"ARROW1" else pa.ipc.open_stream
+                memory.seek(0)
+                with opened(memory) as file:
+                    yield file
+    except (pa.ArrowException, OSError) as error:
+        kind = "parquet" if is_parquet else "Arrow"
+        raise DataError(f"{path} is not a readable {kind} file: {error}") from None
+
+
+def _batches(table: Any) -> Iterator[Any]:
+    """The record batches of an open file, none of them large."""
+    if hasattr(table, "iter_batches"):
+        yield from table.iter_batches(batch_size=BATCH)
+        return
+    batches = map(table.get_batch, range(table.num_record_batches)) if hasattr(table, "get_batch") else table
+    for batch in batches:
+        yield from (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
+
+
+def _decoded(batch: Any) -> list[dict[str, Any]]:
+    decoders = {field.name: decode for field in batch.schema if (decode := _decoder(field.type)) is not None}
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    for row in rows:
+        for name, decode in decoders.items():
+            row[name] = decode(row[name])
+    return rows
+
+
+def _decoder(kind: Any) -> Decode | None:
+    """What makes of a value of this type what its JSON would be; None: it is so already."""
+    from pyarrow import types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return _or_null(json.loads)
+    if types.is_map(kind):
+        item = _decoder(kind.item_type)
+        return _or_null(lambda pairs: _object(pairs, item))
+    if types.is_struct(kind):
+        fields = {field.name: decode for field in kind if (decode := _decoder(field.type)) is not None}
+        if not fields:
+            return None
+        return _or_null(lambda struct: {k: fields[k](v) if k in fields else v for k, v in struct.items()})
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if is_list and (decode := _decoder(kind.value_type)) is not None:
+        return _or_null(lambda items: [decode(item) for item in items])
+    return None
+
+
+def _or_null(decode: Decode) -> Decode:
+    return lambda value: None if value is None else decode(value)
+
+
+def _object(pairs: list[tuple[Any, Any]], decode: Decode | None) -> dict[str, Any]:
+    """The object that a map is. Raises ValueError."""
+    found = {str(key): value if decode is None else decode(value) for key, value in pairs}
+    if len(found) < len(pairs):
+        raise ValueError("a map has a key twice")
+    return found

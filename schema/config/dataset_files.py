@@ -1,0 +1,367 @@
+"""Which files of a directory are a dataset's, and to which of its splits each belongs. Only `state.json` is opened.
+
+    choose(directory, splits, role, apart) ─▶ Choice: the files that are read, and why each of the others is not
+
+A file belongs to the split that a word of its path below the directory names, in any case and with digits or `set`
+behind it (`train.jsonl`, `data/test-00000-of-00002.parquet`, `devSet/1.json`). One whose path names splits of two
+kinds belongs to none. So no file is of two splits. Of a folder that `datasets` saved, the Arrow files that its
+`state.json` lists are read, and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from schema.config.paths import DATA_SUFFIXES
+from schema.config.sections.dataset import DatasetConfig
+
+Role = Literal["train", "validation"]
+FileId = tuple[int, int]
+"""Device and inode: the same for every name of a file."""
+MOST_ENTRIES = 100_000
+"""A directory with more is hardly a dataset."""
+
+KINDS = {
+    "train": "train", "training": "train", "trainval": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "development": "validation", "heldout": "validation", "holdout": "validation",
+    "test": "test", "testing": "test", "devtest": "test", "testdev": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Kind of split of each word that names one; those of validation and test as they are preferred."""
+_WORD = re.compile(
+    r"(?<![a-z])(?:mini)?(train(?:ing|val)?|validation|valid|val|dev(?:elopment|test)?|(?:held|hold)[-_ ]?out"
+    r"|test(?:ing|dev)?|eval(?:uation)?)(?:[-_ ]?(?:sets?|data|splits?)|s)?(?![a-z])"
+)
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".br")
+_OTHER_FORMATS = (
+    ".csv", ".tsv", ".txt", ".ndjson", ".jsonlines", ".jl", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl",
+    ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".msgpack", ".tfrecord", ".mds", ".lance", ".pq", ".xml", ".db",
+    ".sqlite",
+)  # fmt: skip
+_DICT = "dataset_dict.json"
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", _DICT)
+_STATE = "state.json"
+
+
+class UnreadableDataError(ValueError):
+    """The data cannot be used; the text says why, `hint` what to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Choice:
+    """read: the files in the order in which they are read. unread: those that look like data too, by reason.
+
+    how: what was chosen where no split is named; empty: one is.
+    """
+
+    read: list[Path]
+    unread: dict[str, list[Path]] = field(default_factory=dict)
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    name: str
+    """Its path below the directory."""
+    id: FileId
+    words: tuple[str, ...]
+    """What its path says of splits, the outermost folder first."""
+
+    @property
+    def kinds(self) -> set[str]:
+        return {KINDS[word] for word in self.words}
+
+    @property
+    def word(self) -> str:
+        """The word that names its split; "": none does, or words of two kinds do."""
+        return self.words[-1] if len(self.kinds) == 1 else ""
+
+
+def file_id(path: Path) -> FileId:
+    """Raises OSError."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def files_of(dataset: DatasetConfig, role: Role) -> frozenset[FileId]:
+    """The local files of a dataset that the other role leaves out of a directory.
+
+    Those of validation, and those that training names one by one. None where they cannot be had, which is said of
+    that dataset.
+    """
+    try:
+        paths = [Path(file) for file in dataset.files or [dataset.name] if file]
+        if len(paths) == 1 and paths[0].is_dir() and role == "validation":
+            paths = choose(paths[0], dataset.splits, role).read
+        return frozenset(file_id(path) for path in paths if path.is_file())
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def split_words(name: str) -> tuple[str, ...]:
+    """The words of a name that name a split, as `KINDS` spells them."""
+    text = _CAMEL.sub("-", name).lower()
+    return tuple(re.sub(r"[-_ ]", "", match[1]) for match in _WORD.finditer(text))
+
+
+def choose(
+    directory: Path, splits: Sequence[str], role: Role, apart: Collection[FileId] = frozenset()
+) -> Choice:
+    """The files of the wanted splits, split by split, each in order of its names.
+
+    Without named splits: those of the role; else those that name none; else the only split that there is. apart:
+    files of the other role (`files_of`). Raises `UnreadableDataError` where nothing is left or more
+    than one split could be meant, OSError.
+    """
+    unread: dict[str, list[Path]] = {}
+    every = sorted(_data_files(directory, unread), key=lambda file: file.path)
+    files = list(_distinct(every, unread))
+    if not files:
+        others = f"; not read: {_described(directory, unread)}" if unread else ""
+        raise UnreadableDataError(
+            f"{directory} holds no data file ({', '.join(DATA_SUFFIXES)}){others}",
+            "write the rows as one of these",
+        )
+    saved = _saved_splits(directory)
+    if saved:
+        chosen = splits or [default_split(str(directory), saved, role)]
+        wanted = _folders(directory, files, saved, chosen)
+        how = "" if splits else f"no split is named: {chosen[0]} of {', '.join(saved)}"
+    else:
+        wanted, how = _named(directory, files, splits) if splits else _default(directory, files, role)
+    read = [file for file in wanted if file.id not in apart]
+    other = "validation" if role == "train" else "training"
+    if not read:
+        raise UnreadableDataError(
+            f"{directory}: {other} reads all of the files that would be of {role} "
+            f"({_list([file.name for file in wanted])}), none is left",
+            "name a split of its own for each, or hold rows out with train.train_policy.dataset.test_size; to train "
+            "and validate on the same rows, name the files in `files`",
+        )
+    for file in files:
+        if file not in read:
+            reason = f"{other} reads it" if file in wanted else _why_not(file, how)
+            unread.setdefault(reason, []).append(file.path)
+    return Choice([file.path for file in read], unread, how)
+
+
+def default_split(name: str, splits: Sequence[str], role: Role) -> str:
+    """The split that is read of a dataset whose splits are declared, where none is named.
+
+    Raises `UnreadableDataError` where more than one could be meant.
+    """
+    if len(splits) == 1:
+        return splits[0]
+    for word in (word for word, kind in KINDS.items() if (kind == "train") == (role == "train")):
+        for split in splits:
+            if split.lower() == word:
+                return split
+    raise UnreadableDataError(f"dataset `{name}` has the splits {', '.join(splits)}", "name one with `split`")
+
+
+def _saved_splits(directory: Path) -> list[str]:
+    """The splits of a `DatasetDict` that was saved in a directory, each of them a folder; empty: it is none."""
+    try:
+        found = json.loads((directory / _DICT).read_text(encoding="utf-8"))["splits"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [str(split) for split in found] if isinstance(found, list) else []
+
+
+def _folders(directory: Path, files: list[_File], saved: list[str], splits: Sequence[str]) -> list[_File]:
+    """The files of splits that are folders, split by split."""
+    if unknown := [split for split in splits if split not in saved]:
+        raise UnreadableDataError(
+            f"{directory} holds no data file of split {unknown[0]!r}; it has the splits {', '.join(saved)}"
+        )
+    wanted = [file for split in splits for file in files if Path(file.name).parts[0] == split]
+    if not wanted:
+        raise UnreadableDataError(f"{directory}: the folder of the split {_list(splits)} holds no data file")
+    return wanted
+
+
+def _default(directory: Path, files: list[_File], role: Role) -> tuple[list[_File], str]:
+    """The files that are read where no split is named, and how they were chosen."""
+    labels = {file.word for file in files if file.word}
+    for kind in ("train",) if role == "train" else ("validation", "test"):
+        words = [word for word, of in KINDS.items() if of == kind and word in labels]
+        if words:
+            taken = words if role == "train" else words[:1]
+            chosen = [file for file in files if file.word in taken]
+            return chosen, f"no split is named: the files of {_list(taken)}"
+    plain = [file for file in files if not file.words]
+    if plain:
+        return plain, f"no split is named: no file is of a {role} split, so those that name none"
+    kinds = {KINDS[word] for word in labels}
+    if len(kinds) == 1:
+        return [
+            file for file in files if file.word
+        ], f"no split is named: {_list(sorted(labels))} is the only one"
+    others = (
+        f"and the splits {_list(sorted(labels))}" if labels else "and none whose path names one kind of split"
+    )
+    raise UnreadableDataError(
+        f"{directory} has no file of a {role} split, {others}; its files are {_list([file.name for file in files])}",
+        "name one with `split`, or name the files in `files`",
+    )
+
+
+def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[list[_File], str]:
+    chosen: list[_File] = []
+    for split in splits:
+        end = r"(?![A-Za-z0-9])" if split[-1].isdigit() else "(?![A-Za-z])"
+        pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}{end}", re.IGNORECASE)
+        kinds = {KINDS[word] for word in split_words(split)}
+        of_split = [
+            file
+            for file in files
+            if file.kinds <= kinds and (pattern.search(file.name) or split.lower() in file.words)
+        ]
+        if not of_split:
+            names = _list([file.name for file in files])
+            hint = "name a split by a word of its path that no other split has, or name the files in `files`"
+            raise UnreadableDataError(
+                f"{directory} holds no data file of split {split!r}; it has {names}", hint
+            )
+        chosen += [file for file in of_split if file not in chosen]
+    return chosen, ""
+
+
+def _why_not(file: _File, how: str) -> str:
+    if len(file.kinds) > 1:
+        return f"its path names splits of two kinds, {_list(sorted(file.kinds))}"
+    if file.word:
+        return f"of the split {file.word}"
+    return "it names no split, and others do" if how else "not of the named split"
+
+
+def _data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[_File]:
+    """All data files; what else looks like data goes to `unread`."""
+    entries = 0
+    for folder, folders, names in os.walk(directory, followlinks=True, onerror=_fail):
+        here = Path(folder)
+        above = [directory.joinpath(*parts) for parts in _prefixes(here.relative_to(directory).parts)]
+        if here.is_symlink() and file_id(here) in map(file_id, above):
+            folders.clear()  # a link to a folder above: its files are read there
+            continue
+        entries += len(folders) + len(names)
+        if entries > MOST_ENTRIES:
+            raise UnreadableDataError(
+                f"{directory} holds more than {MOST_ENTRIES:,} files and folders", "name its files in `files`"
+            )
+        state = _saved_state(here) if _STATE in names else None
+        listed = None if state is None else _listed(here, state)
+        for name in sorted(names):
+            path = here / name
+            relative = str(path.relative_to(directory))
+            reason = _no_data(relative, name, listed)
+            if reason is None and not path.is_file():
+                reason = (
+                    "a link to nothing" if path.is_symlink() and not path.exists() else "not a regular file"
+                )
+            if reason is None:
+                words = split_words(relative.removesuffix(path.suffix))
+                saved = str(state.get("_split") or "") if state is not None and not words else ""
+                yield _File(path, relative, file_id(path), words or split_words(saved))
+            elif reason:
+                unread.setdefault(reason, []).append(path)
+
+
+def _no_data(relative: str, name: str, listed: Collection[str] | None) -> str | None:
+    """Why a file is not read; None: it is data, "": it does not look like it. listed: of a saved dataset."""
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    last = suffixes[-1] if suffixes else ""
+    if name in _DESCRIPTIONS or (name == _STATE and listed is not None):
+        return "it describes a dataset"
+    if listed is not None and name in listed:
+        return None
+    bare = not last and (name.lower().startswith("part-") or split_words(name))
+    if not (bare or {*suffixes} & {*DATA_SUFFIXES, *_OTHER_FORMATS, *_COMPRESSED}):
+        return ""
+    if any(part.startswith((".", "_")) for part in relative.split(os.sep)):
+        return "hidden: a part of its path begins with . or _"
+    if listed is not None:
+        return "state.json of its folder does not list it"
+    if last in DATA_SUFFIXES:
+        return "a cache of `datasets`" if last == ".arrow" and name.startswith("cache-") else None
+    if last in _COMPRESSED:
+        return "compressed: unpack it"
+    return f"only {', '.join(DATA_SUFFIXES)} can be read"
+
+
+def _saved_state(folder: Path) -> dict[str, Any] | None:
+    """`state.json` of a dataset that was saved with `save_to_disk`; None: it is another file of that name."""
+    try:
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return state if isinstance(state, dict) and isinstance(state.get("_data_files"), list) else None
+
+
+def _listed(folder: Path, state: dict[str, Any]) -> list[str]:
+    """The files of a saved dataset. Raises `UnreadableDataError`."""
+    if state.get("_indices_data_files"):
+        raise UnreadableDataError(
+            f"{folder / _STATE}: the rows are chosen by indices, which only old versions of `datasets` wrote",
+            "load the dataset with `datasets` and save it again",
+        )
+    names = [str(entry.get("filename")) for entry in state["_data_files"] if isinstance(entry, dict)]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UnreadableDataError(f"{folder / _STATE} lists {_list(missing)}, which is not there")
+    return names
+
+
+def _prefixes(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The folders above one, by its parts."""
+    return [parts[:n] for n in range(len(parts))]
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _distinct(files: Sequence[_File], unread: dict[str, list[Path]]) -> Iterator[_File]:
+    """Each file once; under several names it belongs to the splits of all of them."""
+    by_id: dict[FileId, list[_File]] = {}
+    stems = {str(file.path.with_suffix("")): file for file in sorted(files, key=_preference)}
+    for file in files:
+        by_id.setdefault(file.id, []).append(file)
+    for first, *others in by_id.values():
+        words = dict.fromkeys(word for file in (first, *others) for word in file.words)
+        for other in others:
+            unread.setdefault(f"the same file as {first.name}", []).append(other.path)
+        preferred = stems[str(first.path.with_suffix(""))]
+        if preferred.path.suffix != first.path.suffix:
+            unread.setdefault(f"taken for {preferred.name} in another format", []).append(first.path)
+        else:
+            yield _File(first.path, first.name, first.id, tuple(words))
+
+
+def _preference(file: _File) -> int:
+    """The suffix that is read comes last."""
+    return -DATA_SUFFIXES.index(file.path.suffix.lower())
+
+
+def _described(directory: Path, unread: dict[str, list[Path]]) -> str:
+    return "; ".join(
+        f"{_list([str(path.relative_to(directory)) for path in paths])} ({reason})"
+        for reason, paths in unread.items()
+    )
+
+
+def _list(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
