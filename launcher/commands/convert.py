@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +44,14 @@ def convert(
             "was taken.",
         ),
     ] = False,
+    allow_unknown: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-unknown",
+            metavar="KEY",
+            help="Leave out this key though it is not understood; by the name in the report; may be repeated.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     full: Annotated[
@@ -53,6 +60,9 @@ def convert(
     ] = False,
 ) -> None:
     """Turn a configuration of verl, ROLL or cosmos-rl into ours, and account for its keys.
+
+    A key that is not understood, in a table of the source that decides what is trained, makes the result one that
+    validate refuses, unless --allow-unknown names it. A file of another system is refused.
 
     The TOML goes to standard output or to -o. The account of the keys, short unless --full is given, goes to
     standard error, or with --json, whole, to standard output. `${oc.env:NAME}` reads this environment; nothing in
@@ -64,7 +74,7 @@ def convert(
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
         raise LaunchError(f"{output} already exists", "give another name, or --force to replace it")
-    conversion = convert_file(file, _system(system), os.environ)
+    conversion = convert_file(file, _system(system), os.environ, allow_unknown or ())
     text = to_toml(conversion)
     if output is not None:
         write_file(output, text)
@@ -113,14 +123,7 @@ def _falls_short(conversion: Conversion) -> str:
     nearest = [entry.source for entry in conversion.entries if entry.faithful]
     nearest += [addition.key for addition in conversion.additions if addition.faithful is not None]
     found = {"unsupported": conversion.unsupported, "not understood": unknown, "nearest values": nearest}
-    return "; ".join(f"{what}: {_names(keys)}" for what, keys in found.items() if keys)
-
-
-def _names(keys: Collection[str]) -> str:
-    from schema.interop.engine.write import LISTED
-
-    more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
-    return printable(", ".join(list(keys)[:LISTED]) + more)
+    return "; ".join(f"{what}: {printable(', '.join(keys))}" for what, keys in found.items() if keys)
 
 
 def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], more: int) -> dict[str, Any]:

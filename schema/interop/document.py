@@ -7,6 +7,8 @@ The prose of the page is written by hand. Between a pair of markers stands what 
     <!-- method: verl -->      …  of that list, the keys that decide what is trained: they make a file unsupported
     <!-- none: verl -->        …  the closed list of what has no counterpart, with the reasons
     <!-- nearest -->           …  keys that get the nearest value where their part is not built
+    <!-- tables: verl -->      …  the tables in which a key that is not understood goes into `[unsupported]`
+    <!-- foreign -->           …  the systems without a reader that are recognised
     <!-- end -->
 
 A test holds that the page is what this module would write, and that no kind of file is forgotten.
@@ -24,12 +26,15 @@ from schema.interop.engine.engine import yaml_value
 from schema.interop.engine.fallback import SPEED_ONLY
 from schema.interop.engine.registry import reader
 from schema.interop.engine.rules import ABSENT, Rule
+from schema.interop.foreign import SYSTEMS_WITHOUT_READER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 
 LONG = 20  # rows; longer tables are folded, or nobody finds the prose between them
 
-_BLOCK = re.compile(r"<!-- (keys|prose|method|none|nearest)(?:: ([^>]*?))? -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(
+    r"<!-- (keys|prose|method|none|nearest|tables|foreign)(?:: ([^>]*?))? -->\n.*?<!-- end -->", re.DOTALL
+)
 _DEEP = ("actor_rollout_ref",)  # tables so large that each of their tables gets a section
 
 
@@ -46,6 +51,10 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def _block(what: str, arguments: Sequence[str]) -> str:
     if what == "nearest":
         lines = list(_nearest())
+    elif what == "foreign":
+        lines = ["", f"{', '.join(system.title for system in SYSTEMS_WITHOUT_READER)}.", ""]
+    elif what == "tables" and len(arguments) == 1:
+        lines = ["", _tables(arguments[0]), ""]
     elif what == "prose" and len(arguments) == 1:
         lines = [line for paragraph in reader(arguments[0]).prose for line in ("", paragraph)] + [""]
     elif what == "method" and len(arguments) == 1:
@@ -117,6 +126,13 @@ def _method(system: str) -> Iterator[str]:
         values = ", ".join(f"`{yaml_value(value)}`" for value in neutral)
         yield f"| `{key}` | {values} | {_cell(_reason(system, key))} |"
     yield ""
+
+
+def _tables(system: str) -> str:
+    listed = reader(system).unsupported
+    at_top = ", and in values at the top of a file that no other key refers to" if listed.flat else ""
+    names = ", ".join(f"`{table}`" for table in listed.tables)
+    return f"Keys that are not understood are refused in {names}{at_top}."
 
 
 def _reason(system: str, key: str) -> str:

@@ -3,9 +3,9 @@
     [unsupported]
     "algorithm.adv_estimator" = "optimal_token_baseline"
 
-`cosmos-launch convert` writes there each key that decides what is trained and has no counterpart. The table is not
-part of the config tree: a configuration that holds it trains by another method than its source, so nobody may run
-it without having removed each line.
+`cosmos-launch convert` writes there each key that decides what is trained and has no counterpart, and each one that
+is not understood in a table where any key may decide that. The table is not part of the config tree: a configuration
+that holds it trains by another method than its source, so nobody may run it without having removed each line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from schema.config.problem import KeyPath, Problem, format_key
 
 TABLE = "unsupported"
 DESCRIPTION = (
-    "Written by `cosmos-launch convert`: keys of the source that decide what is trained and have no counterpart. A "
-    "configuration with this table is refused; remove a line to train without what it asks for."
+    "Written by `cosmos-launch convert`: keys of the source that decide what is trained, or may do so and are not "
+    "understood, and have no counterpart. A configuration with this table is refused; remove a line to train without "
+    "what it asks for."
 )
 
 
@@ -45,8 +46,8 @@ def _refusal(path: KeyPath, value: Any) -> Problem:
         return Problem(TABLE, message, value, f"remove [{TABLE}], or convert the source again")
     source = ".".join(str(part) for part in path[1:])
     message = (
-        f"`{source}` = {_shown(value)} of the source decides what is trained and has no counterpart here: without it "
-        "this job trains by another method"
+        f"`{source}` = {_shown(value)} of the source decides what is trained, or may do so and is not understood, "
+        "and has no counterpart here: without it this job trains by another method"
     )
     hint = (
         "remove the line to train without it, knowingly; the comment there says why, and what may replace it"

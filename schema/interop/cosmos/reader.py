@@ -22,7 +22,9 @@ from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, Converte
 from schema.interop.engine.source import Source
 
 _POLICY = "train.train_policy"
-_GRPO_SIGNS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
+_GRPO_SIGNS = {"temperature", "use_remote_reward"} | (
+    GrpoConfig.model_fields.keys() - SFTDataConfig.model_fields.keys()
+)
 _SECTIONS = ("train", "policy", "rollout")
 
 
@@ -34,7 +36,7 @@ def _detect(source: Source) -> str | None:
 
 
 def _kind(source: Source) -> str:
-    """grpo or sft: as written, else by the keys that cosmos-rl guesses it from."""
+    """grpo or sft: as written, else by keys that only one of them has, which is how cosmos-rl guesses it."""
     train = source.data.get("train")
     policy = train.get("train_policy") if isinstance(train, dict) else None
     if not isinstance(policy, dict):

@@ -120,4 +120,7 @@ _METHOD: dict[str, tuple[Any, ...]] = {
 }
 """What of the list decides what is trained -> cosmos-rl's own defaults. Details of a part stand with its switch."""
 
-COSMOS = ClosedList(_REASONS, _METHOD)
+_TABLES = words("train policy rollout validation distillation critic reference reward reward_model")
+"""The tables in which every key may decide what is trained."""
+
+COSMOS = ClosedList(_REASONS, _METHOD, tables=_TABLES)

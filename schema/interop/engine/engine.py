@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from schema.config.keys import leaf_keys
-from schema.config.loading.explain import closest
-from schema.config.problem import MOST_SHOWN
 from schema.config.root import Config
 from schema.config.rules.batch import whole_batches
 from schema.config.sections.train_policy import SFTDataConfig
 from schema.config.sections.unsupported import TABLE
-from schema.interop.engine.composed import not_read
 from schema.interop.engine.fallback import nearest
-from schema.interop.engine.interpolation import resolve
+from schema.interop.engine.interpolation import references, resolve
 from schema.interop.engine.keys import dotted, leaves, lookup, split_key, store, unsupported_key
 from schema.interop.engine.model import (
     Addition,
@@ -35,35 +32,42 @@ from schema.interop.engine.model import (
     Result,
     Target,
     implicit,
-    no_counterpart,
     unknown,
 )
 from schema.interop.engine.rules import ABSENT, ConversionContext, KeyPath, Reader, Rule, defaults_of
-from schema.interop.engine.source import Source
-from schema.interop.engine.unsupported import METHOD_KEYS
+from schema.interop.engine.source import Source, not_read
+from schema.interop.engine.strangers import check_accepted, may_be_method, refuse_strangers, without_rule
 from schema.interop.engine.values import BadValue, shown
 
 _SECRET = re.compile(r"(api_key|apikey|token|password|secret|access_key)$", re.IGNORECASE)
 
 
-def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, str]) -> Conversion:
+def convert_source(
+    source: Source, reader: Reader, kind: str, env: Mapping[str, str], allow_unknown: Collection[str] = ()
+) -> Conversion:
     """Convert one file that is known to be of this system and kind.
 
-    Raises ConfigError where an interpolation cannot be resolved; whatever else is wrong with the file is in
-    the entries.
+    allow_unknown: dotted keys of the file that are not understood and may be left out. Raises ConfigError where an
+    interpolation cannot be resolved, most keys are not of this system, or one of `allow_unknown` is none of those
+    that are not understood; whatever else is wrong with the file is in the entries.
     """
     rules = reader.rules(kind)
+    helpers = source.shared | references(source.data)
     left_out, remedy = not_read(source.data.get("defaults"), reader.title)
     if reader.interpolates:
         hint = f"{left_out}; {remedy}" if left_out else ""
         data = resolve(source.data, source.lines, source.name, env, defaults_of(rules), hint)
         source = replace(source, data=data)
     context = ConversionContext(reader, kind, source, rules)
+    context.helpers = helpers
     found = [(path, dotted(path), value) for path, value in leaves(source.data)]
     context.values = {key: value for _, key, value in found}
     entries = [
-        _entry(context, reader, KeyPath(key, value, line=source.line(path))) for path, key, value in found
+        _entry(context, reader, KeyPath(key, value, line=source.line(path)), key in allow_unknown)
+        for path, key, value in found
     ]
+    refuse_strangers(context, entries)
+    check_accepted(context, entries, allow_unknown)
     if left_out:
         context.warn(
             f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}"
@@ -82,7 +86,7 @@ def convert_source(source: Source, reader: Reader, kind: str, env: Mapping[str, 
 # --- one entry ----------------------------------------------------------------------------------------------
 
 
-def _entry(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Entry:
+def _entry(context: ConversionContext, reader: Reader, leaf: KeyPath, is_accepted: bool) -> Entry:
     result = _decide(context, reader, leaf)
     unwritable = next((reason for _, value in result.targets if (reason := _unwritable(value))), None)
     if unwritable is not None:
@@ -90,22 +94,27 @@ def _entry(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Entry:
     value = leaf.value
     if not result.targets and _SECRET.search(leaf.key) and isinstance(value, str):
         value = "***"  # the report and the comments of the result must not spread it
+    understood = result.outcome is not Outcome.UNKNOWN
+    if is_accepted and not understood:
+        result = Result(Outcome.ACCEPTED, (), result.note)
     result = _with_method(context, KeyPath(leaf.key, value), result)
-    return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line)
+    return Entry(
+        leaf.key, value, result.outcome, result.targets, result.note, leaf.line, understood=understood
+    )
 
 
 def _with_method(context: ConversionContext, leaf: KeyPath, result: Result) -> Result:
     """A result that would change what is trained goes into `[unsupported]`; every other one stays as it is.
 
-    That is a key without counterpart, and a value that is not understood of a key that maps to one of
-    METHOD_KEYS: our default would train by another method.
+    That is a key without counterpart; a value that is not understood of a key that maps to one of METHOD_KEYS: our
+    default would train by another method; and whatever is not understood in a table that decides what is trained.
     """
-    rule, _ = _rule_of(context, leaf.key)
+    rule, _ = context.rule_of(leaf.key)
     if result.outcome is Outcome.NONE:
         names = {leaf.key} if rule is None else {leaf.key, rule.key}
         loses_method = any(context.unsupported.decides_method(name, leaf.value) for name in names)
     elif result.outcome is Outcome.UNKNOWN:
-        loses_method = rule is not None and not METHOD_KEYS.isdisjoint(rule.converter.ours)
+        loses_method = may_be_method(context, leaf, rule)
     else:
         loses_method = result.outcome is Outcome.UNSUPPORTED
     if not loses_method or result.targets:
@@ -138,9 +147,9 @@ def _decide(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Result
     artefact = reader.artefacts(leaf.key, leaf.value)
     if artefact is not None:
         return artefact
-    rule, rest = _rule_of(context, leaf.key)
+    rule, rest = context.rule_of(leaf.key)
     if rule is None:
-        return _without_rule(context, leaf)
+        return without_rule(context, leaf)
     repeated = _repeats(context, rule, leaf)
     if repeated is not None:
         return repeated
@@ -153,18 +162,6 @@ def _apply(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result:
         return implicit(idle) if idle else rule.converter.run(context, leaf)
     except BadValue as error:
         return unknown(str(error))
-
-
-def _rule_of(context: ConversionContext, key: str) -> tuple[Rule | None, str]:
-    """The rule of a key and what its wildcard stands for; the longest wildcard wins."""
-    if key in context.by_key:
-        return context.by_key[key], ""
-    parts = split_key(key)
-    for end in range(len(parts) - 1, 0, -1):
-        rule = context.by_key.get(f"{dotted(parts[:end])}.*")
-        if rule is not None:
-            return rule, dotted(parts[end:])
-    return None, ""
 
 
 def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | None:
@@ -184,36 +181,6 @@ def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | 
     return implicit(
         f"another name of `{other}`, whose different value {shown(context.values[other])} is taken"
     )
-
-
-def _without_rule(context: ConversionContext, leaf: KeyPath) -> Result:
-    """A key that no rule knows: without a counterpart, an empty or null table, or unknown."""
-    reason = context.unsupported.reason(leaf.key)
-    if reason is not None:
-        return no_counterpart(reason)
-    inside = leaf.key + "."
-    if any(key.startswith(inside) for key in context.by_key):
-        if leaf.value is None or leaf.value == {}:
-            return implicit("an empty table: nothing is set")
-        return unknown(f"expected a table of keys, got {shown(leaf.value)}")
-    parts = split_key(leaf.key)
-    for end in range(len(parts) - 1, 0, -1):
-        around = dotted(parts[:end])
-        if around in context.by_key:
-            return unknown(f"`{around}` is a single value there, not a table")
-    context.strangers += 1
-    if context.strangers > MOST_SHOWN:  # a guess takes milliseconds
-        return unknown(f"not a key of {context.title} that this converter knows")
-    known = [key for key in context.by_key if not key.endswith(".*")]
-    close = closest(leaf.key, known) or _same_name(parts[-1], known)
-    hint = f"; did you mean `{close}`?" if close else ""
-    return unknown(f"not a key of {context.title} that this converter knows{hint}")
-
-
-def _same_name(name: str, known: Sequence[str]) -> str | None:
-    """The one known key whose last part is the same: a key in the wrong table."""
-    found = [key for key in known if split_key(key)[-1] == name]
-    return found[0] if len(found) == 1 else None
 
 
 # --- what the file leaves out -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from schema.interop.engine.yamlfile import scalar
 
 _ABSENT = object()
 _KEY = re.compile(r"\.*[^\s${}:,.\"'\[\]]+(?:\.[^\s${}:,.\"'\[\]]+|\[[^\s\]]+\])*")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([^\s${}:,.\"'\[\]]+)[^${}]*\}")
 MAX_NESTING = 16  # of one interpolation inside another
 MAX_RESOLVED = 20_000  # values that references may expand to; verl's longest file has 900
 MAX_TEXT = 64 * 1024  # of one resolved text; a path has a few hundred characters
@@ -48,6 +49,25 @@ def resolve(
     if resolver.problems:
         raise ConfigError(resolver.problems)
     return resolved
+
+
+def references(data: Mapping[str, Any]) -> frozenset[str]:
+    """The keys at the top that others take their value from: by a reference alone, or by one within a text of text.
+
+    A number within a text is not among them: `exp_name: run-${coef}` names the run after a key that acts itself.
+    """
+    names: set[str] = set()
+    values: list[Any] = list(data.values())
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping | list):
+            values += value.values() if isinstance(value, Mapping) else value
+        elif isinstance(value, str):
+            for match in _REFERENCE.finditer(value):
+                top = data.get(match[1])
+                if match[0] == value or isinstance(top, str | Mapping | list):
+                    names.add(match[1])
+    return frozenset(names)
 
 
 class _Unresolvable(Exception):

@@ -3,7 +3,8 @@
     input leaf ─▶ Entry: mapped ──▶ targets (our key, value) ─┐
                          fallback ▶ targets, value replaced ──┤
                          unsupported ▶ [unsupported]          ├─▶ Conversion.config
-                         implicit, none, unknown: a reason    │
+                         implicit, none, unknown,             │
+                         accepted: a reason                   │
     key absent in the input, their default differs ─▶ Addition┘
 
 Invariant: every leaf of the input has exactly one entry (`missing_leaves`, `repeated_leaves` are empty), and
@@ -33,6 +34,7 @@ class Outcome(StrEnum):
     FALLBACK = "fallback"  # changes speed or memory only, and its part is not built yet: nearest value
     NONE = "none"  # no counterpart, and not part of the method: `schema.interop.engine.unsupported` has the reason
     UNKNOWN = "unknown"  # not recognised, or a value that cannot be understood
+    ACCEPTED = "accepted"  # the same, and accepted by name: nothing is written for it
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Entry:
     it (mapped, fallback, unsupported), or nothing. note: how the value was computed, or the reason. line:
     where it stands in the input, from 1. faithful: where `targets` hold the
     nearest values that can be had here (a fallback; a batch that is not whole groups), the ones that would say the
-    same.
+    same. understood: false for a key that is not recognised and a value that cannot be read, whatever its outcome.
     """
 
     source: str
@@ -87,6 +89,7 @@ class Entry:
     note: str = ""
     line: int | None = None
     faithful: tuple[Target, ...] = ()
+    understood: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from schema.config.problem import ConfigError, Problem
 from schema.interop import SYSTEMS
-from schema.interop.engine.composed import not_read
+from schema.interop.engine.keys import leaves
 from schema.interop.engine.rules import Reader
-from schema.interop.engine.source import Source
+from schema.interop.engine.source import Source, not_read
+from schema.interop.foreign import by_hand, described, other_system
 
 
 def reader(system: str) -> Reader:
@@ -28,11 +29,13 @@ def readers() -> list[Reader]:
 
 
 def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
-    """The reader and the kind of a file; raises ConfigError that lists what was looked for."""
+    """The reader and the kind of a file; raises ConfigError that says what it looks like, or what was looked for."""
+    if (system := other_system(source.data)) is not None:
+        message, hint = described(system)
+        raise ConfigError([Problem("", message, hint=hint, file=source.name)])
     found = [(reader, kind) for reader in readers if (kind := reader.detect(source)) is not None]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(reader.system for reader in readers)
     if found:
         both = " and ".join(reader.title for reader, _ in found)
         hint = f"say which: --system {' or --system '.join(reader.system for reader, _ in found)}"
@@ -40,7 +43,7 @@ def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
     looked = "; ".join(f"{reader.title}: {', '.join(reader.signs)}" for reader in readers)
     written = ", ".join(list(source.data)[:8]) or "none"
     message = f"no configuration of {' or '.join(reader.title for reader in readers)} (its keys: {written})"
-    hint = f"{_composed(source)}looked for {looked}. If it is one, say which: --system {names}"
+    hint = f"{_composed(source)}looked for {looked}. {by_hand()}"
     raise ConfigError([Problem("", message, hint=hint, file=source.name)])
 
 
@@ -49,13 +52,17 @@ def kind_of(source: Source, reader: Reader) -> str:
     kind = reader.detect(source)
     if kind is None:
         hint = f"{_composed(source, reader.title)}looked for {', '.join(reader.signs)}"
-        raise ConfigError(
-            [Problem("", f"has no key of {reader.title}'s configurations", hint=hint, file=source.name)]
-        )
+        message = f"has no key of {reader.title}'s configurations"
+        if (other := other_system(source.data)) is not None:
+            looks, hint = described(other)
+            message = f"{message}: {looks}"
+        raise ConfigError([Problem("", message, hint=hint, file=source.name)])
     return kind
 
 
 def _composed(source: Source, system: str = "") -> str:
     """The first part of a hint, for a file whose keys stand in others."""
-    left_out, remedy = not_read(source.data.get("defaults"), system)
-    return f"{left_out}; {remedy}. Else: " if left_out else ""
+    is_part = any(str(value).startswith("verl.") for _, value in leaves(source.data))
+    left_out, remedy = not_read(source.data.get("defaults"), "verl" if is_part else system)
+    part = "a part of what Hydra composes for verl: convert the whole of it. " if is_part else ""
+    return part + (f"{left_out}; {remedy}. Else: " if left_out else "")

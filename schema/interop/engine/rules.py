@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from schema.interop.engine import values
+from schema.interop.engine.keys import dotted, split_key
 from schema.interop.engine.model import Addition, Result, implicit
 from schema.interop.engine.source import Source
 from schema.interop.engine.unsupported import ClosedList
@@ -32,6 +33,9 @@ class _Absent:
 ABSENT: Any = _Absent()
 """No value at all, where None would be the value null."""
 
+
+HYDRA_KEYS = ("_recursive_", "_convert_", "_partial_", "_args_")
+"""What tells Hydra how to make an object of a table, next to `_target_`, its class."""
 
 WARMUP_NOTE = "step t of W has (t + 1)/W of the rate here, t/W there"
 """The deviation of our warm-up from all others': no batch is trained at a rate of 0."""
@@ -131,6 +135,7 @@ class ConversionContext:
         self.additions: list[Addition] = []
         self.warnings: list[str] = []
         self.strangers = 0  # keys that no rule knows
+        self.helpers: frozenset[str] = frozenset()  # keys at the top that others of the file refer to
 
     def has(self, key: str) -> bool:
         """Whether the file has this leaf, in any spelling; null counts."""
@@ -171,6 +176,17 @@ class ConversionContext:
     def add(self, key: str, value: Any, note: str) -> None:
         """Write one of our keys that follows from how the other system works, not from a key of the file."""
         self.additions.append(Addition(key, value, note))
+
+    def rule_of(self, key: str) -> tuple[Rule | None, str]:
+        """The rule of a key and what its wildcard stands for; the longest wildcard wins."""
+        if key in self.by_key:
+            return self.by_key[key], ""
+        parts = split_key(key)
+        for end in range(len(parts) - 1, 0, -1):
+            rule = self.by_key.get(f"{dotted(parts[:end])}.*")
+            if rule is not None:
+                return rule, dotted(parts[end:])
+        return None, ""
 
     def warn(self, text: str) -> None:
         """Tell the reader something that no single entry says; once."""

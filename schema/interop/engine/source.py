@@ -10,18 +10,19 @@ from typing import Any
 from schema.config.loading.positions import locate
 from schema.config.loading.tomlread import parse_toml, read_text
 from schema.config.problem import ConfigError, Problem
-from schema.interop.engine.composed import refuse_script
 from schema.interop.engine.keys import Path, leaves, lookup
 from schema.interop.engine.yamlfile import read_yaml
+from schema.interop.foreign import VERL_COMMAND, VERL_MAIN, command_kind, script_kind, script_problem
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was read. lines: the line (from 1) of each key."""
+    """A file as it was read. lines: the line (from 1) of each key. shared: keys at the top with aliases elsewhere."""
 
     name: str
     data: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
     def line(self, path: Path) -> int | None:
         """The line of a key, or else of the nearest table around it that has one."""
@@ -48,14 +49,27 @@ MAX_LEAVES = 10_000
 def read_source(text: str, name: str) -> Source:
     """A text as TOML where it is TOML (or its name ends in .toml), else as YAML. Raises ConfigError.
 
-    A shell script is refused, with the way to the configuration that it starts.
+    A script or a command line is refused, with the system that it starts and the way to a configuration.
     """
-    refuse_script(text, name)
-    source = _read(text, name)
+    if kind := script_kind(text, name):
+        raise _script_error(kind, text, name)
+    try:
+        source = _read(text, name)
+    except ConfigError:
+        if kind := command_kind(text):
+            raise _script_error(kind, text, name) from None
+        raise
+    if all(" " in key for key in source.data) and (kind := command_kind(text)):
+        raise _script_error(kind, text, name)
     if sum(1 for _ in leaves(source.data)) > MAX_LEAVES:
         message = f"more than {MAX_LEAVES} keys: not a configuration"
         raise ConfigError([Problem("", message, hint="is it the right file?", file=name)])
     return source
+
+
+def _script_error(kind: str, text: str, name: str) -> ConfigError:
+    message, hint = script_problem(kind, text)
+    return ConfigError([Problem("", message, hint=hint, file=name)])
 
 
 def _read(text: str, name: str) -> Source:
@@ -66,8 +80,7 @@ def _read(text: str, name: str) -> Source:
             return _toml(text, name)
         except ConfigError:
             pass  # then it is YAML, or YAML's error says what is wrong
-    data, lines = read_yaml(text, name)
-    return Source(name, data, lines)
+    return Source(name, *read_yaml(text, name))
 
 
 def _toml(text: str, name: str) -> Source:
@@ -83,3 +96,26 @@ def _toml(text: str, name: str) -> Source:
         positions = {}  # a place is a courtesy: without it the key still names the entry
     lines = {tuple(str(part) for part in path): position[0] for path, position in positions.items() if path}
     return Source(name, data, lines)
+
+
+def not_read(defaults: Any, system: str = "") -> tuple[str, str]:
+    """What to say of Hydra's list of defaults, and the remedy; ("", "") where it names no other file.
+
+    system: whose file it is; "" where that is not known.
+    """
+    names = [name for name in map(_name, defaults if isinstance(defaults, list) else []) if name]
+    if not names:
+        return "", ""
+    command = VERL_COMMAND.format(module=VERL_MAIN)
+    composed = f"convert what Hydra composes: {command}, with the --config-name of this file"
+    written = "write their keys into this file"
+    remedy = {"verl": composed, "": f"{written}, or of verl {composed}"}.get(system, written)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"`defaults` names files that are not read: {shown}", remedy
+
+
+def _name(entry: Any) -> str:
+    """One file of the list: `ppo_trainer`, or `actor@actor_rollout_ref.actor: dp_actor`; "" for the file itself."""
+    if isinstance(entry, dict):
+        return ", ".join(f"{group}: {name}" for group, name in entry.items() if name not in (None, "null"))
+    return "" if entry in ("_self_", None) else str(entry)

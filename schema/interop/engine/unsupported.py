@@ -4,18 +4,23 @@ A key that ends in `.*` stands for everything below it, one with `=value` for th
 angle brackets stands for any name of its kind.
 Of these, `method` names what decides *what is trained*: algorithm, loss, estimator, rewards, filters, masks, which
 parameters and which data. A file that asks for one of them gets it in `[unsupported]`; the rest is plumbing.
-Whatever is not in this list maps to a key that acts, is always so here, or is reported as unknown.
+Whatever is not in this list maps to a key that acts, is always so here, or is not understood. A key that is not
+understood may be a part of the method that this converter does not know: in the `tables` of a system that decide what
+is trained it goes into `[unsupported]`, elsewhere it is reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from schema.interop.engine.keys import words
+from schema.interop.engine.keys import split_key, words
 
 _T = TypeVar("_T")
+
+_MISSPELT = 0.85  # of `difflib`: one letter of seven
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "null", "none", {}, [])
 
@@ -54,12 +59,15 @@ class ClosedList:
     """What of one system has no counterpart.
 
     reasons: key -> why. method: key of the list that decides what is trained -> its values that ask for nothing, as
-    well as OFF. general: the further names under which a key stands in the list.
+    well as OFF. general: the further names under which a key stands in the list. tables: dotted names of the tables
+    in which every key may decide what is trained. flat: whether values at the top of a file may do so, too.
     """
 
     reasons: Mapping[str, str]
     method: Mapping[str, tuple[Any, ...]]
     general: Callable[[str], tuple[str, ...]] = lambda key: ()
+    tables: tuple[str, ...] = ()
+    flat: bool = False
 
     def reason(self, key: str) -> str | None:
         """Why a key has no counterpart; None where the list does not have it."""
@@ -76,6 +84,22 @@ class ClosedList:
         """Whether a key of the list decides what is trained, and its value asks for something."""
         neutral = self._find(self.method, key)
         return neutral is not None and not any(same(value, other) for other in (*OFF, *neutral))
+
+    def may_decide_method(self, key: str, value: Any, helpers: Collection[str]) -> bool:
+        """Whether a key that is not understood may be a part of the method: by its place, if it holds anything.
+
+        A table whose name differs from one of `tables` by a letter counts as that table. helpers: keys at the top of
+        the file that others refer to.
+        """
+        if value is None or value in ({}, [], ""):
+            return False
+        plain = key.lstrip('"+~')  # one dotted key, as on a command line of Hydra
+        if any(plain.startswith(f"{table}.") or key == table for table in self.tables):
+            return True
+        top, *inside = split_key(key)
+        if top in helpers:
+            return False
+        return bool(get_close_matches(top, self.tables, 1, _MISSPELT)) if inside else self.flat
 
     def _find(self, table: Mapping[str, _T], key: str) -> _T | None:
         found = (_listed(table, name) for name in (key, *self.general(key)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schema.config.loading.tomlwrite import toml_value
@@ -20,23 +20,24 @@ from schema.interop.engine.model import Addition, Conversion, Entry, Outcome
 from schema.util.text import CONTROL
 
 WIDTH = 110
-LISTED = 10  # keys of one outcome in a short report
 
-_SHORT = (Outcome.UNKNOWN, Outcome.NONE)
+_SHORT = (Outcome.ACCEPTED, Outcome.UNKNOWN, Outcome.NONE)
 
 _HEADINGS = {
     Outcome.FALLBACK: "Not built yet and without influence on the numbers: the nearest value stands above, "
     "the faithful one here.",
     Outcome.IMPLICIT: "Needs no key here.",
     Outcome.NONE: "Has no counterpart here, and is not part of the method.",
-    Outcome.UNKNOWN: "Not understood: look at these.",
+    Outcome.UNKNOWN: "Not understood, and not in a table that decides what is trained: look at these.",
 }
 
 
 _UNSUPPORTED = (
-    "The source asks for these, they decide what is trained, and nothing here does the same. The file is refused "
-    "while they are there: remove a line to train without it, by another method than the source's."
+    "The source asks for these, they decide what is trained, and nothing here does the same; or they are not "
+    "understood, in a table where any key may decide that. The file is refused while they are there: remove a line "
+    "to train without it, by another method than the source's."
 )
+_ACCEPTED = "Not understood, and accepted by name when this was converted: nothing stands for these here."
 
 
 def to_toml(conversion: Conversion) -> str:
@@ -44,6 +45,7 @@ def to_toml(conversion: Conversion) -> str:
     notes = _notes(conversion)
     lines = [f"# Converted from {_clean(conversion.name)}: {conversion.system}, {conversion.kind}."]
     lines += [line for warning in conversion.warnings for line in _comment(f"Look at this: {warning}")]
+    lines += _listed(conversion.of(Outcome.ACCEPTED), _ACCEPTED)
     lines += _table((), conversion.config, notes)
     lines += _left_over(conversion)
     return "\n".join(lines) + "\n"
@@ -67,6 +69,7 @@ def to_json(conversion: Conversion) -> dict[str, Any]:
                 "targets": [{"key": key, "value": value} for key, value in entry.targets],
                 "faithful": [{"key": key, "value": value} for key, value in entry.faithful],
                 "note": entry.note,
+                "understood": entry.understood,
             }
             for entry in conversion.entries
         ],
@@ -80,7 +83,7 @@ def to_json(conversion: Conversion) -> dict[str, Any]:
 def to_report(conversion: Conversion, full: bool = True) -> str:
     """A plain-text report: counts, warnings, then every key with its line and reason.
 
-    full: false lists only what is lost, not understood or without counterpart, and little of that.
+    full: false lists only what is lost, not understood or without counterpart.
     """
     counts = ", ".join(
         f"{len(conversion.of(outcome))} {outcome.value}" for outcome in Outcome if conversion.of(outcome)
@@ -92,13 +95,11 @@ def to_report(conversion: Conversion, full: bool = True) -> str:
     unsupported = _unsupported(conversion)
     warnings = [f"! {_clean(warning)}" for warning in conversion.warnings]
     lines += [*unsupported, "", *warnings] if unsupported and warnings else [*unsupported, *warnings]
-    for outcome in (Outcome.UNKNOWN, Outcome.NONE, Outcome.FALLBACK, Outcome.IMPLICIT, Outcome.MAPPED):
+    for outcome in (*_SHORT, Outcome.FALLBACK, Outcome.IMPLICIT, Outcome.MAPPED):
         entries = conversion.of(outcome)
         if entries and (full or outcome in _SHORT):
-            shown = entries if full else entries[:LISTED]
             lines += ["", f"{outcome.value}:"]
-            lines += [f"  {_entry_line(entry, conversion.name)}" for entry in shown]
-            lines += [f"  and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
+            lines += [f"  {_entry_line(entry, conversion.name)}" for entry in entries]
     added = [addition for addition in conversion.additions if not _is_unsupported(addition)]
     if added and full:
         lines += ["", "added:"]
@@ -108,17 +109,26 @@ def to_report(conversion: Conversion, full: bool = True) -> str:
 
 def _unsupported(conversion: Conversion) -> list[str]:
     """What decides the method and has no counterpart, whether the file writes it or the source's default says so."""
-    lines = [f"  {_entry_line(entry, conversion.name)}" for entry in conversion.of(Outcome.UNSUPPORTED)]
+    entries = conversion.of(Outcome.UNSUPPORTED)
+    known, strangers = (
+        [f"  {_entry_line(entry, conversion.name)}" for entry in entries if entry.understood is understood]
+        for understood in (True, False)
+    )
     for addition in filter(_is_unsupported, conversion.additions):
-        lines.append(
+        known.append(
             _clean(f"  {split_key(addition.key)[1]} = {yaml_value(addition.value)}: {addition.note}")
         )
-    if not lines:
-        return []
-    heading = (
-        "unsupported: these decide what is trained, and the result is refused until each is removed from it"
-    )
-    return ["", heading, *lines]
+    lines: list[str] = []
+    if known:
+        heading = "these decide what is trained, and the result is refused until each is removed from it"
+        lines += ["", f"unsupported: {heading}", *known]
+    if strangers:
+        heading = (
+            "not understood, in tables where any key may decide what is trained; the result is refused until each is "
+            "removed from it, or accepted by name (--allow-unknown KEY)"
+        )
+        lines += ["", f"unsupported: {heading}", *strangers]
+    return lines
 
 
 def _is_unsupported(addition: Addition) -> bool:
@@ -133,8 +143,7 @@ def _table(path: Path, table: Mapping[str, Any], notes: Mapping[Path, list[str]]
     tables = {key: value for key, value in table.items() if isinstance(value, Mapping) and value}
     lines: list[str] = []
     if path == (TABLE,):
-        lines += ["", *_comment(_UNSUPPORTED)]
-        lines += [f"[{TABLE}]"]
+        lines += ["", *_comment(_UNSUPPORTED), f"[{TABLE}]"]
     elif path and plain:
         lines += ["", f"[{format_key(path)}]"]
     for key, value in plain.items():
@@ -190,6 +199,17 @@ def _why(addition: Addition) -> str:
     return f"faithful: {format_key((split_key(addition.key)[-1],))} = {_shown(addition.faithful)}; {addition.note}"
 
 
+def _listed(entries: Sequence[Entry], heading: str) -> list[str]:
+    """Entries for which nothing is written, as comments below a heading."""
+    if not entries:
+        return []
+    return [
+        "",
+        f"# {heading}",
+        *(line for entry in entries for line in _comment(_entry_line(entry, ""), "  ")),
+    ]
+
+
 def _left_over(conversion: Conversion) -> list[str]:
     lines: list[str] = []
     for outcome, heading in _HEADINGS.items():
@@ -198,9 +218,7 @@ def _left_over(conversion: Conversion) -> list[str]:
             for entry in conversion.of(outcome)
             if outcome is not Outcome.FALLBACK or all(value is None for _, value in entry.targets)
         ]
-        if entries:
-            lines += ["", f"# {heading}"]
-            lines += [line for entry in entries for line in _comment(_entry_line(entry, ""), "  ")]
+        lines += _listed(entries, heading)
     silent = [entry for entry in conversion.of(Outcome.MAPPED) if all(v is None for _, v in entry.targets)]
     if silent:
         lines += ["", "# Maps to a key that stays unset."]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schema.config.loading.tomlread import MAX_FILE_BYTES
 from schema.config.problem import ConfigError, Problem
@@ -38,8 +38,19 @@ _TAGS = {f"{_STANDARD}{name}" for name in ("str", "int", "float", "bool", "null"
 _TABLES = {f"{_STANDARD}{name}" for name in ("map", "seq")}
 
 
-def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
-    """The mapping that a YAML text holds, and the line (from 1) of each of its keys by path.
+class YamlFile(NamedTuple):
+    """The mapping that a YAML text holds, the line (from 1) of each of its keys by path, and its keys with aliases.
+
+    shared: keys at the top whose value stands elsewhere too, by an alias (`*name`) or merged (`<<`).
+    """
+
+    data: dict[str, Any]
+    lines: dict[Path, int]
+    shared: frozenset[str]
+
+
+def read_yaml(text: str, name: str) -> YamlFile:
+    """What a YAML text holds.
 
     Keys that are not strings become their text. Raises ConfigError with the line where the text is not YAML,
     holds something else than a mapping at the top, repeats a key, uses tags, or is too large.
@@ -68,10 +79,11 @@ def read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         raise _error(f"holds {what}, expected one mapping of keys", name)
     if not isinstance(documents[0], yaml.MappingNode):
         line = documents[0].start_mark.line + 1
-        raise _error("expected keys and values at the top", name, line, _hint(text, line))
+        hint = _hint(text, line, "a configuration is lines of `key: value`; this is a text or a list")
+        raise _error("expected keys and values at the top", name, line, hint)
     walk = _Walk(name)
     data = walk.mapping(documents[0], ())
-    return data, walk.lines
+    return YamlFile(data, walk.lines, frozenset(walk.shared))
 
 
 def _check_depth(events: Iterable[yaml.Event], name: str) -> None:
@@ -90,6 +102,8 @@ class _Walk:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[Path, int] = {}
+        self.shared: set[str] = set()
+        self._tops: dict[int, str] = {}  # the node of a value at the top -> its key
         self._values = 0
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
@@ -115,6 +129,13 @@ class _Walk:
                     table[key] = value
         return table
 
+    def _look_for_aliases(self, node: yaml.Node, path: Path) -> None:
+        """An alias is the very node of its anchor."""
+        if id(node) in self._tops:
+            self.shared.add(self._tops[id(node)])
+        elif len(path) == 1:
+            self._tops[id(node)] = path[0]
+
     def _merge_sources(self, nodes: list[yaml.Node]) -> Iterator[yaml.Node]:
         for node in nodes:
             if type(node).__name__ == "SequenceNode":
@@ -123,6 +144,7 @@ class _Walk:
                 yield node
 
     def _value_of_merge(self, node: yaml.Node, path: Path) -> dict[str, Any]:
+        self._look_for_aliases(node, ())
         if type(node).__name__ != "MappingNode":
             raise _error("`<<` can merge mappings only", self.name, node.start_mark.line + 1)
         lines, self.lines = self.lines, {}
@@ -141,6 +163,7 @@ class _Walk:
         return key
 
     def _value(self, node: yaml.Node, path: Path) -> Any:
+        self._look_for_aliases(node, path)
         if type(node).__name__ == "MappingNode":
             return self.mapping(node, path)
         self._count(node, path)
@@ -199,7 +222,12 @@ def _error(message: str, name: str, line: int | None = None, hint: str = "") -> 
 _PAGE = "this is the list of a documentation page: keep only the lines of the configuration"
 
 
-def _hint(text: str, line: int | None) -> str:
+_FEW_LINES = 8  # too few to tell a text from a broken configuration
+_KEY_LINE = re.compile(r"\s*(?:-\s|(?:-\s+)?[^\s:]+:(?:\s|$))")
+_COLUMN = "check the indentation: keys of one table begin in the same column"
+
+
+def _hint(text: str, line: int | None, otherwise: str = _COLUMN) -> str:
     """What people most often mean by a line that is not YAML: a page of documentation copied with it."""
     lines = text.splitlines()
     near = lines[max(0, (line or 1) - 2) : (line or 1)]
@@ -214,4 +242,7 @@ def _hint(text: str, line: int | None) -> str:
             return "YAML indents with blanks, not with tabs"
         if re.match(r"\[[^\]]+\]\s*$", written.strip()) or re.match(r"\s*[\w.]+\s*=", written):
             return "this looks like TOML: give the file the ending .toml"
-    return "check the indentation: keys of one table begin in the same column"
+    filled = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if sum(_KEY_LINE.match(line) is not None for line in filled) * 2 < len(filled) > _FEW_LINES:
+        return "most of its lines are text: keep only those of the configuration"
+    return otherwise

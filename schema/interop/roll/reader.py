@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from schema.interop.engine.keys import unsupported_key
-from schema.interop.engine.rules import ConversionContext, Reader, Rule
+from schema.interop.engine.model import Result, implicit
+from schema.interop.engine.rules import HYDRA_KEYS, ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
 from schema.interop.engine.values import BadValue
 from schema.interop.roll.actor_infer import ACTOR_INFER_RULES, VALIDATION_RULES
@@ -47,6 +49,12 @@ def _detect(source: Source) -> str | None:
     rolls_out = any(map(source.has, ("actor_infer", *_PIPELINE)))
     pairs = any(map(source.has, DPO_KEYS))
     return "dpo" if pairs or (source.has("train_batch_size") and not rolls_out) else "rlvr"
+
+
+def _artefact(key: str, value: Any) -> Result | None:
+    """What belongs to Hydra, wherever it stands."""
+    is_hydras = key.rpartition(".")[2] in ("_target_", *HYDRA_KEYS)
+    return implicit("tells Hydra how to make the table, which ROLL reads as it is") if is_hydras else None
 
 
 def _finish(context: ConversionContext) -> None:
@@ -168,4 +176,5 @@ READER = Reader(
     rules=lambda kind: sft_rules() if kind == "sft" else _RULES,
     finish=_finish,
     prose=PROSE,
+    artefacts=_artefact,
 )

@@ -97,7 +97,8 @@ _TOP = {
             _TRACKER: "tracker_kwargs.* model_name",
             _REWARD_SCALE: (
                 "reward_clip reward_norm reward_shift reward_scale use_reward_scaling use_reward_norm "
-                "whiten_rewards norm_mean_type norm_std_type reward_normalization.*"
+                "whiten_rewards norm_mean_type norm_std_type reward_normalization.grouping "
+                "reward_normalization.method reward_normalization.norm_mean_type reward_normalization.norm_std_type"
             ),
             _ADVANTAGE: "whiten_advantages",
             _MASK: "mask_type",
@@ -179,6 +180,9 @@ _WORKER = {
     "model_args.autocast_adapter_dtype": "adapters have train.master_dtype like every trained weight",
     "training_args.output_dir": _LOGS,
     "training_args.logging_steps": "metrics are kept and shown for every step",
+    "training_args.save_steps": "checkpoints follow save_steps at the top of the file",
+    "training_args.save_strategy": "checkpoints follow save_steps at the top of the file",
+    "training_args.ddp_timeout": "how long a collective may take follows from the time-outs of the launcher",
     "training_args.tf32": "float32 products are those of torch's default; NVIDIA_TF32_OVERRIDE changes them",
     "training_args.lr_scheduler_kwargs.*": "a further parameter of a Hugging Face schedule",
     "data_args.template": _TEMPLATE,
@@ -273,8 +277,8 @@ _METHOD: dict[str, tuple[Any, ...]] = {
             "reward_normalization.norm_mean_type reward_normalization.norm_std_type "
             "difficulty_loss_weight length_loss_weight use_topr_loss "
             "use_topr_neg_loss_coef l2 train_infer_correction.is_weight.weight_type "
-            "train_infer_correction.filters dataset_filter.source dataset_filter.min_difficulty "
-            "dataset_filter.max_difficulty dataset_filter.num_samples train_env_manager.format_penalty "
+            "train_infer_correction.filters train_infer_correction.* dataset_filter.* "
+            "train_env_manager.format_penalty "
             "actor_train.model_args.adapter_name_or_path actor_train.model_args.moe_aux_loss_coef "
             "actor_train.model_args.model_type rewards.<domain>.worker_cls "
             "rewards.<domain>.response_length_penalty_coef rewards.<domain>.format_pattern "
@@ -316,4 +320,15 @@ _METHOD: dict[str, tuple[Any, ...]] = {
 }
 """What of the list decides what is trained -> ROLL's own defaults. Details of a part stand with its switch."""
 
-ROLL = ClosedList(_REASONS, _METHOD, general)
+_TABLES = (
+    *ROLES,
+    *DISTILLATION_ROLES,
+    *_ENVIRONMENTS,
+    *words(
+        "rewards reward reward_model reward_normalization train_infer_correction dataset_filter vlm_filter "
+        "custom_envs custom_env"
+    ),
+)
+"""The tables in which every key may decide what is trained."""
+
+ROLL = ClosedList(_REASONS, _METHOD, general, _TABLES, flat=True)

@@ -23,8 +23,14 @@ from schema.interop.verl.facts import (
 )
 from schema.interop.verl.mesh import Mesh
 from schema.interop.verl.optim import Optim
-from schema.interop.verl.shared import Budget, checkpoint_rules, profiler_rules
-from schema.interop.verl.unsupported import VERL
+from schema.interop.verl.shared import (
+    INFERENCE_BATCHES,
+    INFERENCE_REASON,
+    Budget,
+    checkpoint_rules,
+    profiler_rules,
+)
+from schema.interop.verl.unsupported import LOSS_OPTIONS, VERL
 
 KL_TYPES = {
     "kl": "k1",
@@ -157,7 +163,7 @@ def _loss() -> tuple[Rule, ...]:
         ),
         "kl_loss_type": _kl_type,
         "policy_loss.loss_mode": _loss_mode,
-        "policy_loss.* tau_pos tau_neg": _loss_option,
+        " ".join(LOSS_OPTIONS): _loss_option,
         "tis_imp_ratio_cap": _tis_cap,
     }
     defaults = {
@@ -296,6 +302,7 @@ def _small() -> tuple[Rule, ...]:
         "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
         "load_weight": to.always("the policy's weights are always loaded"),
         "calculate_entropy": to.always("entropy is always a metric"),
+        INFERENCE_BATCHES: to.always(INFERENCE_REASON),
         "calculate_sum_pi_squared": lacking(False),
         "use_prefix_grouper": to.always(
             "changes speed only; prompts are shared by the engine's prefix cache"

@@ -23,7 +23,13 @@ from schema.interop.verl.mesh import Mesh
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.reward import reward_name
-from schema.interop.verl.shared import Budget, checkpoint_rules, profiler_rules
+from schema.interop.verl.shared import (
+    INFERENCE_BATCHES,
+    INFERENCE_REASON,
+    Budget,
+    checkpoint_rules,
+    profiler_rules,
+)
 
 _ESTIMATORS = {
     "gae": "gae",
@@ -71,7 +77,6 @@ def algorithm_rules() -> tuple[Rule, ...]:
         "rollout_token_veto_threshold": lacking(),
     }
     older = {
-        "rollout_is": ("rollout_is_level",),
         "rollout_is_threshold": ("rollout_is_threshold",),
         "rollout_rs": ("rollout_rs",),
         "rollout_rs_threshold": ("rollout_rs_threshold",),
@@ -88,6 +93,13 @@ def algorithm_rules() -> tuple[Rule, ...]:
         Rule("algorithm.filter_groups.enable", _filter_groups),
         *rules_below("algorithm.filter_groups", filters, _no_filter),
         *rules_below("algorithm", below(new, ratios), also=below(new, older)),
+        Rule("algorithm.rollout_is", to.always("rollout_is_level says which weights")),
+        Rule(
+            "algorithm.rollout_is_level", to.choice(f"{_CORRECTION}.weights", weights), when=_no_older_weights
+        ),
+        Rule("algorithm.rollout_is_mode", lacking("truncate"), when=_no_older_ratios),
+        Rule("algorithm.rollout_is_veto_threshold", lacking(), when=_no_older_ratios),
+        Rule("algorithm.rollout_is_threshold_lower", to.always("bounds with rollout_is_mode = mask alone")),
         Rule("algorithm.use_pf_ppo", lacking(False)),
         Rule("algorithm.pf_ppo.*", to.always("no effect while use_pf_ppo = false")),
     )
@@ -130,6 +142,7 @@ def critic_rules() -> tuple[Rule, ...]:
         "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
         "nccl_timeout": to.always("collectives end with the process that is missing"),
         "load_weight": to.always("weights are always loaded"),
+        INFERENCE_BATCHES: to.always(INFERENCE_REASON),
         "kl_ctrl.*": to.always("verl reads algorithm.kl_ctrl"),
     }
     return (
@@ -248,9 +261,26 @@ def _refills(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.max_retry_for_on_policy", max(batches, 0)))
 
 
+def _no_older_ratios(context: ConversionContext) -> str:
+    """verl 0.6 looks at ratios only where a threshold is written."""
+    has_threshold = context.get("algorithm.rollout_correction.rollout_is_threshold", None) is not None
+    return "" if has_threshold else "no effect without rollout_is_threshold"
+
+
+def _no_older_weights(context: ConversionContext) -> str:
+    """verl 0.6 weighs the loss only where `algorithm.rollout_is` is true."""
+    off = "" if context.flag("algorithm.rollout_is") else "no effect without algorithm.rollout_is"
+    return _no_older_ratios(context) or off
+
+
+def _weighs(context: ConversionContext) -> bool:
+    newer = context.get("algorithm.rollout_correction.rollout_is", None) is not None
+    return newer or (context.has("algorithm.rollout_is_level") and not _no_older_weights(context))
+
+
 @computed(f"{_CORRECTION}.cap", words="one number: the cap; a pair: rejection by bounds")
 def _cap(context: ConversionContext, leaf: KeyPath) -> Result:
-    if context.get("algorithm.rollout_correction.rollout_is", None) is None or leaf.value is None:
+    if not _weighs(context) or leaf.value is None:
         return implicit("no effect without rollout_is")
     low, high = _pair(leaf.value)
     if low is None:

@@ -50,6 +50,7 @@ def data_rules() -> tuple[Rule, ...]:
         "return_raw_chat": to.always("rewards always get the raw chat"),
         "return_multi_modal_inputs": to.always("concerns images"),
         "shuffle": to.flag(f"{POLICY}.dataloader_shuffle"),
+        "cache_dir": to.always("rows are read where they lie"),
         "seed": to.integer("train.seed", "null: the default"),
         "validation_shuffle": to.always("the order of validation changes no result"),
         "dataloader_num_workers filter_overlong_prompts_workers": _workers,
@@ -72,7 +73,7 @@ def data_rules() -> tuple[Rule, ...]:
     return (
         *rules_below("data", lengths, defaults={"max_prompt_length": 512, "max_response_length": 512}),
         *rules_below("data", streamed, _streamed, {"train_batch_size": 1024}),
-        *rules_below("data", table, defaults=_DEFAULTS),
+        *rules_below("data", table, defaults=_DEFAULTS, also={"shuffle": ("shuffle_train_dataloader",)}),
         Rule("data.custom_cls.path", custom, also=("custom_cls.path",)),
         Rule("data.custom_cls.name", custom, also=("custom_cls.name",)),
     )

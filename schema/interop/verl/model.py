@@ -87,6 +87,7 @@ class Model:
         """Keys that change speed or memory but never numbers."""
         train, kwargs = self.train, "gradient_checkpointing_kwargs.activations_checkpoint"
         granularity = {"full": "full", "selective": "selective"}
+        chunks = to.always("log-probs are always computed in chunks that never hold the whole vocabulary")
         table = {
             "enable_gradient_checkpointing": to.flag(f"{self.ours}.model_gradient_checkpointing"),
             f"{kwargs}_granularity": to.unless(
@@ -95,9 +96,8 @@ class Model:
             f"{kwargs}_method {kwargs}_num_layers": to.always("recomputation goes layer by layer"),
             "enable_activation_offload": to.flag(f"{train}.activation_offload"),
             "truncate_padding": to.always("padding never changes a number here"),
-            "use_fused_kernels fused_kernel_options fused_kernel_options.*": to.always(
-                "log-probs are always computed in chunks that never hold the whole vocabulary"
-            ),
+            "use_fused_kernels fused_kernel_options fused_kernel_options.*": chunks,
+            "use_fused_loss return_last_hidden_state": chunks,
         }
         if self.ours != "policy":
             return table | {

@@ -24,7 +24,7 @@ from schema.interop.engine.rules import (
 )
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import is_megatron, lacking
-from schema.interop.verl.unsupported import MUON_OPTIONS
+from schema.interop.verl.unsupported import MUON_OPTIONS, OFFLOAD_OPTIONS
 
 _STYLES = {
     "constant": None,
@@ -82,6 +82,8 @@ class Optim:
         spellings = {
             "lr_warmup_steps_ratio": ("warmup_steps_ratio",),
             "lr_scheduler_type": ("warmup_style", "lr_scheduler"),
+            "optimizer": ("name",),
+            "clip_grad": ("grad_clip",),
         }
         table = self._rates() | self._decay() | self._optimizers()
         rules = rules_below(self.optim, table, self.when, self.defaults, spellings)
@@ -168,6 +170,9 @@ class Optim:
             "total_training_steps": to.always("verl overwrites it with the number of steps it computes"),
             "zero_indexed_step": to.always("the first step has the rate of step 0 here"),
             "use_precision_aware_optimizer": lacking(False),
+            "eps": to.number(f"{self.ours}.epsilon"),
+            "decay_type": lacking("constant", "none"),
+            "min_lr_factor": lacking(0.0),
             "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype": lacking("fp32"),
             "use_layer_wise_distributed_optimizer": to.always("the optimizer's state is always sharded"),
             "muon_momentum": only_muon,
@@ -175,6 +180,9 @@ class Optim:
             "override_optimizer_config": lacking({}),
             "override_optimizer_config.eps": to.number(f"{self.ours}.epsilon"),
             "override_optimizer_config.momentum": to.number(momentum),
+            " ".join(f"override_optimizer_config.{name}" for name in OFFLOAD_OPTIONS): to.always(
+                "where the optimizer computes, and how it stores its state, changes speed and memory"
+            ),
             "override_optimizer_config.*": lacking(),
         }
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from schema.interop.engine import to
 from schema.interop.engine.keys import words
-from schema.interop.engine.model import Result, implicit
-from schema.interop.engine.rules import ConversionContext, Reader, Rule
+from schema.interop.engine.model import Result, implicit, unknown
+from schema.interop.engine.rules import HYDRA_KEYS, ConversionContext, Reader, Rule
 from schema.interop.engine.source import Source
 from schema.interop.verl.actor import actor_rules, reference_rules
 from schema.interop.verl.algorithm import algorithm_rules, critic_rules, needs_critic
@@ -85,6 +85,7 @@ def _rules(kind: str) -> tuple[Rule, ...]:
         *trainer_rules("rl"),
         Rule("actor_rollout_ref.nccl_timeout", to.always("collectives end with the process that is missing")),
         *profiler_rules("actor_rollout_ref"),
+        Rule("actor_rollout_ref.ref.optim.*", to.always("the reference model never trains")),
         *(
             Rule(f"skip.{name}.*", switched(f"skip.{name}.enable"))
             for name in ("rollout", "rollout_tq", "async_rollout")
@@ -107,9 +108,16 @@ def _common() -> tuple[Rule, ...]:
 
 
 def _artefact(key: str, value: Any) -> Result | None:
-    """`_target_` names verl's own class of a table, wherever it stands."""
-    is_class = key.rpartition(".")[2] == "_target_"
-    return implicit("names verl's own class of this table") if is_class else None
+    """What belongs to Hydra, wherever it stands: `_target_` names verl's own class of a table, or another one."""
+    name = key.rpartition(".")[2]
+    if name in HYDRA_KEYS:
+        return implicit("tells Hydra how to make the table")
+    if name != "_target_":
+        return None
+    is_own = str(value).startswith("verl.") or value is None
+    return (
+        implicit("names verl's own class of this table") if is_own else unknown("not a class of verl's own")
+    )
 
 
 def _finish(context: ConversionContext) -> None:

@@ -9,6 +9,7 @@ from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, comput
 from schema.interop.verl.data import files
 from schema.interop.verl.facts import POLICY, lacking, no_reward_model, response_length, without_counterpart
 from schema.interop.verl.shared import Budget
+from schema.interop.verl.unsupported import REWARD_MODEL_OPTIONS
 
 
 def reward_rules() -> tuple[Rule, ...]:
@@ -32,7 +33,8 @@ def reward_rules() -> tuple[Rule, ...]:
         "fsdp_config.min_num_params": to.integer("reward_model.fsdp_wrap_min_params"),
         "*": lacking(-1, 1, False, True),
     }
-    name, newer = to.path("reward_model.model_name_or_path"), ("reward.reward_model.model_path",)
+    name = to.path("reward_model.model_name_or_path")
+    newer = ("reward.reward_model.model_path", "reward_model.model_path")
     return (
         Rule(
             "reward_model.enable",
@@ -44,8 +46,8 @@ def reward_rules() -> tuple[Rule, ...]:
         *rules_below(model, table, when, also={"fsdp_config.min_num_params": (least,)}),
         *micro.rules(),
         Rule("reward_model.max_length", to.integer("reward_model.max_length"), when=when),
-        Rule("reward_model.*", lacking(False), when=when),
-        Rule("reward.reward_model.*", lacking(False), when=when),
+        *rules_below("reward_model", {" ".join(REWARD_MODEL_OPTIONS): lacking(False)}, when),
+        *rules_below("reward.reward_model", {" ".join(REWARD_MODEL_OPTIONS): lacking(False)}, when),
         *_function_rules(),
     )
 
@@ -82,10 +84,17 @@ def _function_rules() -> tuple[Rule, ...]:
         ),
         Rule("custom_reward_function.reward_kwargs.*", _reward_kwargs),
         Rule("reward_manager.name", _manager),
-        Rule("reward_manager.*", managers),
-        Rule("reward.reward_manager.*", managers),
+        *rules_below(
+            "reward_model", {"reward_loop_source reward_loop_module_path reward_loop_class_name": managers}
+        ),
+        *rules_below("reward_manager", {"source module.path module.name": managers}),
+        *rules_below("reward.reward_manager", {"source module.path module.name": managers}),
         Rule("sandbox_fusion.url", lacking(), also=tuple(f"{table}.url" for table in sandbox)),
-        *(Rule(f"{table}.*", unused) for table in ("sandbox_fusion", *sandbox)),
+        *(
+            Rule(f"{table}.{name}", unused)
+            for table in ("sandbox_fusion", *sandbox)
+            for name in ("max_concurrent", "memory_limit_mb")
+        ),
     )
 
 

@@ -35,7 +35,7 @@ from schema.interop.verl.facts import (
     without_counterpart,
 )
 from schema.interop.verl.shared import Budget, profiler_rules
-from schema.interop.verl.unsupported import VERL
+from schema.interop.verl.unsupported import MULTI_TURN_OPTIONS, VERL
 
 _SAMPLING = "rollout.sampling_config"
 _REPLICAS = "rollout.parallelism.n_init_replicas"
@@ -409,7 +409,7 @@ def agent_rules() -> tuple[Rule, ...]:
         "custom_async_server.path custom_async_server.name": server,
         "num_workers": to.always("requests need no worker processes of their own"),
         "default_agent_loop": lacking("single_turn_agent"),
-        "agent_loop_config_path *": lacking(),
+        "agent_loop_config_path agent_loop_manager_class": lacking(),
     }
     table = {
         "max_assistant_turns": to.integer(f"{multi}.max_assistant_turns"),
@@ -417,10 +417,12 @@ def agent_rules() -> tuple[Rule, ...]:
         "tokenization_sanity_check_mode": to.always(
             "token ids travel as they are, nothing is tokenised twice"
         ),
-        "*": lacking(),
+        " ".join(MULTI_TURN_OPTIONS): lacking(),
     }
     return (
         *rules_below(agent, loops),
+        Rule(f"{ROLLOUT}.chat_scheduler", lacking()),
+        Rule(f"{ROLLOUT}.limit_images", to.always("concerns images")),
         Rule(f"{turns}.enable", to.unless([False], "false: single turns", to.flag(f"{multi}.enable"))),
         *rules_below(turns, {"tool_config_path function_tool_path": tools}),
         *rules_below(turns, table, _single_turn, also={"max_assistant_turns": ("max_turns",)}),

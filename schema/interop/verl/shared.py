@@ -19,6 +19,8 @@ from schema.interop.engine.rules import (
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.facts import ACTOR, data_parallel, lacking, widths
 
+INFERENCE_BATCHES = "ppo_infer_micro_batch_size_per_gpu ppo_infer_max_token_len_per_gpu"
+INFERENCE_REASON = "how much a pass without gradients takes at once changes no number"
 _CONTENTS = ("model", "optimizer", "extra")
 
 

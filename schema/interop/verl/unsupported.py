@@ -39,6 +39,10 @@ _OWN_ROUTES = (
     "R2 replays what the trainer itself chose for old log-probs; what the engine chose is replayed here (R3), by "
     'train.train_policy.routing_replay = "ids"'
 )
+_OTHER_ENGINE = "a detail of another of verl's engines; sharding follows from [policy.parallelism]"
+_TITAN_SCHEDULE = (
+    "the schedule of verl's torchtitan engine; [train] has optm_decay_type and optm_min_lr_factor"
+)
 _QAT = "quantisation-aware training; train.fp8 computes in low precision"
 _TRANSLATED = "an artefact of a machine translation, which verl does not read; its key is "
 
@@ -46,6 +50,24 @@ _OLD_POLICY = (
     "π_old are the rollout's own log-probs; train.train_policy.use_decoupled_loss computes them once more"
 )
 
+REWARD_MODEL_OPTIONS = words(
+    "enable_resource_pool n_gpus_per_node nnodes use_reward_loop ulysses_sequence_parallel_size nccl_timeout dtype "
+    "model_type model_config.* data_processor_config.* megatron.* rollout.* rollout profiler.* profile.* "
+    "reward_loop_source reward_loop_module_path reward_loop_class_name"
+)
+MULTI_TURN_OPTIONS = words(
+    "max_user_turns max_parallel_calls max_tool_response_length tool_response_truncate_side interaction_config_path "
+    "format num_repeat_rollouts completion_callback enable_tokenization_sanity_check tokenization_sanity_check"
+)
+LOSS_OPTIONS = words(
+    "policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub policy_loss.kl_cov_ratio "
+    "policy_loss.ppo_kl_coef policy_loss.dro_beta policy_loss.tau_pos policy_loss.tau_neg tau_pos tau_neg"
+)
+"""Names of verl's options; what else stands in these tables is not verl's."""
+
+OFFLOAD_OPTIONS = words(
+    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer"
+)
 MUON_OPTIONS = words(
     "nesterov split_qkv scale_mode coefficient_type num_ns_steps tp_mode fp32_matmul_prec "
     "extra_scale_factor scalar_optimizer match_adamw_update_rms"
@@ -90,6 +112,15 @@ _ROLE = {
     "megatron.expert_tensor_parallel_size": "experts are split over ep_size ranks, and by tp_size like all layers",
     "megatron.num_layers_per_virtual_pipeline_stage": "policy.parallelism.virtual_pp_size counts stages, not layers",
     "optim.main_grads_dtype": "gradients are reduced in train.fsdp_reduce_dtype",
+    **because(
+        {
+            _TITAN_SCHEDULE: "optim.decay_type optim.min_lr_factor",
+            _OTHER_ENGINE: (
+                "torchtitan.* automodel.* optim.init_lr_ratio optim.wd_incr_style optim.master_weights "
+                "optim.store_param_remainders optim.master_weight_dtype"
+            ),
+        }
+    ),
     **{f"optim.muon_{name}": "Muon runs with torch's own settings" for name in MUON_OPTIONS},
     "checkpoint.*": "a detail of verl's checkpoint manager",
 }
@@ -117,7 +148,10 @@ _ROLLOUT = {
     **because(
         {
             "rollout.custom_server is the key for a server of your own": (
-                "agent.default_agent_loop agent.agent_loop_config_path agent.*"
+                "agent.default_agent_loop agent.agent_loop_config_path agent.agent_loop_manager_class chat_scheduler"
+            ),
+            "a detail of verl's tool calls; [rollout.multi_turn_config] has ours": " ".join(
+                f"multi_turn.{name}" for name in MULTI_TURN_OPTIONS
             ),
             _MODEL["mtp.*"]: "mtp mtp.*",
             _ROLE["qat.*"]: "qat qat.*",
@@ -128,7 +162,6 @@ _ROLLOUT = {
     "logprobs_mode": "log-probs are always those of the distribution sampled from (processed_logprobs)",
     "multi_turn.tool_config_path": _TOOLS,
     "multi_turn.function_tool_path": _TOOLS,
-    "multi_turn.*": "a detail of verl's tool calls; [rollout.multi_turn_config] has ours",
     "moe_load_balance_metrics_interval": "how evenly experts are used is not a metric here",
     "router_config_path": "the controller leases prompts to replicas; no router needs to be configured",
     "use_fire_sampling": "the first token is drawn like all others",
@@ -165,9 +198,15 @@ _REWARD = {
     **because(
         {
             "your own manager becomes a reward function: train.train_policy.reward_function": (
-                "reward_model.reward_manager reward.reward_manager.* reward_manager.*"
+                "reward_model.reward_manager reward_manager.name reward_manager.source reward_manager.module.path "
+                "reward_manager.module.name reward.reward_manager.name reward.reward_manager.source "
+                "reward.reward_manager.module.path reward.reward_manager.module.name"
             ),
-            _REWARD_LOOP: "reward.reward_model.* reward_model.*",
+            _REWARD_LOOP: " ".join(
+                f"{table}.{name}"
+                for table in ("reward.reward_model", "reward_model")
+                for name in REWARD_MODEL_OPTIONS
+            ),
             "call the sandbox from a reward function of your own": (
                 "reward.sandbox_fusion.url reward_model.sandbox_fusion.url sandbox_fusion.url"
             ),
@@ -177,9 +216,12 @@ _REWARD = {
 }
 _ALGORITHM = {
     "rollout_correction.loss_type": "the loss is named by train.train_policy.variant, with `reinforce` among them",
+    "rollout_is_mode": "weights are cut at a cap; rollout_correction.reject rejects by bounds, next to it",
+    "rollout_is_veto_threshold": "sequences are rejected by their ratio, not by a single token",
     "rollout_correction.rollout_is_batch_normalize": "weights are truncated, not normalised over the batch",
     "rollout_correction.rollout_rs=k2,k3": "samples are rejected by ratios, not by the estimators k2 and k3",
     "rollout_correction.rollout_token_veto_threshold": "sequences are rejected by their ratio, not by a single token",
+    "gdpo_reward_keys": "rewards are one number for each sample; several are not normalised one by one, as by GDPO",
     "use_pf_ppo": "samples are not drawn again by their reward before training",
 }
 _TRAINER = {
@@ -258,6 +300,7 @@ _REASONS: dict[str, str] = {
 }
 
 _ROLE_METHOD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(words("optim.decay_type optim.min_lr_factor"), ()),
     **dict.fromkeys(
         words(
             "qat.enable fsdp_config.qat.enable megatron.qat.enable "
@@ -280,6 +323,14 @@ _MODEL_METHOD: dict[str, tuple[Any, ...]] = {
 _REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 
 _METHOD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        words(
+            "algorithm.rollout_is_mode algorithm.rollout_is_veto_threshold actor_rollout_ref.rollout.chat_scheduler "
+            "algorithm.gdpo_reward_keys actor_rollout_ref.rollout.agent.agent_loop_manager_class optim.decay_type "
+            "optim.min_lr_factor"
+        ),
+        (),
+    ),
     **dict.fromkeys(
         words(
             "actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.freeze_vision_tower "
@@ -315,10 +366,22 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     "data.video_key": ("videos",),
     "data.audio_key": ("audios",),
     "reward_model.reward_manager": _REWARD_MANAGERS,
+    "reward_model.reward_loop_class_name": (),
     "reward.reward_manager.name": _REWARD_MANAGERS,
     "reward_manager.name": _REWARD_MANAGERS,
     "algorithm.rollout_correction.loss_type": ("ppo_clip",),
 }
 """What of the list decides what is trained -> verl's own defaults. Details of a part stand with its switch."""
 
-VERL = ClosedList(_REASONS, _METHOD)
+_OF_FORKS = words(
+    "retriever reranker do_search max_turns env rllm es_manager agent_proxy ctx_manager agentlightning"
+)
+_DECISIVE = words(
+    "actor_rollout_ref algorithm critic data rollout reward reward_model reward_manager custom_reward_function "
+    "sandbox_fusion distillation async_training model optim engine"
+)
+"""The tables in which every key may decide what is trained; `model`, `optim` and `engine` belong to SFT files.
+
+_OF_FORKS: tables and keys at the top of files of systems that are made from verl."""
+
+VERL = ClosedList(_REASONS, _METHOD, tables=(*_DECISIVE, *_OF_FORKS))

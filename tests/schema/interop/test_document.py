@@ -25,6 +25,7 @@ def test_no_kind_of_file_is_forgotten() -> None:
         if reader.unsupported.reasons:
             assert ("none", reader.system) in there
             assert ("method", reader.system) in there
+            assert ("tables", reader.system) in there
 
 
 def test_what_stands_between_markers_is_made_anew_and_the_rest_kept() -> None:

@@ -214,14 +214,15 @@ def test_the_type_is_guessed_as_cosmos_rl_does() -> None:
         text + "[train.train_policy.dataset]\nname = 'x'\n[rollout]\nn_generation = 4\n", "x.toml"
     )
     assert found.entry("rollout.n_generation").outcome is Outcome.IMPLICIT
-    assert convert_text("[train.train_policy]\nkl_beta = 0.0\n", "x.toml").kind == "grpo"
+    for key in ("kl_beta = 0.0", "loss_type = 'token-mean'"):
+        assert convert_text(f"[train.train_policy]\n{key}\n", "x.toml").kind == "grpo"
 
 
 def test_unknown_keys_are_kept_and_guessed() -> None:
     found = _cosmos({"train.optm_lrr": 1.0, "vla.num_envs": 2, "train.train_policy.temperatur": 1.0})
     assert "did you mean `train.optm_lr`?" in found.entry("train.optm_lrr").note
     assert found.entry("vla.num_envs").outcome is Outcome.NONE
-    assert found.entry("train.train_policy.temperatur").outcome is Outcome.UNKNOWN
+    assert found.entry("train.train_policy.temperatur").outcome is Outcome.UNSUPPORTED
     assert "train.optm_lrr" in to_toml(found)
 
 

@@ -14,7 +14,7 @@ from tests.schema.config_samples import refused
 
 def resolved(text: str, env: dict[str, str] | None = None, defaults: dict[str, Any] | None = None) -> Any:
     """The data of a YAML text with its references resolved."""
-    data, lines = read_yaml(text, "f.yaml")
+    data, lines, _ = read_yaml(text, "f.yaml")
     return resolve(data, lines, "f.yaml", env or {}, defaults or {})
 
 

@@ -51,12 +51,12 @@ def test_scalars(text: str, value: object) -> None:
 
 
 def test_quoted_text_stays_text() -> None:
-    data, _ = read_yaml("a: '1e-6'\nb: \"true\"\nc: |\n  1\n", "f.yaml")
+    data, _, _ = read_yaml("a: '1e-6'\nb: \"true\"\nc: |\n  1\n", "f.yaml")
     assert data == {"a": "1e-6", "b": "true", "c": "1\n"}
 
 
 def test_every_key_has_its_line() -> None:
-    data, lines = read_yaml("# head\na:\n  b: 1\n\n  c: [1, {d: 2}]\nn: 3\n", "f.yaml")
+    data, lines, _ = read_yaml("# head\na:\n  b: 1\n\n  c: [1, {d: 2}]\nn: 3\n", "f.yaml")
     assert data == {"a": {"b": 1, "c": [1, {"d": 2}]}, "n": 3}
     assert lines[("a",)] == 2
     assert lines[("a", "b")] == 3
@@ -76,7 +76,8 @@ def test_a_key_that_stands_twice_is_refused_with_its_line() -> None:
 
 def test_aliases_and_merges() -> None:
     text = "base: &b {x: 1, y: 2}\nuse: {<<: *b, y: 3}\nsame: *b\nmany: {<<: [*b, {z: 4}]}"
-    data, lines = read_yaml(text, "f.yaml")
+    data, lines, shared = read_yaml(text, "f.yaml")
+    assert shared == {"base"}
     assert data["use"] == {"y": 3, "x": 1}
     assert data["same"] == {"x": 1, "y": 2}
     assert data["many"] == {"x": 1, "y": 2, "z": 4}
@@ -123,6 +124,7 @@ def test_what_is_no_configuration_is_named(text: str, words: str) -> None:
         ("```yaml\ndata: {a: 1}\n```", "markup"),
         ("a:\n\tb: 1", "not with tabs"),
         ("[train]\nx = 1\n", "TOML"),
+        ("Guide\n" + "Some text of it.\n" * 9 + "a: b: c\n", "most of its lines are text"),
         (".. code:: yaml\n\n   data: 1", "markup"),
     ],
 )

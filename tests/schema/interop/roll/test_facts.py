@@ -80,7 +80,7 @@ def test_global_batch_that_does_not_divide_is_said() -> None:
 def test_global_batch_that_is_no_number_is_not_understood() -> None:
     found = roll_with({**_megatron(tp=8, pp=2), f"{_TRAINING}.gradient_accumulation_steps": 0})
     entry = found.entry(f"{_TRAINING}.gradient_accumulation_steps")
-    assert entry.outcome is Outcome.UNKNOWN
+    assert entry.outcome is Outcome.UNSUPPORTED
     assert "not a whole number of samples" in entry.note
 
 

@@ -219,7 +219,7 @@ def test_unknown_keys_are_kept_and_guessed() -> None:
         ("actor_train.training_args.learnin_rate", "actor_train.training_args.learning_rate"),
     ):
         entry = found.entry(key)
-        assert entry.outcome is Outcome.UNKNOWN
+        assert entry.outcome is Outcome.UNSUPPORTED
         assert f"did you mean `{guess}`?" in entry.note
         assert key in to_toml(found)
 

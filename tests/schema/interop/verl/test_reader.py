@@ -514,10 +514,35 @@ def test_recording_alone_replays_nothing() -> None:
     assert {entry.outcome for entry in found.entries[1:]} == {Outcome.IMPLICIT}
 
 
+OLDER_RATIOS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("rollout_is: false, rollout_is_threshold: 2.0, rollout_is_level: token", {}, []),
+    ("rollout_is: true, rollout_is_threshold: null, rollout_is_level: token, rollout_is_mode: mask", {}, []),
+    (
+        "rollout_is: true, rollout_is_threshold: 2.0, rollout_is_level: token",
+        {"weights": "token", "cap": 2.0},
+        [],
+    ),
+    (
+        "rollout_is: true, rollout_is_threshold: 2.0, rollout_is_level: sequence, rollout_is_mode: mask",
+        {"weights": "sequence", "cap": 2.0},
+        ["algorithm.rollout_is_mode"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "correction", "lost"), OLDER_RATIOS)
+def test_ratios_of_verl_0_6_weigh_where_they_are_switched_on(
+    keys: str, correction: dict[str, Any], lost: list[str]
+) -> None:
+    found = rl(f"algorithm: {{adv_estimator: grpo, rollout_is_veto_threshold: null, {keys}}}")
+    assert (value_of(found, f"{POLICY}.rollout_correction") or {}) == correction
+    assert list(found.unsupported) == lost
+
+
 def test_an_unknown_key_is_reported_with_a_suggestion() -> None:
     conversion = rl("actor_rollout_ref: {actor: {clip_ration: 0.3}}")
     entry = conversion.entry("actor_rollout_ref.actor.clip_ration")
-    assert entry.outcome is Outcome.UNKNOWN
+    assert entry.outcome is Outcome.UNSUPPORTED
     assert "did you mean `actor_rollout_ref.actor.clip_ratio`" in entry.note
     assert "clip_ration" in to_toml(conversion)
 
@@ -536,9 +561,10 @@ def test_an_unknown_key_is_reported_with_a_suggestion() -> None:
     ],
 )
 def test_a_value_that_cannot_be_understood_is_an_entry(text: str) -> None:
-    unknown = rl(text).of(Outcome.UNKNOWN)
-    assert len(unknown) == 1
-    assert unknown[0].note
+    found = rl(text)
+    (entry,) = [entry for entry in found.entries if not entry.understood]
+    assert entry.note
+    assert (entry.outcome is Outcome.UNKNOWN) is text.startswith("trainer")
 
 
 def test_kinds_are_detected() -> None:
