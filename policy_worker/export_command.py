@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from policy_worker.checkpoints.export import ExportNames, write_export
+from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import found_at
 from policy_worker.checkpoints.layout import EXPORT, Found, faults, state_files
 from policy_worker.checkpoints.load import check_base
@@ -103,7 +103,7 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
 
     Raises:
         CheckpointError: the checkpoint is damaged or holds no weights.
-        SettingsError: the run's configuration, or the model that it began with, cannot be read.
+        SettingsError: the run's configuration, or a file of the model that it began with, cannot be read.
         OSError: `target` cannot be written; nothing there was changed.
     """
     manifest = found.manifest
@@ -125,8 +125,10 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
             _check_names(found, model)
         else:
             model, gather = _with_adapters(found, saved, config)
-        total = len(list(model.lm.parameters()))
-        write_export(ExportNames(model), gather, config, target, lambda tensors: _progress(tensors, total))
+        total, copied = len(list(model.lm.parameters())), prepare_export(model, config)
+        write_export(
+            ExportNames(model), gather, config, target, lambda tensors: _progress(tensors, total), copied
+        )
 
 
 def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:

@@ -63,6 +63,7 @@ from schema.config import SOURCE_SCORERS, Config, DatasetConfig
 from schema.config.dataset_files import Role, files_of
 from schema.config.end_tokens import eos_token_ids
 from schema.config.fetched import fetched_by
+from schema.config.model_facts import BrokenModelError, read_facts
 from schema.config.modules import import_external
 from schema.wire.data_report import FileReport, Rows, lines
 from schema.wire.prompts import write_prompts
@@ -85,6 +86,7 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[st
         _note_trained(dict(ready))
         refuse_bad(report)
         for role, prepared in ready:
+            refuse_unknown_ids(config, role, prepared)
             _check_left(role, prepared.report)
         for text in lines(report):
             logger.info("%s", text)
@@ -94,6 +96,33 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[st
             for role, prepared in reversed(ready):
                 _write(run_dir / "data" / f"{role}.safetensors", prepared)
         return {role: prepared.report.kept for role, prepared in ready}
+
+
+def refuse_unknown_ids(config: Config, role: Role, prepared: Prepared) -> None:
+    """Refuse rows with token ids that the model has no embeddings for. Raises `DataError`.
+
+    Rules of the configuration compare the tokenizer with the model; special tokens that only a text which spells them
+    out becomes are left to this.
+    """
+    policy = config.policy
+    try:
+        facts = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config)
+    except BrokenModelError:
+        return  # whoever loads the model reports it
+    if facts is None or facts.vocabulary is None:
+        return
+    rows = [
+        f"{prepared.rows[i]['key']} ({ids.max()})"
+        for i, ids in enumerate(prepared.token_ids)
+        if len(ids) and ids.max() >= facts.vocabulary
+    ]
+    if rows:
+        few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
+        raise DataError(
+            f"the data for {role}: {len(rows)} rows have token ids beyond the {facts.vocabulary} (vocab_size) of "
+            f"policy.model_name_or_path = {facts.name}: {few}; leave these rows out, or name the tokenizer that the "
+            f"model was made with"
+        )
 
 
 def _ready(config: Config) -> Iterator[tuple[Role, Prepared]]:

@@ -1,4 +1,4 @@
-"""The trained model as a directory that `transformers` loads: safetensors shards, config, tokenizer, its own code.
+"""The trained model as a directory that `transformers` loads: safetensors shards, config, and copied `source_files`.
 
 Exported weights are bit for bit those of the last published version: same names, same type
 (`train.transfer_dtype`). Written under a hidden name and renamed, so a directory of this name is always whole.
@@ -17,15 +17,17 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from policy_worker.errors import ExportError
+from policy_worker.checkpoints.source_files import Files, source_files
+from policy_worker.errors import ExportError, SettingsError
 from policy_worker.model import lora
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.stages import names_of_all
@@ -45,10 +47,12 @@ SHARD_BYTES = 4 * 1024**3
 """A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
 
 
-def export_model(trainer: Trainer, config: Config, target: Path, *, average: bool = False) -> None:
+def export_model(
+    trainer: Trainer, config: Config, target: Path, *, average: bool = False, files: Files | None = None
+) -> None:
     """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
 
-    average: with the moving average of its weights.
+    average: with the moving average of its weights. files: as of `write_export`.
 
     Raises:
         ExportError: `target` cannot be written; nothing there was changed.
@@ -62,7 +66,7 @@ def export_model(trainer: Trainer, config: Config, target: Path, *, average: boo
         return
     try:
         remove_unfinished(target)
-        write_export(names, gather, config, target)
+        write_export(names, gather, config, target, files=files)
     except (OSError, SafetensorError) as error:
         raise ExportError(
             f"the model could not be exported to {target}: {error}. Nothing there was changed, and checkpoints are "
@@ -82,10 +86,7 @@ class ExportNames:
 
     def __init__(self, model: PolicyModel) -> None:
         self.model, self._merged = model, names_of_all(model)
-        self.settings = lora.adapters_of(model.lm)
-        """peft's, of adapters that can be saved next to the base."""
-        if self.settings is not None and str(self.settings.init_lora_weights).startswith(ALTERING):
-            self.settings = None
+        self.settings = _adapter_settings(model)
         self._adapter = None if self.settings is None else names_of_all(model, lora="adapter")
 
     def tensors(self, gather: Gather, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,22 +98,49 @@ class ExportNames:
         return iter(()) if self._adapter is None else self._adapter.tensors(gather)
 
 
+def prepare_export(model: PolicyModel, config: Config) -> Files:
+    """What `write_export` copies. Before training: proves that all but weights can be written, too.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    try:
+        files = source_files(config, model.lm.config)
+        with TemporaryDirectory(prefix="export-") as scratch:
+            _write_settings(model, config, files, Path(scratch))
+            if (settings := _adapter_settings(model)) is not None:
+                _write_adapter_settings(settings, config, Path(scratch))
+    except (*CANNOT_LOAD, RecursionError, AssertionError) as error:
+        name = config.policy.model_name_or_path
+        raise SettingsError(
+            f"policy.model_name_or_path = {name!r}: the trained model could not be exported: {error}; mend "
+            f"what this names, in a copy of the model where it is not yours"
+        ) from error
+    return files
+
+
 def write_export(
-    names: ExportNames, gather: Gather, config: Config, target: Path, progress: Progress = iter
+    names: ExportNames,
+    gather: Gather,
+    config: Config,
+    target: Path,
+    progress: Progress = iter,
+    files: Files | None = None,
 ) -> None:
     """Write a model in `train.transfer_dtype`, with all that makes it one; in one process.
 
-    progress: passes the model's tensors on.
+    progress: passes the model's tensors on. files: what `prepare_export` has found; None: they are read now.
 
     Raises:
         OSError: `target` cannot be written; nothing there was changed.
+        ValueError: a file of the model that it began with cannot be read.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
+    if files is None:
+        files = source_files(config, names.model.lm.config)
     with replacing_directory(target) as unfinished:
         write_shards(progress(names.tensors(gather, dtype)), unfinished)
-        _write_settings(names.model, dtype, unfinished)
-        _write_code(names.model, unfinished)
-        _write_tokenizer(config, unfinished)
+        _write_settings(names.model, config, files, unfinished)
         if names.settings is not None:
             _write_adapter(names, gather, config, unfinished / ADAPTER)
 
@@ -123,8 +151,20 @@ def _write_adapter(names: ExportNames, gather: Gather, config: Config, directory
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in names.adapter(gather)}
     with usual_mode(directory / "adapter_model.safetensors"):
         save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-    settings = copy.copy(names.settings)
-    assert settings is not None
+    assert names.settings is not None
+    _write_adapter_settings(names.settings, config, directory)
+
+
+def _adapter_settings(model: PolicyModel) -> Any:
+    """Those of peft's, of adapters that can be saved next to the base; None without such."""
+    settings = lora.adapters_of(model.lm)
+    if settings is not None and str(settings.init_lora_weights).startswith(ALTERING):
+        return None
+    return settings
+
+
+def _write_adapter_settings(settings: Any, config: Config, directory: Path) -> None:
+    settings = copy.copy(settings)
     if not isinstance(settings.target_modules, str):
         settings.target_modules = sorted(settings.target_modules)  # a set has another order in each process
     settings.base_model_name_or_path = config.policy.model_name_or_path
@@ -170,15 +210,18 @@ def _part(number: int) -> str:
     return f"part-{number:05d}"
 
 
-def _write_settings(model: PolicyModel, dtype: torch.dtype, directory: Path) -> None:
+def _write_settings(model: PolicyModel, config: Config, files: Files, directory: Path) -> None:
+    """All files but weights: config.json is written anew, with the code of the model's class; others are copies."""
     lm_config = copy.deepcopy(model.lm.config)
     for key, value in model.dropout.items():
         setattr(lm_config, key, value)
-    lm_config.dtype = str(dtype).removeprefix("torch.")
+    lm_config.dtype = config.train.effective_transfer_dtype
     lm_config.architectures = [type(model.lm).__name__.removeprefix("FSDP")]
     lm_config.save_pretrained(directory)
-    if model.lm.can_generate():
-        model.lm.generation_config.save_pretrained(directory)
+    _write_code(model, directory)
+    for name, data in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(data)
 
 
 def _write_code(model: PolicyModel, directory: Path) -> None:
@@ -189,15 +232,3 @@ def _write_code(model: PolicyModel, directory: Path) -> None:
             for source in (file, *get_relative_import_files(file)):
                 shutil.copyfile(source, directory / Path(source).name)
             return
-
-
-def _write_tokenizer(config: Config, directory: Path) -> None:
-    name, revision = config.policy.tokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=config.policy.trust_remote_code
-        )
-    except CANNOT_LOAD as error:
-        log.warning("exported without a tokenizer: %s has none that loads (%s)", name, error)
-        return
-    tokenizer.save_pretrained(directory)

@@ -18,11 +18,12 @@ from typing import IO
 from controller.client import calls as api
 from policy_worker.background import Background
 from policy_worker.checkpoints import directory
-from policy_worker.checkpoints.export import ExportNames, write_export
+from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
+from policy_worker.checkpoints.source_files import Files
 from policy_worker.checkpoints.state import (
     BASE,
     MODEL,
@@ -86,7 +87,7 @@ class Checkpointer:
 
         Raises:
             CheckpointSaveError: checkpoints are on, and their directory cannot be written.
-            SettingsError: uploads are on, and cannot work.
+            SettingsError: uploads are on, or exports, and cannot work.
         """
         self._config, self._trainer, self._session = config, trainer, session
         self._shutdown = shutdown
@@ -110,6 +111,8 @@ class Checkpointer:
         self._uploader: Uploader | None = None
         self._housekeeper = Housekeeper(self._directory, self._settings)
         self._reply = reply
+        self.export_files: Files | None = None
+        """Rank 0, where the model will be exported: what each export copies."""
         if leads:
             self.lead()
 
@@ -123,9 +126,11 @@ class Checkpointer:
         self._housekeeper.uploader = self._uploader
 
     def _prepare(self, reply: m.RegisterReply) -> None:
-        """Rank 0: clean up after the dead, and find out now whether saving and uploading will work."""
+        """Rank 0: clean up after the dead, and find out now whether saving, exporting and uploading will work."""
         if self.enabled:
             self._prepare_directory()
+        if self._config.launcher.export_final or (self.enabled and self._settings.export_safetensors):
+            self.export_files = prepare_export(self._trainer.model, self._config)
         self._uploader = make_uploader(self._config, Path(reply.run_dir))
         self._uploader.probe(strict=reply.committed_steps == 0)
         if self._session is not None:
@@ -262,8 +267,8 @@ class Checkpointer:
 
     def _exporter(self) -> Exporter:
         """Names are collected now, while no step runs; the weights come from the files."""
-        names, config = ExportNames(self._trainer.model), self._config
-        return lambda gather, target: write_export(names, gather, config, target)
+        names, config, files = ExportNames(self._trainer.model), self._config, self.export_files
+        return lambda gather, target: write_export(names, gather, config, target, files=files)
 
     def _write(self, draft: Draft) -> None:
         """In the main thread or in the background: the checkpoint, then everybody who has to know."""

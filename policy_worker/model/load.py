@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention, lora
@@ -59,6 +66,7 @@ def load_model(
     adapters, master = config.policy.lora, DTYPES[config.train.master_dtype]
     dtype = master if adapters is None else DTYPES[config.train.param_dtype]
     loaded = source.load(AutoModelForCausalLM, dtype, whole=_is_whole(adapters))
+    _refuse_untied(loaded.lm, source.what)
     if adapters is not None:
         lora.inject(loaded.lm, adapters, "policy.lora")
     else:
@@ -165,6 +173,18 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     if critic.lora is not None:
         lora.widen(model, master)
     return model
+
+
+def _refuse_untied(lm: PreTrainedModel, what: str) -> None:
+    """Weights that config.json ties and the files hold twice, with different values: engines take one of them, the
+    trainer both. Raises `SettingsError`."""
+    declared = lm.get_expanded_tied_weights_keys(all_submodels=True)
+    for alias in declared.keys() - lm.all_tied_weights_keys.keys():
+        raise SettingsError(
+            f"{what}: its config.json ties {alias} to {declared[alias]} (tie_word_embeddings), and files hold both "
+            f"with different values: to train both write policy.override_config = {{ tie_word_embeddings = false }}, "
+            f"else take {alias} out of the files"
+        )
 
 
 def _is_whole(adapters: LoraConfig | None) -> bool:
@@ -279,6 +299,7 @@ class Source:
                     trust_remote_code=self.trust,
                     config=config,
                     dtype=dtype,
+                    generation_config=GenerationConfig(),  # exports copy its file, which transformers may refuse
                     output_loading_info=True,
                 )
                 missing, surplus = (sorted(found[key]) for key in ("missing_keys", "unexpected_keys"))
@@ -295,6 +316,11 @@ class Source:
             raise SettingsError(
                 f"{self.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
             )
+        if surplus and auto is AutoModelForCausalLM:  # others lack the output head
+            log.warning(
+                "%s: its files hold tensors that %s has no place for, neither trained nor exported (%d): %s%s",
+                self.what, type(lm).__name__, len(surplus), ", ".join(surplus[:5]), ", …" * (len(surplus) > 5),
+            )  # fmt: skip
         return Loaded(lm, dropout, weights)
 
     def _config(self) -> PretrainedConfig:

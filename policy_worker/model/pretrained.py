@@ -42,6 +42,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from policy_worker.memory.offload import mapped
 from policy_worker.model.lora import plain_name
+from schema.config.modules import CANNOT_LOAD
 from weight_sync.publishing.gather import Box, box_at
 from weight_sync.stored import StoredTensor, all_of, blocks, stored_tensors
 
@@ -72,6 +73,8 @@ def skeleton(
             lm.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
         except OSError:
             log.info("%s has no generation config: the one that follows from its config is taken", name)
+        except CANNOT_LOAD as error:  # training has no use for it, and exports copy the file
+            log.warning("%s: transformers refuses its generation_config.json: %s", name, error)
     return lm
 
 

@@ -332,9 +332,11 @@ class Loop:
         if self._config.launcher.export_final and self._leads:
             self._say("exporting the model")
             final = Path(self._reply.run_dir) / "final"
-            export_model(self._trainer, self._config, final)
+            files = self._checkpointer.export_files
+            export_model(self._trainer, self._config, final, files=files)
             if self._trainer.ema is not None:
-                export_model(self._trainer, self._config, final.with_name("final_ema"), average=True)
+                averaged = final.with_name("final_ema")
+                export_model(self._trainer, self._config, averaged, average=True, files=files)
             self._checkpointer.offer_final(final, step)
         self._say("waiting for publications, checkpoints and uploads")
         published = self._settle()

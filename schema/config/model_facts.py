@@ -67,6 +67,8 @@ _DEEP_HEADS = frozenset(
     }
 )  # fmt: skip
 """Architectures whose logits come of several layers after the last hidden state."""
+_SENSES = ("vision_", "audio_", "image_", "speech_", "vq_", "mm_", "visual")
+"""How names of entries begin that describe a part for images or sound."""
 _MAX_COUNT = 2**40  # more heads, layers, words or positions than that are a mistake in the file
 _MAX_BYTES = 16 * 1024 * 1024  # a config.json larger than this is something else
 
@@ -86,7 +88,9 @@ class ModelFacts:
     longest: tokens, after rotary scaling; length_key: where it stands. has_rope: whether longer sequences are
     possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
     mixtures: layers of experts. chosen: experts of one mixture that a token is sent to.
-    quantised: by which method, or "".
+    quantised: by which method, or "". model_type: that of the whole config.json; `kind` is its text model's.
+    own_code: the classes that come as code with the model. senses: parts of it that take images or sound, as
+    config.json names them. has_encoder: its answers are those of a decoder that reads an encoder.
     carries_state: a layer carries state from token to token along a row, whatever their positions. deep_head: logits
     come of several layers after the last hidden state.
     """
@@ -104,6 +108,10 @@ class ModelFacts:
     length_key: str = ""
     has_rope: bool = True
     quantised: str = ""
+    model_type: str = ""
+    own_code: frozenset[str] = frozenset()
+    senses: tuple[str, ...] = ()
+    has_encoder: bool = False
     carries_state: bool = False
     deep_head: bool = False
 
@@ -173,7 +181,7 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
     longest, key = _longest(text, str(kind))
     return ModelFacts(
         name=name,
-        kind=kind if isinstance(kind, str) else "",
+        kind=_text(text, "model_type") or _text(data, "model_type"),
         heads=heads,
         kv_heads=_kv_heads(text, heads),
         layers=_count(text, _LAYERS),
@@ -185,9 +193,18 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
         length_key=key,
         has_rope="n_positions" not in text and kind != "opt",
         quantised=_quantised(data) or _quantised(text),
+        model_type=_text(data, "model_type"),
+        own_code=frozenset(own) if isinstance(own := data.get("auto_map"), dict) else frozenset(),
+        senses=tuple(name for name in data if name.startswith(_SENSES) and isinstance(data[name], dict)),
+        has_encoder=data.get("is_encoder_decoder") is True,
         carries_state=_carries_state(text, str(kind)),
         deep_head=kind in _DEEP_HEADS if isinstance(kind, str) else False,
     )
+
+
+def _text(data: Mapping[str, Any], name: str) -> str:
+    value = data.get(name)
+    return value if isinstance(value, str) else ""
 
 
 def _carries_state(text: Mapping[str, Any], kind: str) -> bool:

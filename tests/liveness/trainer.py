@@ -496,7 +496,7 @@ def _four_layers(place: Place) -> str:
     path = place.root / "four layers"
     if not path.exists():
         shutil.copytree(place.model, path)
-        tiny_lm(layers=4).save_pretrained(path)
+        tiny_family("llama", layers=4, vocabulary=259).save_pretrained(path)
     return str(path)
 
 

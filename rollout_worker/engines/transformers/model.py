@@ -56,7 +56,7 @@ def load_model(
     override: entries of its configuration that are replaced. adapters: put next to it; they are what is published.
     """
     with without_collections():
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -69,6 +69,8 @@ def load_model(
         if load_format == "dummy":
             model = AutoModelForCausalLM.from_config(config, **arguments, **trust)
         else:
+            # Its generation_config.json, which transformers may refuse, is of no use here.
+            arguments["generation_config"] = GenerationConfig()
             model = AutoModelForCausalLM.from_pretrained(
                 path, revision=revision, config=config, **arguments, **trust
             )

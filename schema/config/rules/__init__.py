@@ -7,7 +7,7 @@ changes anything. They are grouped by what they speak of:
     algorithm teacher               loss, advantages, KL terms; distillation
     training mesh placement         how a model is trained, and where
     trainable                       which parameters of it train
-    model                           the model that is named
+    model loadable                  the models that are named, and their tokenizer
     checkpoint weights              what is saved, and how versions travel
     engine role                     generation; parts that need each other
     data reward                     the user's files and functions; an evaluation
@@ -34,6 +34,7 @@ from schema.config.rules.checkpoint import CHECKPOINT_RULES
 from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS, stop_strings_can_be_found
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
+from schema.config.rules.loadable import LOADABLE_RULES, LOADABLE_WARNINGS, unused_tokens_without_rows
 from schema.config.rules.mesh import MESH_RULES
 from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS, READING_RULES, model_warnings
 from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
@@ -71,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     *ENGINE_RULES,
     *DATA_RULES,
     *MODEL_RULES,
+    *LOADABLE_RULES,
     *REWARD_RULES,
     *ROLE_RULES,
     *MESH_RULES,
@@ -88,14 +90,14 @@ def check_models(config: Config, find: FindFile = local_file) -> list[Problem]:
     These rules stand among `RULES`, where a model that is not on the machine passes them. A worker applies them again
     when it has fetched the files, before it loads weights. find: where files of a model are.
     """
-    rules = (*READING_RULES, tokens_are_those_of_the_policy, stop_strings_can_be_found)
+    rules = (*READING_RULES, *LOADABLE_RULES, tokens_are_those_of_the_policy, stop_strings_can_be_found)
     read = [problem for rule in rules for problem in rule(config, find)]
     return read + [problem for rule in MESH_RULES for problem in rule(config)]
 
 
 def check_model_warnings(config: Config, find: FindFile = local_file) -> list[Problem]:
     """Of the warnings those that a worker has to give again: see `check_models`."""
-    return list(model_warnings(config, find))
+    return [*model_warnings(config, find), *unused_tokens_without_rows(config, find)]
 
 
 def master_weights_are_wide(config: Config) -> Iterator[Problem]:
@@ -129,6 +131,7 @@ WARNINGS: tuple[Rule, ...] = (
     *ROLE_WARNINGS,
     *ENGINE_WARNINGS,
     *MODEL_WARNINGS,
+    *LOADABLE_WARNINGS,
     *PLACEMENT_WARNINGS,
     *PROFILER_WARNINGS,
     *TLS_WARNINGS,

@@ -35,7 +35,7 @@ BYTES_OF_A_TOKEN = 9
 
 def model_agrees(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Everything that the policy's model has against its meshes, its length and its options."""
-    facts, problems = _facts(config, find)
+    facts, problems = policy_facts(config, find)
     if facts is None:
         yield from problems
         return
@@ -54,7 +54,7 @@ def model_agrees(config: Config, find: FindFile = local_file) -> Iterator[Proble
 
 def logprobs_are_right(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """The trainer keeps sequences of one row apart by their positions, and has one linear layer for the logits."""
-    for key, (facts, problems) in _models(config, find).items():
+    for key, (facts, problems) in named_models(config, find).items():
         if facts is None:
             yield from problems if key != _MODEL else ()
             continue
@@ -106,14 +106,14 @@ def model_warnings(config: Config, find: FindFile = local_file) -> Iterator[Prob
     for section, mesh, name, cut in _cut_models(config, find):
         if name == _MODEL or section != "policy.parallelism":
             yield from uneven_stages(section, mesh, cut, name)
-    facts, _ = _facts(config, find)
+    facts, _ = policy_facts(config, find)
     if facts is not None:
         yield from long_sequences(config, facts)
 
 
 def engine_loads_what_is_published(config: Config, find: FindFile = local_file) -> list[Problem]:
     """A quantised checkpoint has other tensors than those that a trainer publishes."""
-    facts, _ = _facts(config, find)
+    facts, _ = policy_facts(config, find)
     engine = config.rollout.engine
     if facts is None or not config.is_grpo or not facts.quantised or engine.loads_quantised:
         return []
@@ -128,12 +128,12 @@ def engine_loads_what_is_published(config: Config, find: FindFile = local_file) 
     return [Problem(_MODEL, message, facts.name, hint, related=("rollout.backend",))]
 
 
-def _facts(config: Config, find: FindFile) -> _Read:
+def policy_facts(config: Config, find: FindFile) -> _Read:
     """The facts of the policy's model, or why they cannot be read."""
     return _facts_at(_MODEL, *_named(config)[_MODEL], find)
 
 
-def _models(config: Config, find: FindFile) -> dict[str, _Read]:
+def named_models(config: Config, find: FindFile) -> dict[str, _Read]:
     """By key, the models that the policy's ranks compute: its own, and others where they are named, teachers too."""
     return {key: _facts_at(key, *one, find) for key, one in _named(config).items()}
 
@@ -166,7 +166,7 @@ def _facts_at(
 
 def _cut_models(config: Config, find: FindFile) -> Iterator[tuple[str, ParallelismConfig, str, ModelFacts]]:
     """Each known model with the mesh that cuts it: its section, the mesh, the key that names the model, its facts."""
-    models = _models(config, find)
+    models = named_models(config, find)
     meshes = {one.section.partition(".")[0]: one for one in trainer_meshes(config)}
     names = {role: f"{role}.model_name_or_path" for role in meshes}
     cut = [(role, name if name in models else _MODEL) for role, name in names.items()]
@@ -285,7 +285,7 @@ def critic_reads_the_policy(config: Config, find: FindFile = local_file) -> Iter
     if name is not None:
         yield from directory_problems(key, name, "model", ("config.json",))
         (mine, _), (theirs, _) = (
-            _facts(config, find),
+            policy_facts(config, find),
             _facts_at(key, name, critic.model_revision, critic.override_config, find),
         )
         sizes = [facts.vocabulary for facts in (mine, theirs) if facts and facts.vocabulary]
@@ -426,7 +426,7 @@ def kept_sets_are_bounded(config: Config, find: FindFile = local_file) -> Iterat
     sampling = config.rollout.sampling_config
     if not config.is_grpo or not sampling.filters or sampling.sampling_correction == "raw":
         return
-    facts, _ = _facts(config, find)
+    facts, _ = policy_facts(config, find)
     known = None if facts is None else facts.vocabulary
     sizes = [size for size in (sampling.top_k, known) if size is not None and size > 0]
     if sizes and min(sizes) <= MOST_KEPT:

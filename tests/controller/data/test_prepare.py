@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,19 @@ def test_an_answer_as_long_as_a_sequence_leaves_prompts_all_but_a_token(
         return
     assert prepare(cfg, tmp_path) == {"train": len(fitting)}
     assert PromptFile(tmp_path / "data" / "train.safetensors").lengths().tolist() == fitting
+
+
+def test_ids_that_the_model_has_no_embeddings_for_are_refused_by_row(
+    model_dir: Path, questions: Path, tmp_path: Path
+):
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    largest = max(int(ids.max()) for ids in PromptTokenizer(str(model)).prompts(["7 + 1?", "8 + 1?"]))
+    (model / "config.json").write_text(json.dumps({"vocab_size": largest + 1}))
+    assert prepare(config(model, questions, COLUMNS), tmp_path) == {"train": 20}
+    (model / "config.json").write_text(json.dumps({"vocab_size": largest}))
+    words = rf"rows have token ids beyond the {largest} .*train/\d+ \({largest}\)"
+    with pytest.raises(DataError, match=words):
+        prepare(config(model, questions, COLUMNS), tmp_path)
 
 
 def _talk(text: str) -> list[dict[str, str]]:

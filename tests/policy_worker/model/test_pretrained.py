@@ -159,6 +159,24 @@ def test_one_file_with_ties_stored_twice(tmp_path: Path):
         assert_same(loaded.lm, AutoModelForCausalLM.from_pretrained(tmp_path))
         tied = loaded.lm.lm_head.weight is loaded.lm.model.embed_tokens.weight
         assert tied == (case != "different"), case
+        config = make_config(policy={"model_name_or_path": str(tmp_path)})
+        if tied:
+            assert_same(load_model(config).read_weights(CPU).lm, loaded.lm)
+            continue
+        with pytest.raises(SettingsError, match=r"ties lm_head\.weight .*tie_word_embeddings = false"):
+            load_model(config)
+        config.policy.override_config["tie_word_embeddings"] = False
+        assert_same(load_model(config).read_weights(CPU).lm, loaded.lm)
+
+
+def test_stored_tensors_that_the_model_has_no_place_for_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    tiny_lm().save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {"visual.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    load_model(make_config(policy={"model_name_or_path": str(tmp_path)}))
+    assert "Qwen3ForCausalLM has no place for, neither trained nor exported (1): visual.weight" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_named(tmp_path: Path):

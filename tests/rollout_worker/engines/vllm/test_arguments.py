@@ -172,6 +172,7 @@ SAMPLING_KEYS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "min_tokens": ({"min_tokens": 4}, "min_tokens", 0, 4),
     "ignore_eos": ({"ignore_eos": True}, "stop_token_ids", [9], []),
     "stop_token_ids": ({"stop_token_ids": (3, 2)}, "stop_token_ids", [9], [2, 3, 9]),
+    "stop_tokens": ({"stop_tokens": {5: "<|user|>"}}, "stop_token_ids", [9], [5, 9]),
     "stop": ({"stop": ("x",)}, "stop", [], ["x"]),
     "stop needs text": ({"stop": ("x",)}, "detokenize", False, True),
     "include_stop": ({"include_stop_str_in_output": True}, "include_stop_str_in_output", False, True),

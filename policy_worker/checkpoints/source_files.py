@@ -1,0 +1,304 @@
+"""The files of an export that are not made of trained weights: read once, before training, from where they are.
+
+    generation_config.json   the model's, byte for byte, but for `eos_token_id` where training stopped at other ids
+    tokenizer files          the tokenizer's, byte for byte: whatever of these names lies there, whoever reads it
+    chat template            that of the tokenizer; or the job's, in every place where a reader looks for one
+    code                     files that `auto_map` of config.json and tokenizer_config.json names, and their imports
+    README.md                the base, the template, the stop ids; and what no file can carry, such as a system prompt
+
+What is on the hub is taken from its cache, in the revision that was trained, and fetched where it is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils import cached_file
+
+from schema.config import Config, PolicyConfig, local_path
+from schema.config.end_tokens import eos_token_ids
+from schema.config.fetched import fetched_by
+from schema.config.model_facts import FindFile, read_config
+from schema.config.vocabulary import Vocabulary, numbered, stop_tokens
+from tokenization.loading import TokenizerError, load
+
+log = logging.getLogger(__name__)
+
+Files = Mapping[str, bytes]
+"""By name relative to an export."""
+GENERATION, TOKENIZER_CONFIG, README = "generation_config.json", "tokenizer_config.json", "README.md"
+TEMPLATE, OLDER_TEMPLATE, FURTHER_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+_NAMES = (
+    "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
+    TEMPLATE, OLDER_TEMPLATE,
+)  # fmt: skip
+"""Asked for at a hub whose files cannot be listed, where the cache has none of them."""
+_OF_TOKENIZER = re.compile(
+    r"tokenizer[^/]*\.json|tokenizer\.model[^/]*|[^/]*vocab[^/]*\.(json|txt|bpe)|merges[^/]*\.txt|added_tokens\.json"
+    r"|special_tokens_map\.json|tekken\.json|dict\.txt|emoji\.json|byte_maps\.json"
+    r"|[^/]*\.(model|tiktoken|spm|tokenizer)"
+)
+_OF_TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def source_files(config: Config, model_config: PretrainedConfig) -> Files:
+    """All of them. model_config: that of the loaded model.
+
+    Raises:
+        OSError, ValueError: one of them cannot be read; the text names it.
+    """
+    find = fetched_by(cached_file)
+    policy = config.policy
+    tokenizer = policy.tokenizer
+    files = _code(policy.model_name_or_path, policy.model_revision, "config.json", find)
+    files |= _code(*tokenizer, TOKENIZER_CONFIG, find)
+    copied = _tokenizer(*tokenizer, find)
+    if not any(_OF_TOKENIZER.fullmatch(name) for name in copied):
+        log.warning("exports are without a tokenizer: %s has no files of one", tokenizer[0])
+    template = _own_template(config)
+    files |= copied if template is None else _with_template(copied, template)
+    vocabulary = numbered(*tokenizer, find) or Vocabulary({})
+    ends = _stop_ids(config, vocabulary, find)
+    files[GENERATION] = _generation(config, model_config, ends, find)
+    strings = [text for text in config.rollout.sampling_config.stop if text not in vocabulary.special]
+    files[README] = _readme(config, files, ends, strings if config.is_grpo else []).encode()
+    return files
+
+
+# ---- generation_config.json ------------------------------------------------------------------------------------
+
+
+def _generation(config: Config, model_config: PretrainedConfig, ends: list[int], find: FindFile) -> bytes:
+    """The model's own, or one with what its config.json says of generation."""
+    policy = config.policy
+    path = find(policy.model_name_or_path, policy.model_revision, GENERATION)
+    if path is not None:
+        original, settings = path.read_bytes(), read_config(path)
+        if not ends or set(_as_list(settings.get("eos_token_id"))) == set(ends):
+            return original
+        log.info("%s of exports: eos_token_id is %s, as training stopped", GENERATION, ends)
+    else:
+        settings = _of_config(config, model_config, find)
+    if ends:
+        settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return _as_json(settings)
+
+
+def _of_config(config: Config, model_config: PretrainedConfig, find: FindFile) -> dict[str, Any]:
+    """What of a config.json would be in a generation_config.json today: an export's config.json loses it."""
+    policy = config.policy
+    path = find(policy.model_name_or_path, policy.model_revision, "config.json")
+    written = ({} if path is None else read_config(path)) | policy.override_config
+    names = GenerationConfig._get_default_generation_params().keys() - {"use_cache"}
+    settings = {name: value for name, value in written.items() if name in names and value is not None}
+    text = model_config.get_text_config()
+    ids = {name: getattr(text, name, None) for name in _TOKEN_IDS}
+    return settings | {name: value for name, value in ids.items() if value is not None}
+
+
+def _stop_ids(config: Config, vocabulary: Vocabulary, find: FindFile) -> list[int]:
+    """Token ids that ended answers in training, the model's own first."""
+    policy, sampling = config.policy, config.rollout.sampling_config
+    model, own = eos_token_ids(policy, None, find), _end_of_tokenizer(policy)
+    ids = [*sorted(model), *([] if own is None else [own])]
+    if config.is_grpo:
+        special = {token: vocabulary.ids[token] for token in vocabulary.special}
+        ids = [] if sampling.ignore_eos else ids
+        ids = [*ids, *sampling.stop_token_ids, *stop_tokens(sampling.stop, special)]
+    return list(dict.fromkeys(ids))
+
+
+def _end_of_tokenizer(policy: PolicyConfig) -> int | None:
+    """The id of its end token, which its class may name; None without one."""
+    try:
+        tokenizer = load(*policy.tokenizer, trust_remote_code=policy.trust_remote_code)
+    except TokenizerError as error:
+        log.warning(
+            "%s has no tokenizer that loads: its end token is not known: %s", policy.tokenizer[0], error
+        )
+        return None
+    return None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+
+
+def _as_list(ids: Any) -> list[int]:
+    return [each for each in (ids if isinstance(ids, list | tuple) else [ids]) if type(each) is int]
+
+
+# ---- the tokenizer and its template ----------------------------------------------------------------------------
+
+
+def _tokenizer(name: str, revision: str | None, find: FindFile) -> dict[str, bytes]:
+    files = {}
+    for file, place in sorted(_listed(name, revision, find).items()):
+        if _OF_TOKENIZER.fullmatch(file) or _OF_TEMPLATE.fullmatch(file):
+            path = place or find(name, revision, file)
+            if path is not None:
+                files[file] = path.read_bytes()
+    return files
+
+
+def _listed(name: str, revision: str | None, find: FindFile) -> dict[str, Path | None]:
+    """Names of files where a model or tokenizer comes from, and their places; None: it may have to be fetched."""
+    place = local_path(name)
+    if place is not None:
+        return _files_in(place)
+    from huggingface_hub import list_repo_files
+
+    try:
+        return dict.fromkeys(list_repo_files(name, revision=revision))
+    except Exception as error:  # no network, no access: what its clients raise differs between versions
+        log.info("files of %s on the hub cannot be listed, those in the cache are taken: %s", name, error)
+    config = find(name, revision, "config.json") or find(name, revision, TOKENIZER_CONFIG)
+    here = {} if config is None else _files_in(config.parent)
+    if any(_OF_TOKENIZER.fullmatch(file) for file in here):
+        return here  # each further name would be asked for until time is up
+    return dict.fromkeys(_NAMES) | here
+
+
+def _files_in(place: Path) -> dict[str, Path | None]:
+    paths = (*place.glob("*"), *place.glob(f"{FURTHER_TEMPLATES}/*"))
+    return {path.relative_to(place).as_posix(): path for path in paths if path.is_file()}
+
+
+def _own_template(config: Config) -> str | None:
+    name = config.rollout.multi_turn_config.custom_chat_template_path
+    if not name:
+        return None
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"rollout.multi_turn_config.custom_chat_template_path = {name!r} cannot be read here ({error}), and "
+            f"exports carry it: put it where trainers see it, too"
+        ) from error
+
+
+def _with_template(files: Files, template: str) -> dict[str, bytes]:
+    """The same tokenizer with this chat template, and no other, wherever a reader of any version looks."""
+    kept = {name: data for name, data in files.items() if not _OF_TEMPLATE.fullmatch(name)}
+    kept[TEMPLATE] = template.encode()
+    if OLDER_TEMPLATE in files:
+        kept[OLDER_TEMPLATE] = _as_json({"chat_template": template})
+    settings = _object(files.get(TOKENIZER_CONFIG, b""))
+    if settings is not None:
+        kept[TOKENIZER_CONFIG] = _as_json(settings | {"chat_template": template})
+    return kept
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _as_json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+# ---- code ------------------------------------------------------------------------------------------------------
+
+
+def _code(name: str, revision: str | None, settings: str, find: FindFile) -> dict[str, bytes]:
+    """Python files that `auto_map` of one of its files names, and those that they import from their directory."""
+    path = find(name, revision, settings)
+    data = None if path is None else _object(path.read_bytes())
+    references = _texts((data or {}).get("auto_map"))
+    modules = [
+        each.partition(".")[0] for each in references if "--" not in each
+    ]  # else it is another repository's
+    files: dict[str, bytes] = {}
+    while modules:
+        module = modules.pop()
+        file = f"{module}.py"
+        source = find(name, revision, file) if module.isidentifier() and file not in files else None
+        if source is not None:
+            files[file] = source.read_bytes()
+            modules += get_relative_imports(source)
+    return files
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+# ---- README.md -------------------------------------------------------------------------------------------------
+
+
+def _readme(config: Config, files: Files, ends: Iterable[int], strings: Iterable[str]) -> str:
+    """ends, strings: ids and texts that ended answers."""
+    policy = config.policy
+    name, revision = policy.model_name_or_path, policy.model_revision
+    head = ["library_name: transformers"] + ([f"base_model: {name}"] if local_path(name) is None else [])
+    how = "reinforcement learning" if config.is_grpo else "supervised fine-tuning"
+    facts = [f"Base model: `{name}`" + (f", revision `{revision}`" if revision else "")]
+    if policy.tokenizer_name_or_path:
+        facts.append(f"Tokenizer: that of `{policy.tokenizer_name_or_path}`")
+    facts += _prompts(config, files)
+    facts.append(f"Token ids that end an answer: {', '.join(map(str, ends)) or 'none'} (`{GENERATION}`)")
+    if stops := ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in strings):
+        facts.append(f"Strings that end an answer, which no file here carries: {stops}")
+    lines = [
+        "---",
+        *head,
+        "---",
+        "",
+        f"# {config.logging.experiment_name or config.logging.project_name}",
+        "",
+    ]
+    lines += [f"Trained with cosmos-launch by {how}.", "", *(f"- {fact}" for fact in facts)]
+    system = config.train.train_policy.system_prompt
+    if system:
+        log.warning(
+            "training prompts with train.train_policy.system_prompt, which no file for transformers carries: whoever "
+            "serves an export has to send it (its %s says so)",
+            README,
+        )
+        quoted = "\n".join(f"    {line}" for line in system.splitlines())
+        lines += [
+            "",
+            "Training put this system prompt before each prompt that had none; send it, too:",
+            "",
+            quoted,
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _prompts(config: Config, files: Files) -> Iterator[str]:
+    turns = config.rollout.multi_turn_config
+    listed = (_object(files.get(TOKENIZER_CONFIG, b"")) or {}).get("chat_template")
+    templates = [
+        data.decode(errors="replace") for name, data in files.items() if _OF_TEMPLATE.fullmatch(name)
+    ]
+    templates += [*_texts(listed)]
+    if turns.custom_chat_template_path:
+        yield f"Chat template: the job's own, in `{TEMPLATE}`"
+    elif templates:
+        yield "Chat template: that of the tokenizer"
+    else:
+        yield "Chat template: none; prompts are plain text"
+    if any("enable_thinking" in template for template in templates):
+        thinks = "true" if turns.enable_thinking else "false"
+        log.info(
+            "training renders prompts with enable_thinking = %s: whoever serves an export should, too", thinks
+        )
+        yield f"Prompts were rendered with `enable_thinking = {thinks}`; the template's default may be another"
