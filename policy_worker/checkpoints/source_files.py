@@ -2,7 +2,7 @@
 
     generation_config.json   the model's, byte for byte, but for `eos_token_id` where training stopped at other ids
     tokenizer files          the tokenizer's, byte for byte: whatever of these names lies there, whoever reads it
-    chat template            that of the tokenizer; or the job's, in every place where a reader looks for one
+    chat template            that of the tokenizer; or the job's, in the place of every other
     code                     files that `auto_map` of config.json and tokenizer_config.json names, and their imports
     README.md                the base, the template, the stop ids; and what no file can carry, such as a system prompt
 
@@ -187,13 +187,13 @@ def _own_template(config: Config) -> str | None:
 
 
 def _with_template(files: Files, template: str) -> dict[str, bytes]:
-    """The same tokenizer with this chat template, and no other, wherever a reader of any version looks."""
+    """The same tokenizer with this chat template in `chat_template.jinja`, and in the place of every other."""
     kept = {name: data for name, data in files.items() if not _OF_TEMPLATE.fullmatch(name)}
     kept[TEMPLATE] = template.encode()
     if OLDER_TEMPLATE in files:
         kept[OLDER_TEMPLATE] = _as_json({"chat_template": template})
     settings = _object(files.get(TOKENIZER_CONFIG, b""))
-    if settings is not None:
+    if settings is not None and "chat_template" in settings:
         kept[TOKENIZER_CONFIG] = _as_json(settings | {"chat_template": template})
     return kept
 
