@@ -56,7 +56,7 @@ def run(folder: Path, model: Path, steps: int, settings: dict[str, object]) -> d
         "train.train_policy.mini_batch": 8, "train.ckpt.save_freq": 1000, "launcher.cpu_threads": 1,
         "launcher.export_final": "false", "validation.enable": "false", **settings,
     }  # fmt: skip
-    command = [sys.executable, "-P", "-m", "launcher.cli", "--config", QUICKSTART / "sft.toml"]
+    command = [sys.executable, "-P", "-m", "cosmos_launch", "--config", QUICKSTART / "sft.toml"]
     command += [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

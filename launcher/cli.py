@@ -16,10 +16,10 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; ends by SystemExit. A Ctrl-C is not an error, however early it comes."""
+    """Run the command line; ends by SystemExit. A Ctrl-C is not an error, however early it comes."""
     hear_interrupts()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of an encoding that lacks what is to be printed
+        if isinstance(stream, io.TextIOWrapper):  # print \u2013 where its encoding lacks a character
             stream.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -98,6 +98,12 @@ def write_plain(tokenizer: Any, directory: Path) -> bool:
     return True
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Special tokens of a loaded tokenizer, added and named ones, with their ids. Texts leave them out."""
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """Where a tokenizer comes from, and the files that say what it is."""
@@ -222,10 +228,14 @@ class _Reference:
     """What `tokenizer.json` says, as the tokenizers library reads it."""
 
     def __init__(self, file: Path) -> None:
-        """Raises whatever the library raises of a damaged file."""
+        """Raises `TokenizerError`: the file is damaged."""
         from tokenizers import Tokenizer
 
-        self.name, self._tokenizer = file.name, Tokenizer.from_file(str(file))
+        self.name = file.name
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no other
+            raise TokenizerError(f"{file} cannot be read ({error}); download it again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 

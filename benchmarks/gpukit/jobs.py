@@ -83,7 +83,7 @@ def reinforce(
         "launcher.export_final=false",
         *settings,
     )
-    command = [sys.executable, "-P", "-m", "launcher.cli", "--config", str(QUICKSTART / config)]
+    command = [sys.executable, "-P", "-m", "cosmos_launch", "--config", str(QUICKSTART / config)]
     command += [part for setting in given for part in ("--set", setting)]
     run_command(command, place / f"{name}.log", place)
     return summary_of(place / name)

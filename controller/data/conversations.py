@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from controller.data.errors import DataError
-from controller.data.values import jsonable, without_nulls
+from controller.data.values import is_missing, jsonable, without_nulls
 
 Message = dict[str, Any]
 
@@ -60,7 +60,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
 
 def with_query(question: Any, query: Any, where: str) -> Any:
     """The question with a second text on a line of its own, where that is not empty. Raises `DataError`."""
-    if query in (None, ""):
+    if is_missing(query) or query == "":
         return question
     if not isinstance(question, str) or not isinstance(query, str):
         raise DataError(
@@ -104,7 +104,9 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
 
     Raises `DataError` naming `where`.
     """
-    tools = _tool(value, where) if isinstance(value, str) and value.strip() else without_nulls(value)
+    if is_missing(value) or (isinstance(value, str) and not value.strip()):
+        return None
+    tools = _tool(value, where) if isinstance(value, str) else without_nulls(value)
     if not tools:
         return None
     if not isinstance(tools, list):

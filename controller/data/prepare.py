@@ -119,9 +119,9 @@ def refuse_unknown_ids(config: Config, role: Role, prepared: Prepared) -> None:
     if rows:
         few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
         raise DataError(
-            f"the data for {role}: {len(rows)} rows have token ids beyond the {facts.vocabulary} (vocab_size) of "
-            f"policy.model_name_or_path = {facts.name}: {few}; leave these rows out, or name the tokenizer that the "
-            f"model was made with"
+            f"{len(rows)} rows of the {role} data have token ids that policy.model_name_or_path = {facts.name} has "
+            f"no embeddings for (vocab_size = {facts.vocabulary}): {few}; leave these rows out, or name the "
+            f"tokenizer that the model was made with"
         )
 
 
@@ -149,7 +149,7 @@ def _note_trained(ready: dict[Role, Prepared]) -> None:
     )
     rows = ready["validation"]
     for i in np.flatnonzero(np.isin(validated, trained)).tolist():
-        text = f"{rows.report.what}s that are trained on too: their scores say little"
+        text = f"{rows.report.what}s that are trained on too: their results say little"
         rows.report.noted.setdefault(text, Rows()).add(str(rows.rows[i]["key"]))
 
 

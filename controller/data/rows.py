@@ -215,13 +215,13 @@ def with_columns(
         return ours | others
     taken += ["columns"] if "columns" in others else []
     for name in taken:
-        _remark(report, f'column `{name}`: rewards find it as row["columns"]["{name}"]')
+        _remark(report, f'column `{name}`: prepared rows have it as row["columns"]["{name}"]')
     kept = {name: content for name, content in others.items() if name not in taken}
     return ours | kept | {"columns": {name: others[name] for name in taken}}
 
 
 def _note(report: FileReport, name: str, what: str) -> None:
-    _remark(report, f"column `{name}`: rewards get {what}")
+    _remark(report, f"column `{name}`: prepared rows have {what}")
 
 
 def _remark(report: FileReport, text: str) -> None:

@@ -73,7 +73,10 @@ class PromptTokenizer:
         except TokenizerError as error:
             raise DataError(f"{key} = {name!r}: its tokenizer cannot be loaded: {error}") from error
         if not self._tokenizer.is_fast:
-            raise DataError(f"{key} = {name!r}: its tokenizer has no tokenizer.json form")
+            raise DataError(
+                f"{key} = {name!r}: its tokenizer is Python code without a tokenizer.json; convert it, or name a "
+                f"tokenizer that has one in policy.tokenizer_name_or_path"
+            )
         if template is not None:
             self._tokenizer.chat_template = template
         self._template: str | None = self._tokenizer.chat_template

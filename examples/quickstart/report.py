@@ -134,6 +134,6 @@ def print_story(story: Story, comparison: Comparison, curve: Path) -> None:
 
 def draw_curve(grpo: Phase, path: Path) -> Path:
     """The run's learning curves, as `cosmos-launch plot` draws them."""
-    command = [sys.executable, "-P", "-m", "launcher.cli", "plot", str(grpo.run_dir), "--output", str(path)]
+    command = [sys.executable, "-P", "-m", "cosmos_launch", "plot", str(grpo.run_dir), "--output", str(path)]
     subprocess.run(command, check=True, timeout=DRAW_TIMEOUT, stdout=subprocess.DEVNULL)
     return path

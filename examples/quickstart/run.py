@@ -64,7 +64,7 @@ def jobs(options: argparse.Namespace, out: Path) -> tuple[Job, Job]:
 
 def launch(job: Job, out: Path, seed: int) -> Phase:
     """Run one job in the foreground with its own display; leaves with its exit code if it fails."""
-    command = [sys.executable, "-P", "-m", "launcher.cli", "--config", str(HERE / job.config)]
+    command = [sys.executable, "-P", "-m", "cosmos_launch", "--config", str(HERE / job.config)]
     command += [part for setting in job.settings(out, seed) for part in ("--set", setting)]
     print(f"\n$ cosmos-launch --config {job.config} …", flush=True)
     started = time.time()

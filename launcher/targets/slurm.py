@@ -231,7 +231,7 @@ def _job(config: Config, wanted: Wanted) -> SlurmJob:
     program = Path(sys.executable).with_name("cosmos-launch")
     return SlurmJob(
         name=f"cosmos-{name}",
-        program=[str(program)] if program.exists() else [sys.executable, "-P", "-m", "launcher.cli"],
+        program=[str(program)] if program.exists() else [sys.executable, "-P", "-m", "cosmos_launch"],
         directory=os.getcwd(),
         output=absolute(config.train.output_dir),
         configs=[absolute(str(path)) for path in wanted.configs],

@@ -26,8 +26,8 @@ from schema.config import Config, PolicyConfig, local_path
 from schema.config.end_tokens import eos_token_ids
 from schema.config.fetched import fetched_by
 from schema.config.model_facts import FindFile, read_config
-from schema.config.vocabulary import Vocabulary, numbered, stop_tokens
-from tokenization.loading import TokenizerError, load
+from schema.config.vocabulary import stop_tokens
+from tokenization.loading import TokenizerError, load, special_tokens
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ def source_files(config: Config, model_config: PretrainedConfig) -> Files:
         log.warning("exports are without a tokenizer: %s has no files of one", tokenizer[0])
     template = _own_template(config)
     files |= copied if template is None else _with_template(copied, template)
-    vocabulary = numbered(*tokenizer, find) or Vocabulary({})
-    ends = _stop_ids(config, vocabulary, find)
+    own_end, special = _tokens(policy)
+    ends = _stop_ids(config, own_end, special, find)
     files[GENERATION] = _generation(config, model_config, ends, find)
-    strings = [text for text in config.rollout.sampling_config.stop if text not in vocabulary.special]
+    strings = [text for text in config.rollout.sampling_config.stop if text not in special]
     files[README] = _readme(config, files, ends, strings if config.is_grpo else []).encode()
     return files
 
@@ -109,28 +109,28 @@ def _of_config(config: Config, model_config: PretrainedConfig, find: FindFile) -
     return settings | {name: value for name, value in ids.items() if value is not None}
 
 
-def _stop_ids(config: Config, vocabulary: Vocabulary, find: FindFile) -> list[int]:
-    """Token ids that ended answers in training, the model's own first."""
-    policy, sampling = config.policy, config.rollout.sampling_config
-    model, own = eos_token_ids(policy, None, find), _end_of_tokenizer(policy)
-    ids = [*sorted(model), *([] if own is None else [own])]
+def _stop_ids(config: Config, own_end: int | None, special: Mapping[str, int], find: FindFile) -> list[int]:
+    """Token ids that ended answers in training, the model's own first. own_end, special: of the tokenizer."""
+    sampling = config.rollout.sampling_config
+    ids = [*sorted(eos_token_ids(config.policy, None, find)), *([] if own_end is None else [own_end])]
     if config.is_grpo:
-        special = {token: vocabulary.ids[token] for token in vocabulary.special}
         ids = [] if sampling.ignore_eos else ids
         ids = [*ids, *sampling.stop_token_ids, *stop_tokens(sampling.stop, special)]
     return list(dict.fromkeys(ids))
 
 
-def _end_of_tokenizer(policy: PolicyConfig) -> int | None:
-    """The id of its end token, which its class may name; None without one."""
+def _tokens(policy: PolicyConfig) -> tuple[int | None, dict[str, int]]:
+    """The id of the tokenizer's end token, which its class may name, and its special tokens; none where it does not
+    load."""
     try:
         tokenizer = load(*policy.tokenizer, trust_remote_code=policy.trust_remote_code)
     except TokenizerError as error:
         log.warning(
             "%s has no tokenizer that loads: its end token is not known: %s", policy.tokenizer[0], error
         )
-        return None
-    return None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+        return None, {}
+    end = tokenizer.eos_token_id
+    return None if end is None else int(end), special_tokens(tokenizer)
 
 
 def _as_list(ids: Any) -> list[int]:
@@ -250,9 +250,9 @@ def _readme(config: Config, files: Files, ends: Iterable[int], strings: Iterable
     name, revision = policy.model_name_or_path, policy.model_revision
     head = ["library_name: transformers"] + ([f"base_model: {name}"] if local_path(name) is None else [])
     how = "reinforcement learning" if config.is_grpo else "supervised fine-tuning"
-    facts = [f"Base model: `{name}`" + (f", revision `{revision}`" if revision else "")]
+    facts = [f"Base model: `{_public(name)}`" + (f", revision `{revision}`" if revision else "")]
     if policy.tokenizer_name_or_path:
-        facts.append(f"Tokenizer: that of `{policy.tokenizer_name_or_path}`")
+        facts.append(f"Tokenizer: that of `{_public(policy.tokenizer_name_or_path)}`")
     facts += _prompts(config, files)
     facts.append(f"Token ids that end an answer: {', '.join(map(str, ends)) or 'none'} (`{GENERATION}`)")
     if stops := ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in strings):
@@ -283,6 +283,12 @@ def _readme(config: Config, files: Files, ends: Iterable[int], strings: Iterable
     return "\n".join(lines) + "\n"
 
 
+def _public(name: str) -> str:
+    """The name of a model without the directories of this machine above it: an export may be uploaded."""
+    place = local_path(name)
+    return name if place is None else place.resolve().name
+
+
 def _prompts(config: Config, files: Files) -> Iterator[str]:
     turns = config.rollout.multi_turn_config
     listed = (_object(files.get(TOKENIZER_CONFIG, b"")) or {}).get("chat_template")
@@ -296,7 +302,7 @@ def _prompts(config: Config, files: Files) -> Iterator[str]:
         yield "Chat template: that of the tokenizer"
     else:
         yield "Chat template: none; prompts are plain text"
-    if any("enable_thinking" in template for template in templates):
+    if config.is_grpo and any("enable_thinking" in template for template in templates):
         thinks = "true" if turns.enable_thinking else "false"
         log.info(
             "training renders prompts with enable_thinking = %s: whoever serves an export should, too", thinks

@@ -18,7 +18,7 @@ from schema.config.rules.engine import never_stops
 from schema.config.vocabulary import never_found
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
-from tokenization.loading import TokenizerError, load
+from tokenization.loading import TokenizerError, load, special_tokens
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +74,7 @@ def stop_tokens(config: Config, tokenizer: Any) -> dict[int, str]:
     Raises:
         EngineConfigError: a string holds a special token and more, so that no text contains it.
     """
-    strings, added = config.rollout.sampling_config.stop, tokenizer.added_tokens_decoder
-    special = {str(token): number for number, token in added.items() if token.special}
-    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    strings, special = config.rollout.sampling_config.stop, special_tokens(tokenizer)
     if faults := [never_stops(*pair).render() for pair in never_found(strings, special).items()]:
         raise EngineConfigError("\n".join(faults))
     return vocabulary.stop_tokens(strings, special)
@@ -110,8 +108,8 @@ def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[Samp
     for sample, how in zip(samples, settings, strict=True):
         ids = response_tokens(sample, how).tolist()
         text = cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how)
-        stopped_by_string = isinstance(sample.stop_reason, int) and how.include_stop_str_in_output
-        answers.append(text + how.stop_tokens.get(sample.stop_reason, "") if stopped_by_string else text)
+        keeps_stop_token = isinstance(sample.stop_reason, int) and how.include_stop_str_in_output
+        answers.append(text + how.stop_tokens.get(sample.stop_reason, "") if keeps_stop_token else text)
     return answers
 
 

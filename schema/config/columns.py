@@ -79,10 +79,8 @@ def _arrow_columns(path: Path, suffix: str) -> Columns | None:
     with path.open("rb") as file:  # a clear system error before pyarrow's
         if suffix == ".parquet" and file.read(4) != b"PAR1":
             raise UnreadableDataError(f"{path} is not a parquet file")
-    try:
-        from pyarrow import ipc, parquet
-    except ImportError:  # the base install has no pyarrow; the worker that reads the data has
-        return None
+    from pyarrow import ipc, parquet  # a tenth of a second
+
     empty = False
     try:
         if suffix == ".arrow":

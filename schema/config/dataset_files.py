@@ -98,8 +98,8 @@ def file_id(path: Path) -> FileId:
 def files_of(dataset: DatasetConfig, role: Role) -> frozenset[FileId]:
     """The local files of a dataset that the other role leaves out of a directory.
 
-    Those of validation, and those that training names one by one. None where they cannot be had, which is said of
-    that dataset.
+    Those of validation, and those that training names one by one. Empty where they cannot be read: the rule for that
+    dataset reports it.
     """
     try:
         paths = [Path(file) for file in dataset.files or [dataset.name] if file]
@@ -150,9 +150,10 @@ def choose(
             "name a split of its own for each, or hold rows out with train.train_policy.dataset.test_size; to train "
             "and validate on the same rows, name the files in `files`",
         )
+    read_ids, wanted_ids = {file.id for file in read}, {file.id for file in wanted}
     for file in files:
-        if file not in read:
-            reason = f"{other} reads it" if file in wanted else _why_not(file, how)
+        if file.id not in read_ids:
+            reason = f"{other} reads it" if file.id in wanted_ids else _why_not(file, how)
             unread.setdefault(reason, []).append(file.path)
     return Choice([file.path for file in read], unread, how)
 
@@ -219,7 +220,7 @@ def _default(directory: Path, files: list[_File], role: Role) -> tuple[list[_Fil
 
 
 def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[list[_File], str]:
-    chosen: list[_File] = []
+    chosen: dict[FileId, _File] = {}
     for split in splits:
         end = r"(?![A-Za-z0-9])" if split[-1].isdigit() else "(?![A-Za-z])"
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}{end}", re.IGNORECASE)
@@ -235,8 +236,9 @@ def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[
             raise UnreadableDataError(
                 f"{directory} holds no data file of split {split!r}; it has {names}", hint
             )
-        chosen += [file for file in of_split if file not in chosen]
-    return chosen, ""
+        for file in of_split:
+            chosen.setdefault(file.id, file)
+    return list(chosen.values()), ""
 
 
 def _why_not(file: _File, how: str) -> str:

@@ -1,8 +1,8 @@
 """The tokens of a tokenizer, from its files, without loading it.
 
 difference(vocabulary_of(mine), vocabulary_of(theirs))     "" where two number the same tokens alike, or what differs
-stop_tokens(strings, special_tokens_of(name))              stop strings that are special tokens
 numbered(name, revision)                                   every token with its id, added and named ones included
+stop_tokens(strings, ids of special tokens)                stop strings that are special tokens
 """
 
 from __future__ import annotations
@@ -126,14 +126,6 @@ def _json_object(path: Path | None) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def special_tokens_of(name: str, revision: str | None, find: FindFile = local_file) -> dict[str, int] | None:
-    """Special tokens to ids, as `vocabulary_of`. Decoding leaves them out of the text of an answer."""
-    vocabulary = _tokenizer_json(find(name, revision, "tokenizer.json"))
-    if vocabulary is None:
-        return None
-    return {token: number for token, number in vocabulary.ids.items() if token in vocabulary.special}
-
-
 def stop_tokens(strings: Iterable[str], special: Mapping[str, int]) -> dict[int, str]:
     """The stop strings that are special tokens, by id: an answer ends at the token, since its text lacks it."""
     return {special[string]: string for string in strings if string in special}
@@ -157,10 +149,10 @@ def difference(mine: Mapping[str, int], theirs: Mapping[str, int], *, padded: bo
 
     padded: tokens that only the other has do not matter.
     """
-    there = {number: token for token, number in theirs.items()}
+    tokens = {number: token for token, number in theirs.items()}
     for token, number in sorted(mine.items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
-            other = f"{there[number]!r}" if number in there else "no token"
+            other = f"{tokens[number]!r}" if number in tokens else "no token"
             return f"token {number} is {token!r} here and {other} there"
     if len(mine) != len(theirs) and not padded:
         return f"there are {len(mine)} tokens here and {len(theirs)} there"

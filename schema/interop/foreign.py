@@ -28,6 +28,7 @@ class Foreign:
     signs: tuple[str, ...] = ()
     script: str = ""
     remedy: str = ""
+    is_made_from_verl: bool = False
 
     def matches(self, data: Mapping[str, Any]) -> bool:
         """Whether a configuration has all keys of one of the signs."""
@@ -52,21 +53,24 @@ SYSTEMS_WITHOUT_READER: tuple[Foreign, ...] = (
         ("worker.actor", "worker.rollout", "worker.reward", "worker.ref", "worker.critic"),
         r"verl\.trainer\.main(?![\w.])|(?<![\w.])worker\.(?:actor|rollout|reward|ref|critic)\.",
         "it is made from verl and has most keys under names of its own; `cosmos-launch explain` knows those of verl",
+        is_made_from_verl=True,
     ),
     Foreign(
         "RAGEN",
         ("es_manager", "agent_proxy", "ctx_manager"),
         r"(?<![\w.])(?:es_manager|agent_proxy|ctx_manager)\.|(?<![\w/])ragen\.",
         _FROM_VERL,
+        is_made_from_verl=True,
     ),
-    Foreign("rLLM", ("rllm",), r"(?<![\w/])rllm\.|(?<![\w/])rllm (?:train|eval)\b", _FROM_VERL),
+    Foreign("rLLM", ("rllm",), r"(?<![\w/])rllm\.|(?<![\w/])rllm (?:train|eval)\b", _FROM_VERL, True),
     Foreign(
         "verl-agent",
         ("env.env_name actor_rollout_ref", "env.env_name algorithm", "algorithm.gigpo"),
         r"(?<![\w.])env\.env_name=|(?<![\w.])algorithm\.gigpo\.",
         _FROM_VERL,
+        is_made_from_verl=True,
     ),
-    Foreign("Agent Lightning", ("agentlightning",), r"\bagentlightning\b", _FROM_VERL),
+    Foreign("Agent Lightning", ("agentlightning",), r"\bagentlightning\b", _FROM_VERL, True),
     Foreign(
         "SkyRL",
         (
@@ -308,7 +312,9 @@ def script_problem(kind: str, text: str) -> tuple[str, str]:
     }
     own = {"verl": _VERL_SCRIPT, "ROLL": _ROLL_SCRIPT, "cosmos-rl": _COSMOS_SCRIPT}
     of_verl = [
-        system.title for system in SYSTEMS_WITHOUT_READER if counts.get(system.title) and _is_fork(system)
+        system.title
+        for system in SYSTEMS_WITHOUT_READER
+        if counts.get(system.title) and system.is_made_from_verl
     ]
     counts |= {title: len(pattern.findall(code)) for title, pattern in own.items()}
     title = max(counts, key=lambda name: counts[name]) if any(counts.values()) else ""
@@ -320,10 +326,6 @@ def script_problem(kind: str, text: str) -> tuple[str, str]:
             f"convert the YAML or TOML that it names, if it names one. {by_hand()}",
         )
     return f"{kind} of {title}, not a configuration", _script_hint(title, code)
-
-
-def _is_fork(system: Foreign) -> bool:
-    return "verl" in system.remedy
 
 
 def _script_hint(title: str, code: str) -> str:

@@ -20,6 +20,7 @@ from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 
 PRIVATE_NETWORKS = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")
+_PRIVATE = tuple(map(ip_network, (*PRIVATE_NETWORKS, "fc00::/7", "fe80::/10")))
 _PRIVATE_NAMES = (
     ".local",
     ".internal",
@@ -90,7 +91,7 @@ def is_private(host: str) -> bool:
         number = ip_address(host)
     except ValueError:
         return bool(host) and not is_loopback(host) and ("." not in host or host.endswith(_PRIVATE_NAMES))
-    return number.is_private and not number.is_loopback
+    return any(number in network for network in _PRIVATE)
 
 
 def _host(url: str) -> str:

@@ -10,7 +10,7 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.vocabulary import never_found, special_tokens_of
+from schema.config.vocabulary import never_found, numbered
 
 _SAMPLING = "rollout.sampling_config"
 
@@ -348,8 +348,8 @@ def stop_strings_can_be_found(config: Config, find: FindFile = local_file) -> It
     """Stop strings are looked for in the text of an answer, which has no special tokens: one that holds such a token
     and more is never found. Where the tokenizer is on this machine."""
     strings = config.rollout.sampling_config.stop
-    special = special_tokens_of(*config.policy.tokenizer, find) if strings else None
-    for string, token in never_found(strings, special or {}).items():
+    vocabulary = numbered(*config.policy.tokenizer, find) if strings else None
+    for string, token in never_found(strings, vocabulary.special if vocabulary else ()).items():
         yield never_stops(string, token)
 
 

@@ -46,18 +46,15 @@ def _validates(config: Config) -> bool:
 
 
 _NO_ROLLOUTS = "supervised training generates nothing"
+SFT_READS = (
+    "multi_turn_config.custom_chat_template_path",
+    "sampling_config.stop",
+    "sampling_config.stop_token_ids",
+)
+"""Keys of [rollout] that supervised training reads: how conversations are rendered, and where answers end."""
 
 OF_ANOTHER_JOB = (
-    Idle(
-        "rollout",
-        _is_grpo,
-        f"{_NO_ROLLOUTS}: it has no rollout replicas",
-        but=(
-            "multi_turn_config.custom_chat_template_path",
-            "sampling_config.stop",
-            "sampling_config.stop_token_ids",
-        ),
-    ),
+    Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas", but=SFT_READS),
     Idle(
         "validation",
         _is_grpo,

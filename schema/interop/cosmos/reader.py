@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from schema.config.keys import deviation_of, leaf_keys
 from schema.config.loading.explain import annotation_of
+from schema.config.rules.idle import SFT_READS
 from schema.config.sections.train import TrainingConfig
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
 from schema.interop.cosmos.rules import RENAMED_RULES, plain, sampled_temperature, trained_temperature
@@ -76,7 +77,8 @@ def _rules(kind: str) -> Sequence[Rule]:
             continue
         if key in renamed:
             continue
-        idle = kind == "sft" and (path[0] == "rollout" or key == "train.sync_weight_interval")
+        of_rollouts = path[0] == "rollout" and key.removeprefix("rollout.") not in SFT_READS
+        idle = kind == "sft" and (of_rollouts or key == "train.sync_weight_interval")
         for name in (key, f"{key}.*") if _is_table(annotation_of(path)) else (key,):
             converter = to.always("supervised training generates nothing") if idle else _pass(key, name)
             rules.append(Rule(name, converter))

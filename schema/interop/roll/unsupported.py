@@ -22,8 +22,7 @@ _IN_ENVIRONMENT = "a secret: give it in the environment (WANDB_API_KEY, SWANLAB_
 _MOCK = "records and replays rollouts to test ROLL itself"
 _TEMPLATE = (
     "rows are rendered by the tokenizer's own chat template, as ROLL's native, qwen2_5 and qwen3 do; write another "
-    "one to a file, name it in rollout.multi_turn_config.custom_chat_template_path (supervised training: put it into "
-    "the tokenizer's directory), and remove this line"
+    "one to a file, name it in rollout.multi_turn_config.custom_chat_template_path, and remove this line"
 )
 _REWARD_SCALE = (
     "rewards are scaled, centred and clipped by train.train_policy.reward_shaping alone; do more in a reward "

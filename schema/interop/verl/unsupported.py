@@ -30,8 +30,7 @@ _TOOLS = (
 )
 _TEMPLATE = (
     "rows are rendered by the tokenizer's own chat template, which gets enable_thinking alone; write another to a "
-    "file, name it in rollout.multi_turn_config.custom_chat_template_path (supervised training: put it into the "
-    "tokenizer's directory), and remove this line"
+    "file, name it in rollout.multi_turn_config.custom_chat_template_path, and remove this line"
 )
 _REPLAY = "the policy alone is sent to experts that the engine chose; other models choose for themselves"
 _ROUTES = "the experts that the engine chose travel with their samples, never through files"

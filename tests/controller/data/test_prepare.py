@@ -182,7 +182,7 @@ def test_ids_that_the_model_has_no_embeddings_for_are_refused_by_row(
     (model / "config.json").write_text(json.dumps({"vocab_size": largest + 1}))
     assert prepare(config(model, questions, COLUMNS), tmp_path) == {"train": 20}
     (model / "config.json").write_text(json.dumps({"vocab_size": largest}))
-    words = rf"rows have token ids beyond the {largest} .*train/\d+ \({largest}\)"
+    words = rf"rows of the train data have token ids .*vocab_size = {largest}\): train/\d+ \({largest}\)"
     with pytest.raises(DataError, match=words):
         prepare(config(model, questions, COLUMNS), tmp_path)
 

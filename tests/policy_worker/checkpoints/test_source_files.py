@@ -233,7 +233,7 @@ def test_exports_prompt_as_training_did(tmp_path: Path, place: str, own: bool) -
 def test_the_readme_says_what_no_file_carries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = model_at(tmp_path / "m", chat_template__jinja="{{ enable_thinking }}")
     plain = copied(model)["README.md"].decode()
-    assert f"Base model: `{model}`" in plain
+    assert f"Base model: `{model.name}`" in plain
     assert "enable_thinking = false" in plain
     assert "system prompt" not in plain
     values = {

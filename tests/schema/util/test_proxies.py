@@ -31,6 +31,8 @@ TABLE: list[tuple[str, str | None, str]] = [
     ("https://api.example.com", None, TLS),
     ("http://api.example.com", None, PLAIN),
     ("http://8.8.8.8", None, PLAIN),
+    ("http://198.51.100.7", None, PLAIN),
+    ("http://[2001:db8::1]", None, PLAIN),
     ("http://minio:9000", "", PLAIN),
     ("http://10.1.2.3", "example.com", PLAIN),
     ("http://10.1.2.3", "10.0.0.0/8", ""),
