@@ -72,7 +72,7 @@ class PromptTokenizer:
             self._tokenizer = load(name, revision, trust_remote_code=trust_remote_code)
         except TokenizerError as error:
             raise DataError(f"{key} = {name!r}: its tokenizer cannot be loaded: {error}") from error
-        if not self._tokenizer.is_fast:
+        if not getattr(self._tokenizer, "is_fast", False):  # mistral-common's has no such attribute
             raise DataError(
                 f"{key} = {name!r}: its tokenizer is Python code without a tokenizer.json; convert it, or name a "
                 f"tokenizer that has one in policy.tokenizer_name_or_path"

@@ -74,7 +74,7 @@ def source_files(config: Config, model_config: PretrainedConfig) -> Files:
     ends = _stop_ids(config, own_end, special, find)
     files[GENERATION] = _generation(config, model_config, ends, find)
     strings = [text for text in config.rollout.sampling_config.stop if text not in special]
-    files[README] = _readme(config, files, ends, strings if config.is_grpo else []).encode()
+    files[README] = _readme(config, files, ends, strings).encode()
     return files
 
 
@@ -113,10 +113,8 @@ def _stop_ids(config: Config, own_end: int | None, special: Mapping[str, int], f
     """Token ids that ended answers in training, the model's own first. own_end, special: of the tokenizer."""
     sampling = config.rollout.sampling_config
     ids = [*sorted(eos_token_ids(config.policy, None, find)), *([] if own_end is None else [own_end])]
-    if config.is_grpo:
-        ids = [] if sampling.ignore_eos else ids
-        ids = [*ids, *sampling.stop_token_ids, *stop_tokens(sampling.stop, special)]
-    return list(dict.fromkeys(ids))
+    ids = [] if sampling.ignore_eos else ids
+    return list(dict.fromkeys([*ids, *sampling.stop_token_ids, *stop_tokens(sampling.stop, special)]))
 
 
 def _tokens(policy: PolicyConfig) -> tuple[int | None, dict[str, int]]:

@@ -2,9 +2,11 @@
 
     choose(directory, splits, role, apart) ─▶ Choice: the files that are read, and why each of the others is not
 
-A file belongs to the split that a word of its path below the directory names, in any case and with digits or `set`
-behind it (`train.jsonl`, `data/test-00000-of-00002.parquet`, `devSet/1.json`). One whose path names splits of two
-kinds belongs to none. So no file is of two splits. Of a folder that `datasets` saved, the Arrow files that its
+A file belongs to the split that a word of its name tells, else the nearest folder above it, in any case and with
+digits or `set` behind the word (`train.jsonl`, `data/test-00000-of-00002.parquet`, `devSet/1.json`); words that are
+glued to another count where a file next to it differs by them alone (`mathtrain.jsonl`, `mathtest.jsonl`). One whose
+name tells splits of two kinds belongs to none. So no file is of two splits, and another split never takes the place
+of one whose files are there and cannot be read. Of a folder that `datasets` saved, the Arrow files that its
 `state.json` lists are read, and no others.
 """
 
@@ -13,8 +15,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,15 +31,17 @@ MOST_ENTRIES = 100_000
 
 KINDS = {
     "train": "train", "training": "train", "trainval": "train",
-    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-    "development": "validation", "heldout": "validation", "holdout": "validation",
-    "test": "test", "testing": "test", "devtest": "test", "testdev": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "validate": "validation", "val": "validation",
+    "dev": "validation", "development": "validation", "heldout": "validation", "holdout": "validation",
+    "test": "test", "testing": "test", "devtest": "test", "testdev": "test", "testmini": "test", "tst": "test",
+    "eval": "test", "evaluation": "test",
 }  # fmt: skip
 """Kind of split of each word that names one; those of validation and test as they are preferred."""
 _WORD = re.compile(
-    r"(?<![a-z])(?:mini)?(train(?:ing|val)?|validation|valid|val|dev(?:elopment|test)?|(?:held|hold)[-_ ]?out"
-    r"|test(?:ing|dev)?|eval(?:uation)?)(?:[-_ ]?(?:sets?|data|splits?)|s)?(?![a-z])"
+    r"(?<![a-z])(?:mini)?(train(?:ing|val)?|validation|validate|valid|val|dev(?:elopment|test)?"
+    r"|(?:held|hold)[-_ ]?out|test(?:ing|dev|mini)?|tst|eval(?:uation)?)(?:[-_ ]?(?:sets?|data|splits?)|s)?(?![a-z])"
 )
+_GLUED = re.compile(r"(.+)(train|validation|valid|val|dev|test|eval)")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".br")
 _OTHER_FORMATS = (
@@ -48,6 +52,8 @@ _OTHER_FORMATS = (
 _DICT = "dataset_dict.json"
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", _DICT)
 _STATE = "state.json"
+_UNPACK, _DEAD_LINK = "compressed: unpack it", "a link to nothing"
+_OTHER_FORMAT = f"only {', '.join(DATA_SUFFIXES)} can be read"
 
 
 class UnreadableDataError(ValueError):
@@ -77,7 +83,7 @@ class _File:
     """Its path below the directory."""
     id: FileId
     words: tuple[str, ...]
-    """What its path says of splits, the outermost folder first."""
+    """What its name, or the nearest folder whose name tells one, says of splits; of each name that the file has."""
 
     @property
     def kinds(self) -> set[str]:
@@ -116,6 +122,35 @@ def split_words(name: str) -> tuple[str, ...]:
     return tuple(re.sub(r"[-_ ]", "", match[1]) for match in _WORD.finditer(text))
 
 
+def _words_of(parts: Sequence[str]) -> tuple[str, ...]:
+    """The words of the last part of a path that names a split. Folders that name two kinds (train_test_split) tell
+    nothing of a file in them."""
+    *folders, name = parts
+    if words := split_words(name):
+        return words
+    for folder in reversed(folders):
+        words = split_words(folder)
+        if len({KINDS[word] for word in words}) == 1:
+            return words
+    return ()
+
+
+def _with_glued(files: list[_File]) -> list[_File]:
+    """The files, those with a glued word given to its split."""
+    stems = {(file.path.parent, file.path.stem.lower()) for file in files}
+
+    def labelled(file: _File) -> _File:
+        match = None if file.words else _GLUED.fullmatch(file.path.stem.lower())
+        if match is None:
+            return file
+        rest, word = match[1], match[2]
+        others = ["", *(other for other, kind in KINDS.items() if kind != KINDS[word])]
+        near = any((file.path.parent, rest + other) in stems for other in others)
+        return replace(file, words=(word,)) if near else file
+
+    return [labelled(file) for file in files]
+
+
 def choose(
     directory: Path, splits: Sequence[str], role: Role, apart: Collection[FileId] = frozenset()
 ) -> Choice:
@@ -127,7 +162,7 @@ def choose(
     """
     unread: dict[str, list[Path]] = {}
     every = sorted(_data_files(directory, unread), key=lambda file: file.path)
-    files = list(_distinct(every, unread))
+    files = _with_glued(list(_distinct(every, unread)))
     if not files:
         others = f"; not read: {_described(directory, unread)}" if unread else ""
         raise UnreadableDataError(
@@ -140,7 +175,7 @@ def choose(
         wanted = _folders(directory, files, saved, chosen)
         how = "" if splits else f"no split is named: {chosen[0]} of {', '.join(saved)}"
     else:
-        wanted, how = _named(directory, files, splits) if splits else _default(directory, files, role)
+        wanted, how = _named(directory, files, splits) if splits else _default(directory, files, role, unread)
     read = [file for file in wanted if file.id not in apart]
     other = "validation" if role == "train" else "training"
     if not read:
@@ -193,8 +228,13 @@ def _folders(directory: Path, files: list[_File], saved: list[str], splits: Sequ
     return wanted
 
 
-def _default(directory: Path, files: list[_File], role: Role) -> tuple[list[_File], str]:
-    """The files that are read where no split is named, and how they were chosen."""
+def _default(
+    directory: Path, files: list[_File], role: Role, unread: Mapping[str, list[Path]]
+) -> tuple[list[_File], str]:
+    """The files that are read where no split is named, and how they were chosen.
+
+    Raises `UnreadableDataError`: more than one split could be meant, or the files of the one cannot be read.
+    """
     labels = {file.word for file in files if file.word}
     for kind in ("train",) if role == "train" else ("validation", "test"):
         words = [word for word, of in KINDS.items() if of == kind and word in labels]
@@ -202,6 +242,7 @@ def _default(directory: Path, files: list[_File], role: Role) -> tuple[list[_Fil
             taken = words if role == "train" else words[:1]
             chosen = [file for file in files if file.word in taken]
             return chosen, f"no split is named: the files of {_list(taken)}"
+        _refuse_lost(directory, kind, files, unread)
     plain = [file for file in files if not file.words]
     if plain:
         return plain, f"no split is named: no file is of a {role} split, so those that name none"
@@ -219,16 +260,34 @@ def _default(directory: Path, files: list[_File], role: Role) -> tuple[list[_Fil
     )
 
 
+def _refuse_lost(directory: Path, kind: str, files: list[_File], unread: Mapping[str, list[Path]]) -> None:
+    """Raise `UnreadableDataError` where files of a kind of split are there and none of them is read."""
+    lost = {file.name: _why_not(file, "") for file in files if kind in file.kinds}
+    for reason, paths in unread.items():
+        for path in paths if reason in (_UNPACK, _OTHER_FORMAT, _DEAD_LINK) else ():
+            name = path.relative_to(directory)
+            parts = (*name.parts[:-1], name.name.partition(".")[0])
+            if kind in {KINDS[word] for word in _words_of(parts)}:
+                lost[str(name)] = reason
+    if lost:
+        name, reason = next(iter(lost.items()))
+        raise UnreadableDataError(
+            f"{directory}: no file of a {kind} split can be read, although {_list(list(lost))} is there ({name}: "
+            f"{reason})",
+            "make it readable, rename it, name one with `split`, or name the files in `files`",
+        )
+
+
 def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[list[_File], str]:
     chosen: dict[FileId, _File] = {}
     for split in splits:
         end = r"(?![A-Za-z0-9])" if split[-1].isdigit() else "(?![A-Za-z])"
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}{end}", re.IGNORECASE)
         kinds = {KINDS[word] for word in split_words(split)}
-        of_split = [
-            file
-            for file in files
-            if file.kinds <= kinds and (pattern.search(file.name) or split.lower() in file.words)
+        named = [file for file in files if pattern.search(file.name) or split.lower() in file.words]
+        # A name of two kinds is of the named one where that has no other.
+        of_split = [file for file in named if file.kinds <= kinds] or [
+            file for file in named if len(file.kinds) > 1 and pattern.search(file.path.name)
         ]
         if not of_split:
             names = _list([file.name for file in files])
@@ -243,7 +302,7 @@ def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[
 
 def _why_not(file: _File, how: str) -> str:
     if len(file.kinds) > 1:
-        return f"its path names splits of two kinds, {_list(sorted(file.kinds))}"
+        return f"its name tells splits of two kinds, {_list(sorted(file.kinds))}"
     if file.word:
         return f"of the split {file.word}"
     return "it names no split, and others do" if how else "not of the named split"
@@ -270,11 +329,9 @@ def _data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[_Fil
             relative = str(path.relative_to(directory))
             reason = _no_data(relative, name, listed)
             if reason is None and not path.is_file():
-                reason = (
-                    "a link to nothing" if path.is_symlink() and not path.exists() else "not a regular file"
-                )
+                reason = _DEAD_LINK if path.is_symlink() and not path.exists() else "not a regular file"
             if reason is None:
-                words = split_words(relative.removesuffix(path.suffix))
+                words = _words_of(Path(relative.removesuffix(path.suffix)).parts)
                 saved = str(state.get("_split") or "") if state is not None and not words else ""
                 yield _File(path, relative, file_id(path), words or split_words(saved))
             elif reason:
@@ -299,8 +356,8 @@ def _no_data(relative: str, name: str, listed: Collection[str] | None) -> str | 
     if last in DATA_SUFFIXES:
         return "a cache of `datasets`" if last == ".arrow" and name.startswith("cache-") else None
     if last in _COMPRESSED:
-        return "compressed: unpack it"
-    return f"only {', '.join(DATA_SUFFIXES)} can be read"
+        return _UNPACK
+    return _OTHER_FORMAT
 
 
 def _saved_state(folder: Path) -> dict[str, Any] | None:
