@@ -65,9 +65,8 @@ def convert_text(
         chosen = reader(system)
         kind = kind_of(source, chosen)
     conversion = convert_source(source, chosen, kind, {} if env is None else env, allow_unknown)
-    if system is not None and (other := other_system(source.data)) is not None:
-        warning = (
-            f"this looks like a file of {other.title}; its keys are read as {chosen.title}'s, as asked for"
-        )
+    if (other := other_system(source.data)) is not None:
+        why = ", as asked for" if system is not None else f", for it has keys that only {chosen.title} has"
+        warning = f"this looks like a file of {other.title}; its keys are read as {chosen.title}'s{why}"
         conversion = replace(conversion, warnings=(warning, *conversion.warnings))
     return conversion

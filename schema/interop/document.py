@@ -26,6 +26,7 @@ from schema.interop.engine.engine import yaml_value
 from schema.interop.engine.fallback import SPEED_ONLY
 from schema.interop.engine.registry import reader
 from schema.interop.engine.rules import ABSENT, Rule
+from schema.interop.engine.unsupported import EITHER_WAY
 from schema.interop.foreign import SYSTEMS_WITHOUT_READER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
@@ -123,7 +124,9 @@ def _method(system: str) -> Iterator[str]:
     yield "\n| their key | asks for nothing | why it is not the same method |"
     yield "|---|---|---|"
     for key, neutral in reader(system).unsupported.method.items():
-        values = ", ".join(f"`{yaml_value(value)}`" for value in neutral)
+        values = ", ".join(f"`{yaml_value(value)}`" for value in neutral if value is not EITHER_WAY)
+        if EITHER_WAY in neutral:
+            values = f"{values} (not false, not 0)".strip()
         yield f"| `{key}` | {values} | {_cell(_reason(system, key))} |"
     yield ""
 
@@ -132,14 +135,20 @@ def _tables(system: str) -> str:
     listed = reader(system).unsupported
     at_top = ", and in values at the top of a file that no other key refers to" if listed.flat else ""
     names = ", ".join(f"`{table}`" for table in listed.tables)
-    return f"Keys that are not understood are refused in {names}{at_top}."
+    text = f"Keys that are not understood are refused in {names}{at_top}."
+    if listed.plumbing is not None:
+        mixed = ", ".join(f"`{table}`" for table in listed.mixed)
+        text += (
+            f" Unknown keys are refused in {mixed}, too, and in unknown tables, unless their names are those of "
+            "logging, checkpoints, profilers, machines and the like."
+        )
+    return text
 
 
 def _reason(system: str, key: str) -> str:
     """The reason of a key, or of its first value that has one."""
     listed = reader(system).unsupported
-    values = (f"{key}=", f"sft:{key}=")
-    of_values = (reason for name, reason in listed.reasons.items() if name.startswith(values))
+    of_values = (reason for name, reason in listed.reasons.items() if name.startswith(f"{key}="))
     return listed.reason(key) or next(of_values)
 
 
@@ -148,7 +157,7 @@ def _none(system: str) -> Iterator[str]:
     yield "|---|---|"
     listed = reader(system).unsupported
     for key, reason in listed.reasons.items():
-        if key.partition("=")[0].removeprefix("sft:") not in listed.method:
+        if key.partition("=")[0] not in listed.method:
             yield f"| `{key}` | {_cell(reason)} |"
     yield ""
 

@@ -2,7 +2,8 @@
 
 A configuration is recognised by a few telling keys, a script by the modules and options that it names. The table has
 a row for each system. Those that are made from verl keep most of its keys, so any one of their own keys tells them,
-and they come first. No row may match a file of a system that has a reader.
+and they come first. A file with a key that only a system with a reader has is read as that one's, unless it matches a
+system made from verl.
 """
 
 from __future__ import annotations

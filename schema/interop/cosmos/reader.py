@@ -151,6 +151,7 @@ READER = Reader(
     unsupported=COSMOS,
     detect=_detect,
     signs=("train.train_policy", "policy.model_name_or_path", *_SECTIONS),
+    own=("train.train_policy", "policy.model_name_or_path"),
     rules=_rules,
     finish=_finish,
     interpolates=False,

@@ -29,11 +29,21 @@ def readers() -> list[Reader]:
 
 
 def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
-    """The reader and the kind of a file; raises ConfigError that says what it looks like, or what was looked for."""
-    if (system := other_system(source.data)) is not None:
-        message, hint = described(system)
-        raise ConfigError([Problem("", message, hint=hint, file=source.name)])
+    """The reader and the kind of a file; raises ConfigError that says what it looks like, or what was looked for.
+
+    Keys of a system without a reader win, unless the file has a key that only a system with one has, and is of none
+    made from that.
+    """
     found = [(reader, kind) for reader in readers if (kind := reader.detect(source)) is not None]
+    if (system := other_system(source.data)) is not None:
+        certain = [(reader, kind) for reader, kind in found if _has_own(source, reader)]
+        if system.is_made_from_verl or not certain:
+            message, hint = described(system)
+            if found and not system.is_made_from_verl:
+                names = " or ".join(f"{reader.title}, --system {reader.system}" for reader, _ in found)
+                hint = f"{hint}; if it is a file of {names}"
+            raise ConfigError([Problem("", message, hint=hint, file=source.name)])
+        found = certain
     if len(found) == 1:
         return found[0]
     if found:
@@ -45,6 +55,10 @@ def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
     message = f"no configuration of {' or '.join(reader.title for reader in readers)} (its keys: {written})"
     hint = f"{_composed(source)}looked for {looked}. {by_hand()}"
     raise ConfigError([Problem("", message, hint=hint, file=source.name)])
+
+
+def _has_own(source: Source, reader: Reader) -> bool:
+    return any(source.has(*key.split(".")) for key in reader.own)
 
 
 def kind_of(source: Source, reader: Reader) -> str:

@@ -235,7 +235,8 @@ class Reader:
     system: its name on the command line. title: its name in sentences. kinds: kind -> what the file is.
     unsupported: what of it has no counterpart.
     detect: the kind of a source, or None where it is not of this system. signs: keys that `detect` looks for,
-    for the error message. rules: the table of one kind. finish: what follows from the system as such, after
+    for the error message. own: those of them that no other system has: one of them decides between systems.
+    rules: the table of one kind. finish: what follows from the system as such, after
     all rules; it calls `ConversionContext.add` and `warn`. artefacts: keys that do not belong to the system but
     stand in published pages, with what is meant (key -> real key or reason).
     """
@@ -251,6 +252,7 @@ class Reader:
     artefacts: Callable[[str, Any], Result | None] = lambda key, value: None
     interpolates: bool = True
     prose: tuple[str, ...] = field(default_factory=tuple)
+    own: tuple[str, ...] = ()
 
 
 def defaults_of(rules: Sequence[Rule]) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def may_be_method(context: ConversionContext, leaf: KeyPath, rule: Rule | None) 
         return True
     if ours and all(key in SPEED_ONLY or _PLUMBING.match(key) for key in ours):
         return False  # how fast or where a job runs, or what it shows
+    if rule is None and context.unsupported.is_stray(leaf.key, leaf.value, context.helpers):
+        return True
     return context.unsupported.may_decide_method(leaf.key, leaf.value, context.helpers)
 
 

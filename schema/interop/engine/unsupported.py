@@ -11,6 +11,7 @@ is trained it goes into `[unsupported]`, elsewhere it is reported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,6 +24,9 @@ _T = TypeVar("_T")
 _MISSPELT = 0.85  # of `difflib`: one letter of seven
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "null", "none", {}, [])
+
+EITHER_WAY = object()
+"""Among the values that ask for nothing: false and 0 are none of them, as they ask for something of their own."""
 
 _POLICY = "train.train_policy"
 METHOD_KEYS: frozenset[str] = frozenset(
@@ -61,6 +65,9 @@ class ClosedList:
     reasons: key -> why. method: key of the list that decides what is trained -> its values that ask for nothing, as
     well as OFF. general: the further names under which a key stands in the list. tables: dotted names of the tables
     in which every key may decide what is trained. flat: whether values at the top of a file may do so, too.
+    plumbing: a pattern of the names of tables at the top, and of `table.key` of those in `mixed`, of which nobody
+    needs to know what they say; in any other one a key that no rule knows may decide what is trained. None: it is
+    `tables` alone that counts.
     """
 
     reasons: Mapping[str, str]
@@ -68,6 +75,8 @@ class ClosedList:
     general: Callable[[str], tuple[str, ...]] = lambda key: ()
     tables: tuple[str, ...] = ()
     flat: bool = False
+    plumbing: re.Pattern[str] | None = None
+    mixed: tuple[str, ...] = ()
 
     def reason(self, key: str) -> str | None:
         """Why a key has no counterpart; None where the list does not have it."""
@@ -83,7 +92,10 @@ class ClosedList:
     def decides_method(self, key: str, value: Any) -> bool:
         """Whether a key of the list decides what is trained, and its value asks for something."""
         neutral = self._find(self.method, key)
-        return neutral is not None and not any(same(value, other) for other in (*OFF, *neutral))
+        if neutral is None:
+            return False
+        off = [other for other in OFF if other not in (False, 0)] if EITHER_WAY in neutral else OFF
+        return not any(same(value, other) for other in (*off, *neutral))
 
     def may_decide_method(self, key: str, value: Any, helpers: Collection[str]) -> bool:
         """Whether a key that is not understood may be a part of the method: by its place, if it holds anything.
@@ -100,6 +112,13 @@ class ClosedList:
         if top in helpers:
             return False
         return bool(get_close_matches(top, self.tables, 1, _MISSPELT)) if inside else self.flat
+
+    def is_stray(self, key: str, value: Any, helpers: Collection[str]) -> bool:
+        """Whether a key that no rule knows stands where a fork puts parts of a method, by `plumbing`."""
+        top, *inside = split_key(key.lstrip('"+~'))
+        if self.plumbing is None or not inside or value is None or value in ({}, [], "") or top in helpers:
+            return False
+        return self.plumbing.fullmatch(f"{top}.{inside[0]}" if top in self.mixed else top) is None
 
     def _find(self, table: Mapping[str, _T], key: str) -> _T | None:
         found = (_listed(table, name) for name in (key, *self.general(key)))

@@ -24,6 +24,7 @@ from schema.interop.engine import to, values
 from schema.interop.engine.keys import words
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unsupported
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
+from schema.interop.engine.unsupported import EITHER_WAY
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, lost, reason
 from schema.interop.roll.facts import (
@@ -434,8 +435,11 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule(
         "train_infer_correction.is_weight.detach",
         to.unless(
-            (True,), "weights carry no gradient here either", lost("train_infer_correction.is_weight.detach")
+            (True,),
+            "weights carry no gradient here either",
+            lost("train_infer_correction.is_weight.detach", EITHER_WAY),
         ),
+        when=_no_weights,
     ),
     Rule("train_infer_correction.filters", _filters),
     Rule("enable_old_logprobs_recompute", _old_log_probs),
@@ -450,7 +454,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
             "length_loss_weight use_topr_loss use_topr_neg_loss_coef l2"
         )
     ),
-    Rule("rl_loss_coef", lost("rl_loss_coef", 1, 1.0)),
+    Rule("rl_loss_coef", lost("rl_loss_coef", EITHER_WAY, 1, 1.0)),
     Rule("minibatch_data_iter_num", lost("minibatch_data_iter_num", 1)),
     Rule("mask_type", to.unless(("loss", None), "masks act on the loss alone", lost("mask_type"))),
     Rule("max_len_mask", to.unless(_OFF, "no mask", to.flag(f"{_MASKS}.truncated", "as it is"))),

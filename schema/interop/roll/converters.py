@@ -8,9 +8,9 @@ from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.interop.engine import to, values
-from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.model import Result, implicit, mapped, no_counterpart, unsupported
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed
-from schema.interop.engine.unsupported import same
+from schema.interop.engine.unsupported import EITHER_WAY, same
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.device_mapping import DeviceMappingError, parse_device_mapping
 from schema.interop.roll.facts import config_key
@@ -42,12 +42,16 @@ def named_devices(context: ConversionContext, leaf: KeyPath) -> list[int] | None
 
 
 def lost(key: str, *neutral: Any) -> Converter:
-    """No counterpart, unless the value asks for nothing (null, false, 0 or one of `neutral`)."""
+    """No counterpart, unless the value asks for nothing (null, false, 0 or one of `neutral`).
+
+    With EITHER_WAY among `neutral` false and 0 ask for something.
+    """
     why = reason(key)
 
     @computed(words="no counterpart")
     def convert(context: ConversionContext, leaf: KeyPath) -> Result:
-        asks_nothing = any(same(leaf.value, value) for value in (*NEUTRAL, *neutral))
+        off = (None, "", "null") if EITHER_WAY in neutral else NEUTRAL
+        asks_nothing = any(same(leaf.value, value) for value in (*off, *neutral))
         return implicit("asks for nothing") if asks_nothing else no_counterpart(why)
 
     return convert
@@ -157,7 +161,7 @@ def recomputation(role: str, model: str, section: str) -> dict[str, Converter]:
 def template(key: str, ours: str = "rollout.multi_turn_config.enable_thinking") -> Converter:
     """The chat template of prompts: the tokenizer's own by any of its names; another one is a method of its own.
 
-    ours: the key that says whether it thinks; "": none does, as nothing is generated.
+    ours: the key that says whether it thinks; "": none does, as conversations are rendered by the template alone.
     """
 
     @computed(*filter(None, [ours]), words="the tokenizer's own, thinking or not; others: see the list")
@@ -171,7 +175,8 @@ def template(key: str, ours: str = "rollout.multi_turn_config.enable_thinking") 
         if name not in THINKING:
             return no_counterpart(reason(key))
         if not ours:
-            return implicit("the tokenizer's own chat template")
+            thinks = THINKING[name]
+            return implicit("the tokenizer's own chat template") if thinks else unsupported(reason(key))
         return mapped((ours, THINKING[name]), note="the tokenizer's own chat template")
 
     return convert

@@ -142,9 +142,10 @@ PROSE = (
     "`reward_shaping` and `whiten_advantages`, also where ROLL's default asks for it.",
     "`data_args.template` (and `global_template`, which comes first) says how prompts are rendered. ROLL's `native`, "
     "`qwen2_5` and `qwen3` are the tokenizer's own chat template, thinking where it can; `native_nonthinking` and "
-    "`qwen3_nothink` are the same without thinking. Any other template goes to `[unsupported]`: write it to a file "
-    "and name that in `rollout.multi_turn_config.custom_chat_template_path`. Texts of `data_args.prompt` get no "
-    "template in ROLL, and the report says so.",
+    "`qwen3_nothink` are the same without thinking, which a supervised file cannot have here. Any other template "
+    "goes to `[unsupported]`: write it to a file and name that in "
+    "`rollout.multi_turn_config.custom_chat_template_path`. "
+    "Texts of `data_args.prompt` get no template in ROLL, and the report says so.",
     "A supervised file (`sft_train`) is a question of `prompt_key`, behind it on a line of its own `query_key` where "
     "it is not empty, and the answer of `response_key`; a step is one global batch, in the order of the file. A row "
     "longer than `sequence_length` is left out and counted, and the last step may be short, which ROLL leaves out. "
@@ -173,6 +174,7 @@ READER = Reader(
     unsupported=ROLL,
     detect=_detect,
     signs=(*_ROLES, *_PIPELINE, SFT_ROLE),
+    own=(*_ROLES, SFT_ROLE),
     rules=lambda kind: sft_rules() if kind == "sft" else _RULES,
     finish=_finish,
     prose=PROSE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from schema.interop.engine.keys import words
-from schema.interop.engine.unsupported import ClosedList, because, below
+from schema.interop.engine.unsupported import EITHER_WAY, ClosedList, because, below
 
 _RAY = "steers Ray's actors; cosmos-launch does not use Ray and supervises plain processes"
 _HYDRA = "a setting of Hydra, which composes ROLL's files before ROLL sees them"
@@ -21,8 +21,9 @@ _TRACKER = "trackers are set up by their own environment variables (WANDB_…, S
 _IN_ENVIRONMENT = "a secret: give it in the environment (WANDB_API_KEY, SWANLAB_API_KEY), never in a file"
 _MOCK = "records and replays rollouts to test ROLL itself"
 _TEMPLATE = (
-    "rows are rendered by the tokenizer's own chat template, as ROLL's native, qwen2_5 and qwen3 do; write another "
-    "one to a file, name it in rollout.multi_turn_config.custom_chat_template_path, and remove this line"
+    "rows are rendered by the tokenizer's own chat template, as ROLL's native, qwen2_5 and qwen3 do, in supervised "
+    "fine-tuning without a choice of thinking; write another one to a file, name it in "
+    "rollout.multi_turn_config.custom_chat_template_path, and remove this line"
 )
 _REWARD_SCALE = (
     "rewards are scaled, centred and clipped by train.train_policy.reward_shaping alone; do more in a reward "
@@ -296,9 +297,9 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     "reward_scale": (1,),
     "reward_normalization.method": ("identity",),
     "mask_type": ("loss",),
-    "rl_loss_coef": (1,),
+    "rl_loss_coef": (EITHER_WAY, 1),
     "minibatch_data_iter_num": (1,),
-    "train_infer_correction.is_weight.detach": (True,),
+    "train_infer_correction.is_weight.detach": (EITHER_WAY, True),
     "ratio_type": ("token",),
     "batch_adjust_mode": ("copy",),
     "user_defined_rollout_loop_cls": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
 from schema.interop.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, rules_below
@@ -189,9 +191,15 @@ def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None or not values.flag(leaf.value):
             return implicit("false: truncation says what happens to longer prompts")
         return mapped(*((target, "drop") for target in targets), note="left out and counted")
-    name = values.text(leaf.value)
     if context.flag("data.filter_overlong_prompts"):
+        values.text(leaf.value)
         return implicit("no effect: longer prompts are filtered out")
+    return truncated(leaf, targets)
+
+
+def truncated(leaf: KeyPath, targets: Sequence[str]) -> Result:
+    """What `truncation` says of prompts or conversations that are too long. targets: ours that say it."""
+    name = values.text(leaf.value)
     if name in ("error", "left", "right"):
         return mapped(*((target, name) for target in targets))
     reason = VERL.reason(f"{leaf.key}={name}")

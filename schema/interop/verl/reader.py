@@ -180,6 +180,7 @@ READER = Reader(
     unsupported=VERL,
     detect=_detect,
     signs=_SIGNS,
+    own=("actor_rollout_ref", "algorithm.adv_estimator", "model.partial_pretrain"),
     rules=_rules,
     finish=_finish,
     artefacts=_artefact,

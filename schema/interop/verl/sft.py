@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schema.interop.engine import to, values
-from schema.interop.engine.model import Result, implicit, mapped, no_counterpart
+from schema.interop.engine.model import Result, implicit, mapped
 from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, rules_below
-from schema.interop.engine.values import BadValue, shown
-from schema.interop.verl.data import files, image_column
+from schema.interop.verl.data import files, image_column, truncated
 from schema.interop.verl.facts import POLICY, lacking, path_and_name, sharding
 from schema.interop.verl.mesh import Mesh, parallelism
 from schema.interop.verl.model import Model
 from schema.interop.verl.optim import Optim
 from schema.interop.verl.shared import Budget, checkpoint_rules
 from schema.interop.verl.trainer import trainer_rules, validates
-from schema.interop.verl.unsupported import VERL
 
 _MESH, _ULYSSES = "policy.parallelism", "ulysses_sequence_parallel_size"
 
@@ -68,14 +66,13 @@ def _data() -> tuple[Rule, ...]:
         ),
         "chat_template": lacking(),
         "apply_chat_template_kwargs": lacking({}),
-        "apply_chat_template_kwargs.enable_thinking": lacking(False),
         "apply_chat_template_kwargs.*": lacking(),
         "use_shm": to.always("rows are indexed on disk, not copied to shared memory"),
         "num_workers": to.integer(f"{POLICY}.dataloader_num_workers"),
         "train_max_samples val_max_samples": lacking(-1),
     }
     older = {f"multiturn.{name}": (name,) for name in ("messages_key", "tools_key", "enable_thinking_key")}
-    defaults = {"max_length": 1024, "balance_dp_token": False}
+    defaults = {"max_length": 1024, "balance_dp_token": False, "truncation": "error"}
     return (
         Rule("data.train_batch_size", to.integer("train.train_batch_per_replica"), default=256),
         *budget.rules(),
@@ -210,12 +207,17 @@ def _column(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.{side}_column_name", name))
 
 
-@computed(words="a longer sample is dropped as `overlong` and counted, never cut")
+@computed(
+    f"{POLICY}.dataset.overlong_prompts",
+    "validation.dataset.overlong_prompts",
+    words="as it is; `right` with pad_mode = no_padding",
+)
 def _truncation(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = values.text(leaf.value)
-    if name == "error":
-        return implicit("a longer sample is dropped as `overlong` and counted, never cut")
-    reason = VERL.reason(f"sft:{leaf.key}={name}")
-    if reason is None:
-        raise BadValue(f"expected error, left, right or middle, got {shown(name)}")
-    return no_counterpart(reason)
+    keys = [f"{POLICY}.dataset.overlong_prompts"]
+    if validates(context):
+        keys.append("validation.dataset.overlong_prompts")
+    found = truncated(leaf, keys)
+    newer = "no_padding" if context.below("engine") else "right"
+    if context.get("data.pad_mode", newer) != "no_padding" or not found.targets:
+        return found
+    return mapped(*((key, "right") for key in keys), note="pad_mode = no_padding always cuts on the right")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from schema.interop.engine.keys import words
-from schema.interop.engine.unsupported import ClosedList, because, below
+from schema.interop.engine.unsupported import EITHER_WAY, ClosedList, because, below
 
 _T = TypeVar("_T")
 
@@ -29,8 +30,9 @@ _TOOLS = (
     "alone"
 )
 _TEMPLATE = (
-    "rows are rendered by the tokenizer's own chat template, which gets enable_thinking alone; write another to a "
-    "file, name it in rollout.multi_turn_config.custom_chat_template_path, and remove this line"
+    "rows are rendered by the tokenizer's own chat template, which gets enable_thinking alone, and in supervised "
+    "fine-tuning not even that; write another to a file, name it in "
+    "rollout.multi_turn_config.custom_chat_template_path, and remove this line"
 )
 _REPLAY = "the policy alone is sent to experts that the engine chose; other models choose for themselves"
 _ROUTES = "the experts that the engine chose travel with their samples, never through files"
@@ -179,18 +181,18 @@ _DATA = {
             _MEDIA: "video_key audio_key",
             _TOOLS: "tool_config_path function_tool_path",
             "the model's processor runs with its own settings": "mm_processor_kwargs mm_processor_kwargs.*",
-            _TEMPLATE: "apply_chat_template_kwargs apply_chat_template_kwargs.* chat_template",
-            "conversations carry their tools in the chat template": "multiturn.tools_key tools_key",
-            "rollout.multi_turn_config.enable_thinking counts for all rows": (
-                "multiturn.enable_thinking_key enable_thinking_key enable_thinking_default"
+            _TEMPLATE: (
+                "apply_chat_template_kwargs apply_chat_template_kwargs.* chat_template multiturn.enable_thinking_key "
+                "enable_thinking_key enable_thinking_default"
             ),
+            "conversations carry their tools in the chat template": "multiturn.tools_key tools_key",
         }
     ),
     "train_max_samples": "data sets are taken whole: cut the file, or stop by train.max_num_steps",
     "val_max_samples": "data sets are taken whole: cut the file",
     "datagen.*": "rows made while training goes on; dataset.custom_class is the key for a dataset of yours",
     "sampler.class_path=own": "prompts are drawn by a seeded permutation, or by domain_shares, not by a class",
-    "truncation=middle": "a prompt is cut left or right (dataset.overlong_prompts), never in its middle",
+    "truncation=middle": "a row is cut left or right (dataset.overlong_prompts), never in its middle",
     "last_user_msg_template": "prompts are scored as they stand in the file",
 }
 _REWARD = {
@@ -274,10 +276,6 @@ _REASONS: dict[str, str] = {
     "defaults": "Hydra composes the files that it names; verl's own defaults are known here, others are not read",
     **below("trainer", _TRAINER),
     **below("data", _DATA),
-    **{
-        f"sft:data.truncation={side}": "a sample that is too long is dropped and counted, never cut"
-        for side in ("left", "right", "middle")
-    },
     **below("actor_rollout_ref.model", _MODEL),
     **below("actor_rollout_ref.actor", _ROLE | _ACTOR),
     **below("actor_rollout_ref.ref", _ROLE),
@@ -356,8 +354,8 @@ _METHOD: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.ref.veomni.router_replay.mode": ("disabled",),
     "actor_rollout_ref.rollout.agent.default_agent_loop": ("single_turn_agent",),
     "data.train_max_samples": (-1,),
-    **dict.fromkeys(words("data.chat_template data.apply_chat_template_kwargs.*"), ()),
-    "data.enable_thinking_default": ("none",),
+    "data.chat_template": (),
+    **dict.fromkeys(words("data.apply_chat_template_kwargs.* data.enable_thinking_default"), (EITHER_WAY,)),
     **dict.fromkeys(
         words("data.enable_thinking_key data.multiturn.enable_thinking_key"), ("enable_thinking",)
     ),
@@ -383,4 +381,14 @@ _DECISIVE = words(
 
 _OF_FORKS: tables and keys at the top of files of systems that are made from verl."""
 
-VERL = ClosedList(_REASONS, _METHOD, tables=(*_DECISIVE, *_OF_FORKS))
+_PLUMBING = re.compile(
+    r"[_.].*|x-.*|hydra|cluster|slurm|launch\w*|docker|log|logs|logging|logger|loggers|trackers?|tracking|wandb|swanlab|"
+    r"mlflow|tensorboard|ray(_.*)?|runtime(_env)?|environment|env_vars|envs|paths?|notes|meta|metadata|resources|"
+    r"run|setup|monitor\w*|debug|nsight|nccl|(global_)?profil\w+|checkpoint\w*|transfer_queue|evaluation|"
+    r"trainer\.((log|logging|val|valid\w*|test|eval\w*|save|resume|ckpt|checkpoint\w*|project|experiment)(_(?!prob).*)?|"
+    r"(.*_)?(ray|hdfs|wandb|swanlab|mlflow|tensorboard|nsight|profil\w+|timeout|gpus?|nodes|nnodes|device|debug|"
+    r"verbose|proxy|runtime|legacy)(_.*)?|.*_ckpt_(to|in|after)_.*)"
+)
+"""Tables at the top that are not verl's, and keys of `trainer`, that say where a job runs and what it shows."""
+
+VERL = ClosedList(_REASONS, _METHOD, tables=(*_DECISIVE, *_OF_FORKS), plumbing=_PLUMBING, mixed=("trainer",))

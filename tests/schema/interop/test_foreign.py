@@ -136,6 +136,34 @@ def test_no_file_of_a_system_with_a_reader_is_taken_for_anothers() -> None:
     assert len(set(titles)) == len(titles)
 
 
+OURS = {
+    "verl with AReaL's": ("actor_rollout_ref: {rollout: {n: 4}}\ngconfig: {n_samples: 4}", "verl"),
+    "verl with SkyPilot's": ("algorithm: {adv_estimator: grpo}\nresources: {gpus: 8}\nrun: x", "verl"),
+    "verl with torchforge's": ("algorithm: {adv_estimator: grpo}\nprovisioner: {launcher: slurm}", "verl"),
+    "verl with TRL's": ("actor_rollout_ref: {}\nmodel_name_or_path: m\ndataset_name: d", "verl"),
+    "verl's SFT with Kubernetes's": ("model: {partial_pretrain: m}\napiVersion: 1\nkind: Job", "verl"),
+    "ROLL with OpenRLHF's": ("pretrain: m\nactor_train: {infer_batch_size: 1}\nprompt_data: d", "roll"),
+    "cosmos-rl with prime-rl's": (
+        "[policy]\nmodel_name_or_path = 'm'\n[model]\nname = 'm'\n[optim]\nlr = 1e-6",
+        "cosmos-rl",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "system"), OURS.values(), ids=OURS)
+def test_a_file_with_a_key_of_another_system_is_still_its_own(text: str, system: str) -> None:
+    found = convert_text(text, "run.toml" if text.startswith("[") else "run.yaml")
+    assert found.system == system
+    assert "for it has keys that only" in found.warnings[0]
+
+
+def test_where_no_key_decides_the_hint_names_the_system_to_ask_for() -> None:
+    text = "model: {path: m}\noptim: {lr: 1e-5}\ndata: {train_files: x.parquet}\nresources: {}\nrun: x"
+    (problem,) = refused(convert_text, text, "run.yaml")
+    assert "a file of SkyPilot" in problem.message
+    assert "if it is a file of verl, --system verl" in problem.hint
+
+
 def test_a_system_that_is_named_is_read_with_a_warning() -> None:
     found = convert_text(_RAGEN, "run.yaml", "verl")
     assert "looks like a file of RAGEN" in found.warnings[0]

@@ -35,6 +35,13 @@ REFUSED = {
     "a key of a fork": (_VERL + "do_search: true", "do_search"),
     "a table of a fork": (_VERL + "retriever: {url: x}", "retriever.url"),
     "words of a command line": (_VERL + "+algorithm.mine: 1", '"+algorithm.mine"'),
+    "a fork's trainer": (_VERL + "trainer: {rejection_sample: true}", "trainer.rejection_sample"),
+    "a fork's samples": (_VERL + "trainer: {use_log_prob_filter: true}", "trainer.use_log_prob_filter"),
+    "a fork's SFT trainer": (_SFT + "trainer: {dynamic_sampling: true}", "trainer.dynamic_sampling"),
+    "a fork's loss": (_SFT + "loss: {focal_gamma: 2}", "loss.focal_gamma"),
+    "a fork's adapters": (_SFT + "lora: {r: 8}", "lora.r"),
+    "an unknown table": (_VERL + "grpo: {beta: 0.1}", "grpo.beta"),
+    "a table in the wrong place": (_VERL + "actor: {clip_ratio: 0.1}", "actor.clip_ratio"),
     "a misspelt table": (_VERL + "algoritm: {lam: 0.9}", "algoritm.lam"),
     "off may be the change": (
         "algorithm: {adv_estimator: grpo, norm_by_length: false}",
@@ -102,7 +109,12 @@ def test_in_a_table_that_decides_what_is_trained_an_unknown_key_is_refused(text:
 
 
 LISTED = {
-    "verl's trainer": (_VERL + "trainer: {strange: 1}", "trainer.strange"),
+    "verl's trainer": (_VERL + "trainer: {wandb_proxy: x}", "trainer.wandb_proxy"),
+    "verl's validation": (
+        _SFT + "trainer: {validate_before_training: false}",
+        "trainer.validate_before_training",
+    ),
+    "a table of a cluster": (_VERL + "slurm: {partition: x}", "slurm.partition"),
     "a table of its own": (_VERL + "notes: {x: 1}", "notes.x"),
     "a value at the top of verl": (_VERL + "my_batch: 8", "my_batch"),
     "nothing": ("algorithm: {adv_estimator: grpo, mine: null}", "algorithm.mine"),

@@ -16,6 +16,7 @@ from schema.config.reference.export import json_schema
 from schema.interop import convert_text
 from schema.interop.engine.model import Conversion, Outcome
 from schema.interop.engine.registry import readers
+from schema.interop.engine.unsupported import EITHER_WAY
 from schema.interop.engine.write import to_report, to_toml
 from tests.schema.config_samples import GRPO, refused
 from tests.schema.interop.files import ABSENT, nest, roll_with, yaml_text
@@ -90,8 +91,18 @@ LOST = [
     ("verl sft", {"model.custom_chat_template": "{{ messages }}"}),
     ("verl sft", {"data.apply_chat_template_kwargs.enable_thinking": True}),
     ("verl sft", {"data.enable_thinking_default": True}),
+    ("verl sft", {"data.enable_thinking_default": False}),
+    ("verl sft", {"data.apply_chat_template_kwargs.enable_thinking": False}),
+    ("verl", {"data.apply_chat_template_kwargs.thinking": False}),
     ("verl sft", {"data.tools_key": "functions"}),
-    ("verl sft", {"data.truncation": "right"}),
+    ("verl sft", {"data.truncation": "middle"}),
+    ("roll sft", {"sft_train.data_args.template": "native_nonthinking"}),
+    ("roll sft", {"sft_train.infer_batch_size": 1, "global_template": "qwen3_nothink"}),
+    ("roll", {"rl_loss_coef": 0}),
+    (
+        "roll",
+        {"train_infer_correction.is_weight.enabled": True, "train_infer_correction.is_weight.detach": False},
+    ),
     ("roll", {"adv_estimator": "gigpo"}),
     ("roll", {"adv_estimator": "step_reinforce"}),
     ("roll", {"adv_estimator": "agentic_reinforce"}),
@@ -165,14 +176,14 @@ NOTHING = [
     ("verl", {f"{_CORRECTION}.loss_type": "ppo_clip", f"{_CORRECTION}.rollout_rs": None}),
     ("verl", {f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent", "data.train_max_samples": -1}),
     ("verl", {"reward_model.reward_manager": "dapo", f"{_ROLLOUT}.quantization_config_file": "x"}),
-    ("verl", {"ray_init.num_cpus": 4, "trainer.default_hdfs_dir": "hdfs://x", "trainer.strange": 1}),
+    ("verl", {"ray_init.num_cpus": 4, "trainer.default_hdfs_dir": "hdfs://x", "trainer.wandb_mode": 1}),
     (
         "verl sft",
         {"data.truncation": "error", "data.enable_thinking_default": "none", "data.tools_key": "tools"},
     ),
     (
         "verl sft",
-        {"data.apply_chat_template_kwargs.enable_thinking": False, "model.custom_chat_template": None},
+        {"data.apply_chat_template_kwargs.enable_thinking": None, "model.custom_chat_template": None},
     ),
     ("roll", {"adv_estimator": "grpo", "whiten_advantages": False, "gamma": 1, "advantage_clip": None}),
     ("roll", {"adv_estimator": "reinforce", "reward_norm": "group", "whiten_advantages": False}),
@@ -270,7 +281,8 @@ def test_editors_mark_it() -> None:
 def test_neutral_values_of_the_method_ask_for_nothing() -> None:
     for listed in (reader.unsupported for reader in readers()):
         for key, neutral in listed.method.items():
-            assert not any(listed.decides_method(key, value) for value in (None, False, *neutral)), key
+            off = (None,) if EITHER_WAY in neutral else (None, False)
+            assert not any(listed.decides_method(key, value) for value in (*off, *neutral)), key
             assert listed.decides_method(key, "something else"), key
 
 

@@ -452,6 +452,25 @@ def test_sft_on_conversations() -> None:
     assert "prompt_column_name" not in keys
 
 
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        ("", "error"),
+        ("truncation: error, pad_mode: right", "error"),
+        ("truncation: left", "left"),
+        ("truncation: right", "right"),
+        ("truncation: error, pad_mode: no_padding", "right"),
+        ("truncation: middle", None),
+    ],
+)
+def test_sft_cuts_conversations_as_verl_does(written: str, rule: str | None) -> None:
+    text = f"model: {{partial_pretrain: m}}\ntrainer: {{test_freq: 1}}\ndata: {{val_files: v.parquet, {written}}}"
+    found = convert_text(text, "sft.yaml")
+    keys = [f"{section}.overlong_prompts" for section in (f"{POLICY}.dataset", "validation.dataset")]
+    assert [value_of(found, key) for key in keys] == [rule, rule]
+    assert list(found.unsupported) == ([] if rule else ["data.truncation"])
+
+
 def test_translated_keys_are_named_with_the_real_one() -> None:
     conversion = example("translated")
     for entry in conversion.entries:
