@@ -32,6 +32,13 @@ ROLES = {
 }
 
 
+LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "train_detail")
+"""Keys of a turn by which published data says whether the turn is learnt: 0 and false say that it is not.
+
+`train_detail` says it of parts of a turn, which is refused.
+"""
+
+
 def read_prompt(value: Any, where: str) -> str | list[Message]:
     """A prompt: text, or messages that end before the assistant's turn."""
     if isinstance(value, str):
@@ -56,6 +63,25 @@ def read_messages(value: Any, where: str) -> list[Message]:
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{where}: expected a list of messages or its JSON text, not {type(value).__name__}")
     return [_message(turn, f"{where}, turn {i}") for i, turn in enumerate(value)]
+
+
+def without_flags(messages: list[Message], where: str) -> tuple[list[Message], frozenset[int]]:
+    """A conversation without its `LOSS_FLAGS`, and the assistant's turns that one of them says not to learn.
+
+    Raises `DataError` where the assistant has one that is neither false, 0, true nor 1.
+    """
+    unlearnt: set[int] = set()
+    for i, turn in enumerate(messages):
+        for name in turn.keys() & LOSS_FLAGS if turn["role"] == "assistant" else ():
+            if not isinstance(turn[name], (bool, int, float)) or turn[name] not in (0, 1):
+                raise DataError(
+                    f"{where}, turn {i}: `{name}` = {turn[name]!r:.50} says how far the turn is learnt, and can only "
+                    "be false, 0, true or 1; write one of these, or rename the key if it means something else"
+                )
+            if not turn[name]:
+                unlearnt.add(i)
+    plain = [{name: inner for name, inner in turn.items() if name not in LOSS_FLAGS} for turn in messages]
+    return plain, frozenset(unlearnt)
 
 
 def with_query(question: Any, query: Any, where: str) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
@@ -116,9 +116,12 @@ def marked_template(template: str) -> str | None:
     return _BLOCK.sub(marked, template)
 
 
-def by_blocks(text: str, marked: str, tokens: Tokens) -> Rendered:
+def by_blocks(
+    text: str, marked: str, tokens: Tokens, turns: Sequence[int] = (), unlearnt: Collection[int] = ()
+) -> Rendered:
     """The conversation with the spans of its generation blocks. marked: its rendering by the marked template.
 
+    turns: places of the assistant's turns; those in `unlearnt` get no span, which needs one block for each turn.
     White space behind a token that ends a turn is not learnt. Raises `DataError`.
     """
     spans: list[Span] = []
@@ -138,7 +141,15 @@ def by_blocks(text: str, marked: str, tokens: Tokens) -> Rendered:
             "the characters of the chat template's {% generation %} blocks cannot be found: its text changes when "
             "they are marked; do not nest them, and leave what they make unchanged"
         )
-    return Rendered(text, [_visible(text, span, tokens) for span in spans if span[0] < span[1]])
+    spans = [_visible(text, span, tokens) for span in spans if span[0] < span[1]]
+    if unlearnt and len(spans) != len(turns):
+        raise DataError(
+            f"turn {min(unlearnt)} is marked not to be learnt, and the {{% generation %}} blocks of the template do "
+            f"not tell it apart: {len(spans)} of them for {len(turns)} turns of the assistant; use a template "
+            "with one block for each of these turns, or with none"
+        )
+    learnt = [span for k, span in enumerate(spans) if not unlearnt or turns[k] not in unlearnt]
+    return Rendered(text, learnt)
 
 
 def _visible(text: str, span: Span, tokens: Tokens) -> Span:
@@ -161,15 +172,15 @@ class Turns:
         self._text = render(messages)
         self._upto = cache(lambda n: self._try(messages[:n]))  # rendering of the first n messages
 
-    def rendered(self) -> Rendered:
-        """The conversation with the span of each turn. Raises `DataError` where one cannot be found."""
+    def rendered(self, unlearnt: Collection[int] = ()) -> Rendered:
+        """The conversation with the span of each turn but the unlearnt. Raises `DataError` where one is not found."""
         spans: list[Span] = []
         least = 0
         for i, turn in enumerate(self._messages):
             if turn["role"] == "assistant":
                 start, prompt = self._start(i, least)
                 least = self._with_end(start, max(start, self._end(i, start, prompt)))
-                spans.append((start, least))
+                spans += [] if i in unlearnt else [(start, least)]
         return Rendered(self._text, [span for span in spans if span[0] < span[1]])
 
     def _start(self, i: int, least: int) -> tuple[int, str | None]:

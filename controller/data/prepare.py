@@ -20,7 +20,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from controller.data.conversations import (
+    LOSS_FLAGS,
     Message,
     as_messages,
     has_system,
@@ -36,6 +37,7 @@ from controller.data.conversations import (
     read_prompt,
     read_tools,
     with_query,
+    without_flags,
 )
 from controller.data.errors import DataError
 from controller.data.loss_masks import Learnt, Stops
@@ -58,7 +60,7 @@ from controller.data.rows import (
 )
 from controller.data.sources import Source, open_source, optional_column, require_column
 from controller.data.tokenizer import PromptTokenizer
-from controller.data.values import jsonable
+from controller.data.values import jsonable, without_nulls
 from schema.config import SOURCE_SCORERS, Config, DatasetConfig
 from schema.config.dataset_files import Role, files_of
 from schema.config.end_tokens import eos_token_ids
@@ -277,6 +279,7 @@ def prepare_prompts(
                     _note(
                         out, "are JSON texts of messages, which the model gets as messages", source.where(i)
                     )
+                _note_not_in_prompt(raw, (column, config.grpo.response_column_name), source.where(i), out)
                 tools = _tools(raw, source.where(i), shows_tools, out)
                 with named(source.where(i)):
                     asked = _with_system(config, prompt, source.where(i), out)
@@ -296,7 +299,7 @@ def prepare_prompts(
 
 
 def _is_blank(answer: Any) -> bool:
-    """Whether a reference answer, as JSON holds it, says nothing."""
+    """Whether a value, as JSON holds it, says nothing."""
     return not answer.strip() if isinstance(answer, str) else answer in (None, [], {})
 
 
@@ -316,6 +319,25 @@ def _tools(raw: Row, where: str, shows_tools: bool, out: Prepared) -> list[Any] 
     has = "have" if tools else "have no"
     _note(out, f"{has} tools in the column `tools`, which the chat template gets", where)
     return tools
+
+
+_NOT_IN_PROMPT = {
+    **dict.fromkeys(
+        ("system", "system_prompt"), "put it before the prompt's messages, as one of the role system"
+    ),
+    **dict.fromkeys(("history", "documents"), "write it into the prompt's messages"),
+    **dict.fromkeys(("functions", "functions_json"), "call the column `tools`"),
+    "chat_template_kwargs": "rollout.multi_turn_config has enable_thinking for all rows",
+}
+"""Columns that published data keeps beside the prompt, for a prompt that has them too; and what to do instead."""
+
+
+def _note_not_in_prompt(raw: Row, read: Collection[str], where: str, out: Prepared) -> None:
+    """Note columns of a row that others would put into its prompt. read: the columns that the config names."""
+    names = {name.partition(".")[0] for name in read}
+    for name, remedy in _NOT_IN_PROMPT.items():
+        if name not in names and not _is_blank(without_nulls(raw.get(name))):
+            _note(out, f"have a column `{name}`, which is not put into the prompt; {remedy}", where)
 
 
 def with_system(config: Config, prompt: str | list[Message]) -> str | list[Message]:
@@ -433,7 +455,13 @@ def prepare_conversations(
             with judged(out.report.bad):
                 talk = _with_system(config, _conversation(config, source, i, raw), source.where(i), out)
                 refuse_media(dataset, section, raw, talk, source.where(i))
-                good.append(_Talk(i, raw, as_messages(talk), _tools(raw, source.where(i), shows_tools, out)))
+                messages, unlearnt = without_flags(as_messages(talk), source.where(i))
+                if unlearnt:
+                    how = f"have turns of the assistant that are not learnt, as a key says ({', '.join(LOSS_FLAGS)})"
+                    _note(out, how, source.where(i))
+                _note_not_in_prompt(raw, [*read, sft.query_column_name], source.where(i), out)
+                tools = _tools(raw, source.where(i), shows_tools, out)
+                good.append(_Talk(i, raw, messages, unlearnt, tools))
         for i, raw, learnt in _encoded(tokenizer, source, good, stops.ids, out):
             with judged(out.report.bad):
                 ids, mask = learnt
@@ -451,7 +479,7 @@ def prepare_conversations(
                     row = with_columns({"key": f"{role}/{i}"}, {}, others, source, i, out.report)
                     out.add(ids[kept], row, mask[kept])
                 else:
-                    out.leave_out("nothing that the assistant says", source.where(i))
+                    out.leave_out("nothing to learn that the assistant says", source.where(i))
     if endless := out.report.without_stop.count:
         logger.warning(
             "%s: the last learnt token of %s conversations is none at which generation stops, so the model does not "
@@ -474,11 +502,12 @@ def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
 
 
 class _Talk(NamedTuple):
-    """A conversation, and of which row it is."""
+    """A conversation, and of which row it is; unlearnt: the places of turns that have no loss."""
 
     i: int
     raw: Row
     messages: list[Message]
+    unlearnt: frozenset[int]
     tools: list[Any] | None
 
 
@@ -489,12 +518,13 @@ def _encoded(
     for tools, group in groupby(talks, lambda talk: talk.tools):
         own, same = tokenizer.with_tools(tools), list(group)
         try:
-            encoded = own.conversations([talk.messages for talk in same], stops)
+            unlearnt = [talk.unlearnt for talk in same]
+            encoded = own.conversations([talk.messages for talk in same], stops, unlearnt)
         except DataError:
             for talk in same:
                 with judged(out.report.bad):
                     with named(source.where(talk.i)):
-                        (learnt,) = own.conversations([talk.messages], stops)
+                        (learnt,) = own.conversations([talk.messages], stops, [talk.unlearnt])
                     yield talk.i, talk.raw, learnt
             continue
         for talk, learnt in zip(same, encoded, strict=True):

@@ -240,7 +240,12 @@ def report_of(source: Source, what: str = "row") -> FileReport:
     """An empty report of a file's rows, with what is read of the dataset and what is not."""
     coverage = coverage_of(source)
     return FileReport(
-        source=source.name, what=what, files=coverage.read, unread=coverage.unread, how=coverage.how
+        source=source.name,
+        what=what,
+        files=coverage.read,
+        unread=coverage.unread,
+        how=coverage.how,
+        remarks=list(coverage.remarks),
     )
 
 

@@ -27,11 +27,15 @@ from schema.config.paths import DATA_SUFFIXES
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is read of a dataset, files or splits; what is not, by reason; how that was chosen, if by us."""
+    """What is read of a dataset, files or splits; what is not, by reason; how that was chosen, if by us.
+
+    remarks: what else the user should know of the files.
+    """
 
     read: list[str] = field(default_factory=list)
     unread: dict[str, list[str]] = field(default_factory=dict)
     how: str = ""
+    remarks: list[str] = field(default_factory=list)
 
 
 class Source(Protocol):
@@ -84,8 +88,34 @@ def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collec
     except OSError as error:
         raise DataError(f"directory {path} cannot be read: {error}") from None
     unread = {reason: list(map(_shown, files)) for reason, files in choice.unread.items()}
-    coverage = Coverage(list(map(_shown, choice.read)), unread, choice.how)
-    return Chain([FileSource(file) for file in choice.read], coverage)
+    sources = [FileSource(file) for file in choice.read]
+    remarks = _partitions(path, choice.read, sources)
+    return _chain(sources, Coverage(list(map(_shown, choice.read)), unread, choice.how, remarks))
+
+
+def _partitions(directory: Path, paths: Sequence[Path], sources: Sequence[FileSource]) -> list[str]:
+    """A remark for each column that folders alone hold, as `level=3/part.parquet` does."""
+    folders = {
+        name: folder
+        for path, source in zip(paths, sources, strict=True)
+        for folder in path.relative_to(directory).parts[:-1]
+        if (name := folder.partition("=")[0]) != folder and name and name not in source.columns
+    }
+    return [
+        f"column `{name}`: folders as {_shown(Path(folder))} have its values, and rows do not get them; write it "
+        "into the files if a prompt or reward needs it"
+        for name, folder in folders.items()
+    ]
+
+
+def _chain(sources: Sequence[FileSource], coverage: Coverage) -> Chain:
+    """The files one after the other, with a remark of those that hold no row."""
+    empty = [source.name for source in sources if not len(source)]
+    remarks = [f"{name} holds no row" for name in empty[:_NAMED]]
+    if len(empty) > _NAMED:
+        remarks.append(f"{len(empty) - _NAMED:,} more files hold no row")
+    coverage.remarks.extend(remarks)
+    return Chain(sources, coverage)
 
 
 def _shown(path: Path) -> str:
@@ -103,7 +133,7 @@ def _open_files(config: DatasetConfig) -> Source:
     for file in config.files:
         if not Path(file).is_file():
             raise DataError(f"dataset file {file} does not exist, or is not a file")
-    return Chain([FileSource(Path(file)) for file in config.files], Coverage(list(config.files)))
+    return _chain([FileSource(Path(file)) for file in config.files], Coverage(list(config.files)))
 
 
 def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
@@ -271,13 +301,17 @@ _NAMED = 8  # sources of which the name of several consists
 
 
 class Chain:
-    """Sources, one after the other. Its columns are those that all of them have, its rows have those of any."""
+    """Sources, one after the other. Its columns are those that all of them have, its rows have those of any.
+
+    A source without rows has no say in that, unless none has any: an empty file of JSON lines has no columns.
+    """
 
     def __init__(self, sources: Sequence[Source], coverage: Coverage) -> None:
         more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
         self.name = ", ".join(source.name for source in sources[:_NAMED]) + more
         self.coverage = coverage
-        first, *others = sources
+        self.filled = [source for source in sources if len(source)] or list(sources)
+        first, *others = self.filled
         self.columns = [name for name in first.columns if all(name in other.columns for other in others)]
         self.sources = list(sources)
 
@@ -340,7 +374,7 @@ def _struct(text: str) -> Any:
 
 def require_column(source: Source, name: str, key: str) -> None:
     """Refuse a column that the source, or one of several, does not have. `key` is the config key that names it."""
-    for part in source.sources if isinstance(source, Chain) else [source]:
+    for part in source.filled if isinstance(source, Chain) else [source]:
         if name in part.columns or ("." in name and name.partition(".")[0] in part.columns):
             continue
         raise DataError(

@@ -196,14 +196,21 @@ class PromptTokenizer:
         return self._ids([_contents(prompt) for prompt in prompts])
 
     def conversations(
-        self, conversations: Sequence[list[Message]], stops: Collection[int] = ()
+        self,
+        conversations: Sequence[list[Message]],
+        stops: Collection[int] = (),
+        unlearnt: Sequence[Collection[int]] = (),
     ) -> list[Learnt]:
         """Token ids and loss mask of whole conversations. Raises `DataError` if the template refuses one.
 
-        stops: ids at which generation stops besides the end token.
+        stops: ids at which generation stops besides the end token. unlearnt: for each conversation the places of the
+        assistant's turns that have no loss; empty: all have.
         """
-        texts = self._texts(stops)
-        rendered = [self._rendered(messages, texts) for messages in conversations]
+        texts, without_loss = self._texts(stops), unlearnt or [()] * len(conversations)
+        rendered = [
+            self._rendered(messages, texts, turns)
+            for messages, turns in zip(conversations, without_loss, strict=True)
+        ]
         learnt = encode_all(rendered, self._ids, prefixes=self._prefixes)
         return learnt if self._template is not None else [self._begun_too(talk) for talk in learnt]
 
@@ -241,26 +248,27 @@ class PromptTokenizer:
 
     # ---- loss masks -----------------------------------------------------------------------------------
 
-    def _rendered(self, messages: list[Message], texts: Tokens) -> Rendered:
+    def _rendered(self, messages: list[Message], texts: Tokens, unlearnt: Collection[int]) -> Rendered:
         if self._template is None:
-            rendered = self._plain(messages)
+            rendered = self._plain(messages, unlearnt)
         elif self._marked is None:
-            rendered = Turns(_some(messages), self._render, texts, self._modes).rendered()
+            rendered = Turns(_some(messages), self._render, texts, self._modes).rendered(unlearnt)
         else:
             marked = self._render(_some(messages), chat_template=self._marked)
-            rendered = by_blocks(self._render(messages), marked, texts)
+            turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+            rendered = by_blocks(self._render(messages), marked, texts, turns, unlearnt)
         return replace(rendered, incomplete=is_incomplete(messages, rendered.text))
 
-    def _plain(self, messages: list[Message]) -> Rendered:
+    def _plain(self, messages: list[Message], unlearnt: Collection[int]) -> Rendered:
         """Without a template: prompts as `prompts` makes them, each answer ended by one end token."""
         text, spans = "", []
         eos = self._tokenizer.eos_token
         end = eos or "".join(self._tokenizer.convert_ids_to_tokens(self._behind))
-        for turn in messages:
+        for i, turn in enumerate(messages):
             start, text = len(text), text + turn["content"]
             if turn["role"] == "assistant":
                 text += "" if turn["content"].endswith(end) else end
-                spans.append((start, len(text)))
+                spans += [] if i in unlearnt else [(start, len(text))]
         return Rendered(text, spans)
 
     @cached_property

@@ -265,10 +265,10 @@ def _refuse_lost(directory: Path, kind: str, files: list[_File], unread: Mapping
     lost = {file.name: _why_not(file, "") for file in files if kind in file.kinds}
     for reason, paths in unread.items():
         for path in paths if reason in (_UNPACK, _OTHER_FORMAT, _DEAD_LINK) else ():
-            name = path.relative_to(directory)
-            parts = (*name.parts[:-1], name.name.partition(".")[0])
+            relative = path.relative_to(directory)
+            parts = (*relative.parts[:-1], relative.name.partition(".")[0])
             if kind in {KINDS[word] for word in _words_of(parts)}:
-                lost[str(name)] = reason
+                lost[str(relative)] = reason
     if lost:
         name, reason = next(iter(lost.items()))
         raise UnreadableDataError(

@@ -55,7 +55,7 @@ class FileReport(_Report):
     assistant. without_stop: kept rows whose last learnt token is none at which generation stops. noted: other rows
     that are special, by how. samples: three rows as the model reads them. files: all files or splits that are read;
     unread: what looks like data and is not, by reason; how: what was chosen where the configuration leaves it open.
-    remarks: what became of columns.
+    remarks: what became of columns, which files hold no row.
     """
 
     source: str

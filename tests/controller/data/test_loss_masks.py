@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from controller.data.errors import DataError
+from controller.data.loss_masks import Ids, Mask
 from controller.data.prepare import prepare
 from controller.data.tokenizer import PromptTokenizer
+from schema.wire.prompts import PromptFile
 
 from .conftest import write
 from .test_prepare import config
@@ -194,6 +197,11 @@ def learnt(
 ) -> list[str]:
     """The runs of tokens with loss, as text."""
     [(ids, mask)] = tokenizer.conversations([messages], stops)
+    return runs(tokenizer, ids, mask)
+
+
+def runs(tokenizer: PromptTokenizer, ids: Ids, mask: Mask) -> list[str]:
+    """The runs of tokens with loss, as text."""
     cuts = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     return [tokenizer.decode(ids[a:b]) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
 
@@ -246,6 +254,53 @@ def test_what_the_template_leaves_out_is_noted(
 ):
     [talk] = save(tmp_path, template).conversations([messages])
     assert talk.incomplete is incomplete
+
+
+FLAGGED: list[tuple[str | None, list[dict[str, Any]], dict[str, Any], list[str] | str]] = [
+    # template, conversation, what turn 1 says of its loss, what is learnt or wrong
+    (PHI, TWO, {"weight": 0}, ["No.<|end|>"]),
+    (QWEN3, TWO, {"train": False}, ["<think>\n\n</think>\n\nNo.<|im_end|>"]),
+    (BLOCK, TWO, {"loss_mask": 0.0}, ["No.<|end|>"]),
+    (None, TWO, {"trainable": False, "weight": 1}, ["No.</s>"]),
+    (LLAMA, TWICE, {"loss": False}, ["Sure.<|eot|>"]),
+    (PHI, TWO, {"weight": 1, "loss": True, "training": None}, ["Yes.<|end|>", "No.<|end|>"]),
+    (PHI, TWO[:2], {"weight": 0}, "1 with nothing to learn that the assistant says"),
+    (PHI, TWO, {"weight": 0.5}, "row 1, turn 1: `weight` = 0.5 "),
+    (PHI, TWO, {"train_detail": [{"train": False}]}, "row 1, turn 1: `train_detail` = [{"),
+    (PHI, TWO, {"train": "false"}, "row 1, turn 1: `train` = 'false' "),
+    (
+        BLOCK.replace("== 'assistant'", "== 'assistant' and loop.last"),
+        TWO,
+        {"weight": 0},
+        "1 of them for 2 turns",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "flags", "wanted"), FLAGGED)
+def test_turns_that_are_marked_are_not_learnt(
+    tmp_path: Path,
+    template: str | None,
+    messages: list[dict[str, Any]],
+    flags: dict[str, Any],
+    wanted: list[str] | str,
+):
+    shown = template and template.replace("{%- for", "{{- messages[1].weight if messages[1] }}{%- for", 1)
+    tokenizer = save(tmp_path / "model", shown)
+    flagged = [*messages[:1], messages[1] | flags, *messages[2:]]
+    rows = write(tmp_path / "rows.jsonl", [{"conversations": flagged}])
+    cfg = config(tmp_path / "model", rows, {"type": "sft", "system_prompt": ""})
+    if isinstance(wanted, str):
+        with pytest.raises(DataError, match=re.escape(wanted)):
+            prepare(cfg, tmp_path)
+        return
+    prepare(cfg, tmp_path)
+    file = PromptFile(tmp_path / "data" / "train.safetensors")
+    assert runs(tokenizer, file.token_ids(0), file.loss_mask(0)) == wanted
+    [whole] = tokenizer.conversations([messages])
+    assert file.token_ids(0).tolist() == whole.ids.tolist(), "the flag is not shown to the template"
+    noted = report_of(tmp_path).files["train"].noted
+    assert any("not learnt" in how for how in noted) is (len(wanted) == 1)
 
 
 ASSISTANT = "assistant: "

@@ -23,7 +23,18 @@ MEDIA: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "<image>How many?"}, "its prompt has <image>"),
     ({"prompt": "<image 2> How many?"}, "its prompt has <image 2>"),
     ({"prompt": "<|vision_start|><|image_pad|><|vision_end|>?"}, "its prompt has <|vision_start|>"),
-    ({"prompt": [{"role": "system", "content": "See <video>."}]}, "its prompt has <video>"),
+    ({"prompt": [{"role": "system", "content": "See <image>."}]}, "its prompt has <image>"),
+    ({"prompt": "<image-1> and <Image2>"}, "its prompt has <image-1>"),
+    ({"prompt": "<|AUDIO|> Who speaks?"}, "its prompt has <|AUDIO|>"),
+    ({"prompt": "<video>What happens?", "clip": "a.mp4"}, "its prompt has <video>, and the column `clip`"),
+    ({"images": "None"}, "the column `images` has a value"),
+    ({"image": "data/My Cat.JPG"}, "the column `image` has a value"),
+    ({"image": {"path": "0001", "bytes": None}}, "the column `image` has a value"),
+    ({"image": ["https://a.b/photo?id=3"]}, "the column `image` has a value"),
+    ({"image": "iVBORw0KGgo" + "A" * 40}, "the column `image` has a value"),
+    ({"image_url": {"url": "data:image/png;base64,AAAA"}}, "the column `image_url` has a value"),
+    ({"image_path": "train/1"}, "the column `image_path` has a value"),
+    ({"multi_modal_data": {"image": ["1"]}}, "the column `multi_modal_data` has a value"),
     ({"prompt": [{"role": "user", "content": "?", "images": ["a.png"]}]}, "a turn of its prompt has images"),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -35,6 +46,9 @@ TEXT: list[dict[str, Any]] = [
     {"images": [{"bytes": None, "path": None}]},
     {"images": 0, "image": False},
     {"prompt": 'What does <img src="a.png"> do, or <imagine>, or image?'},
+    {"prompt": "How do I use the <video> tag and <audio> in HTML?", "url": "https://a.b/questions/1"},
+    {"prompt": "How do I style <Image> of React Native?", "day": "2024-01-01"},
+    {"image": "swebench/sweb.eval:latest", "video": "None", "audio": " ", "image_url": "null"},
 ]
 
 

@@ -154,6 +154,42 @@ def test_tools_of_conversations_and_of_templates_without_them(
     assert [rows.count for how, rows in report.noted.items() if "does not show" in how] == [2]
 
 
+BESIDE: list[tuple[dict[str, Any], str]] = [
+    (
+        {"system": "Be brief."},
+        "have a column `system`, which is not put into the prompt; put it before the prompt's",
+    ),
+    (
+        {"history": [["Two?", "Yes."]]},
+        "`history`, which is not put into the prompt; write it into the prompt's",
+    ),
+    ({"functions": "[{}]"}, "`functions`, which is not put into the prompt; call the column `tools`"),
+    ({"documents": [{"text": "a", "title": None}]}, "`documents`, which is not put into the prompt; write"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "`chat_template_kwargs`, which is not put into the prompt",
+    ),
+    (
+        {"system": " ", "history": [], "documents": None, "chat_template_kwargs": {"enable_thinking": None}},
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("columns", "note"), BESIDE)
+def test_columns_that_do_not_reach_the_prompt_are_noted(
+    model_dir: Path, tmp_path: Path, columns: dict[str, Any], note: str
+) -> None:
+    talk = [USER, {"role": "assistant", "content": "2"}]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "?", "conversations": talk, **columns}])
+    for policy in ({}, {"type": "sft"}):
+        _, report = prepared(model_dir, path, policy)
+        notes = list(report.noted)
+        assert (len(notes), note in "".join(notes)) == (bool(note), True)
+    _, report = prepared(model_dir, write(path, [{"system": "?"}]), {"prompt_column_name": "system"})
+    assert not report.noted, "the prompt itself"
+
+
 @pytest.mark.parametrize("tools", ["calculator", 3, [3], ["x"], {"a": 1}])
 def test_tools_that_are_none_are_named(tools_dir: Path, tmp_path: Path, tools: Any) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "?", "tools": tools}])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from controller.data.errors import DataError
+from controller.data.rows import report_of
 from controller.data.sources import column, open_hub, open_source, require_column
 from schema.config import DatasetConfig
 from tests.controller.data.conftest import write
@@ -138,6 +139,28 @@ def test_a_column_is_one_that_every_file_has(tmp_path: Path):
         DataError, match=r"key = 'answer': .*b\.jsonl has no such column; it has prompt, extra"
     ):
         require_column(source, "answer", "key")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("b.jsonl", ""), ("b.json", "[]"), ("b.json", " \n"), ("0.jsonl", "\n")]
+)
+def test_an_empty_shard_has_no_rows(tmp_path: Path, name: str, text: str):
+    write(tmp_path / "a.parquet", ROWS[:2])
+    write(tmp_path / "c.jsonl", ROWS[2:])
+    (tmp_path / name).write_text(text)
+    assert read(tmp_path) == ROWS
+    source = open_source(DatasetConfig(name=str(tmp_path)), "train", 0)
+    assert source.columns == list(ROWS[0])
+    require_column(source, "prompt", "key")
+    assert report_of(source).remarks == [f"{tmp_path / name} holds no row"]
+
+
+def test_columns_that_folders_hold_are_named(tmp_path: Path):
+    write(tmp_path / "level=1" / "lang=en" / "part-0.parquet", ROWS[:2])
+    write(tmp_path / "level=2" / "answer=x" / "part-0.parquet", ROWS[2:])
+    source = open_source(DatasetConfig(name=str(tmp_path)), "train", 0)
+    named = [text.partition(" have its values")[0] for text in report_of(source).remarks]
+    assert named == ["column `level`: folders as level=2", "column `lang`: folders as lang=en"]
 
 
 def test_files_come_in_the_order_named_and_rows_know_their_file(tmp_path: Path):
