@@ -5,9 +5,9 @@
 A turn of the assistant is what rendering up to this turn adds to rendering up to the one before with the generation
 prompt, less the white space that follows its last visible text: what a model would generate there, with the tokens
 that end the turn. Where a template rewrites earlier turns (Qwen3 drops their thoughts), so that neither rendering
-begins the whole text, a marker in the turn's message shows where it begins and where its content ends, and what
-follows the content is taken from the rendering up to this turn. A template with `{% generation %}` blocks says itself
-what is learnt. What stays ambiguous is a `DataError`.
+begins the whole text, the turn begins behind what its prompt has after the message before, or where a marker in its
+content stands; a marker shows where its content or last call ends, and what follows is taken from the rendering up to
+this turn. A template with `{% generation %}` blocks says itself what is learnt. What stays ambiguous: `DataError`.
 
 No character offset of a tokenizer is used: each piece of the text, learnt or not, is encoded apart, as generation
 sees a prompt and then its own tokens.
@@ -19,7 +19,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -40,6 +40,10 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 _BEGIN, _END = "\u2063«\u2063", "\u2063»\u2063"
+_REMEDY = (
+    "put it into a {% generation %} block, in a template of your own: "
+    "rollout.multi_turn_config.custom_chat_template_path"
+)
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _BLOCK = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 
@@ -179,9 +183,26 @@ class Turns:
         for i, turn in enumerate(self._messages):
             if turn["role"] == "assistant":
                 start, prompt = self._start(i, least)
-                least = self._with_end(start, max(start, self._end(i, start, prompt)))
+                end = self._own_end(i, max(start, self._end(i, start, prompt)), prompt)
+                least = self._with_end(start, max(start, end))
                 spans += [] if i in unlearnt else [(start, least)]
+        self._check_apart(spans)
         return Rendered(self._text, [span for span in spans if span[0] < span[1]])
+
+    def _check_apart(self, spans: list[Span]) -> None:
+        """Raises `DataError` where a span has text of a message that is not the assistant's (Gemma 4)."""
+        first = next((i for i, turn in enumerate(self._messages) if turn["role"] == "assistant"), 0)
+        for i, turn in enumerate(self._messages[first:], first):
+            if turn["role"] == "assistant" or not _content(turn).strip():
+                continue
+            changed = self._try(self._with(i, {**turn, "content": _MARKER + _content(turn)}))
+            place = _shared(self._text, changed) if changed and _MARKER in changed else -1
+            if any(start <= place < end for start, end in spans):
+                raise DataError(
+                    f"the chat template puts message {i} ({turn['role']}) into a turn of the assistant, which would "
+                    "be learnt; leave out what a turn says beside its calls, or take what the model writes and "
+                    + _REMEDY
+                )
 
     def _start(self, i: int, least: int) -> tuple[int, str | None]:
         """Where turn i begins, not before `least`; and the generation prompt for it, if the template refuses none."""
@@ -189,21 +210,72 @@ class Turns:
         for mode in self._modes:
             prompt = self._try(self._messages[:i], add_generation_prompt=True, **mode)
             first = first or prompt
-            if prompt is None or prompt == before:
+            if prompt is None or (prompt == before and not self._always_asks(i)):
                 break
             if len(prompt) >= least and self._text.startswith(prompt):
                 return len(prompt), first
-        turn, shown = self._messages[i], False
-        bare = {"role": turn["role"], "content": _MARKER}
-        for marked in (bare, {**turn, "content": _MARKER + _content(turn)}):
+        shown = False
+        for marked in _marked_starts(self._messages[i]):
             changed = self._try(self._with(i, marked))
             if changed is None or _MARKER not in changed:
                 continue
             shown = True
-            start = _shared(self._text, changed)
-            if start >= least:
+            start = _shared(self._text, changed, self._tokens.added)
+            says, asks = _MARKER in _content(marked), first is None or first != before
+            begins = self._begins(i, first, (least, start)) if asks or not says else None
+            if begins is not None:
+                return begins, first
+            if start >= least and says:
                 return max(least, start - len(_blank(self._text[:start], first or ""))), first
         raise self._not_found(i, shown)
+
+    def _always_asks(self, i: int) -> bool:
+        """Whether the rendering up to turn i ends with a generation prompt that a question in its place removes."""
+        before, asked = (
+            self._upto(i),
+            self._try([*self._messages[:i], {"role": "user", "content": _MARKER}]),
+        )
+        return before is not None and asked is not None and not asked.startswith(before)
+
+    def _begins(self, i: int, prompt: str | None, span: Span) -> int | None:
+        """Where turn i begins in `span`, by what its generation prompt ends with; None: unknown.
+
+        That is what the prompt has behind the content of the message before, else what it adds for the turn.
+        """
+        least, end = span
+        last = self._content_end(self._messages, i - 1)
+        asked = self._messages[:i]
+        if prompt is not None and (inner := self._content_end(asked, i - 1, add_generation_prompt=True)):
+            begins = last + len(prompt) - inner
+            if least <= begins <= end and self._text.startswith(prompt[inner:], last):
+                return begins
+        header = self._header(i, prompt)
+        at = self._text.find(header, max(least, last), end) if header else -1
+        return at + len(header) if at >= 0 else None
+
+    def _header(self, i: int, prompt: str | None) -> str:
+        """What `prompt`, the generation prompt for turn i, adds; that for a question where it is refused."""
+        before = self._upto(i)
+        if before is None or prompt is None:
+            return self._header_of_answer
+        return prompt[len(before) :] if prompt.startswith(before) else ""
+
+    @cached_property
+    def _header_of_answer(self) -> str:
+        """What the generation prompt for a question adds."""
+        asked = [{"role": "user", "content": _MARKER}]
+        before, prompt = self._try(asked), self._try(asked, add_generation_prompt=True)
+        return prompt[len(before) :] if before and prompt and prompt.startswith(before) else ""
+
+    def _content_end(self, messages: list[Message], i: int, **variables: Any) -> int:
+        """Where a rendering has the end of message i's content; 0: nowhere."""
+        if i < 0:
+            return 0
+        marked = {**messages[i], "content": _content(messages[i]) + _MARKER}
+        text, changed = (
+            self._try(asked, **variables) for asked in (messages, [*messages[:i], marked, *messages[i + 1 :]])
+        )
+        return _shared(text, changed) if text and changed and _MARKER in changed else 0
 
     def _end(self, i: int, start: int, prompt: str | None) -> int:
         """Where the visible text of turn i ends, from `start` on. prompt: the generation prompt for it."""
@@ -223,6 +295,20 @@ class Turns:
             if end >= start and behind is not None:
                 return len(self._text[: end + behind].rstrip())
         raise self._not_found(i, shown)
+
+    def _own_end(self, i: int, end: int, prompt: str | None) -> int:
+        """The end of turn i without the generation prompt that some templates write unasked (ChatML of old).
+
+        It begins with the token that begins the first message. prompt: the generation prompt for turn i.
+        """
+        if prompt is None or prompt != self._upto(i):
+            return end
+        changes = [self._try(self._with(i, marked)) for marked in _marked_ends(self._messages[i])]
+        said = max((_shared(self._text, text) for text in changes if text and _MARKER in text), default=end)
+        again = [token for token in self._tokens.added if self._text.count(token) > 1]
+        at = self._text.find(min(again, key=self._text.find), said, end) if again else -1
+        own = self._text[said : max(at, said)].rstrip()
+        return said + len(own) if own.endswith(self._tokens.added) else end
 
     def _tails(self, i: int, marked: Message, prompt: str | None, rest: str) -> list[str]:
         """What renderings up to turn i have behind its content, as far as one that `rest` begins with."""
@@ -245,12 +331,9 @@ class Turns:
         """
         before, messages = self._upto(i), [*self._messages[:i], turn]
         upto = self._upto(i + 1) if turn is self._messages[i] else self._try(messages)
-        header = ""
-        if before is not None and prompt is not None:
-            if prompt.startswith(before):
-                header = prompt[len(before) :]
-            elif upto is not None:
-                upto = self._without_footer(upto, before[_shared(before, prompt, self._tokens.added) :])
+        header = self._header(i, prompt)
+        if before is not None and prompt is not None and upto is not None and not prompt.startswith(before):
+            upto = self._without_footer(upto, before[_shared(before, prompt, self._tokens.added) :])
         yield upto
         followed = self._try(messages, add_generation_prompt=True) if header else None
         yield followed.removesuffix(header) if followed and followed.endswith(header) else None
@@ -314,9 +397,7 @@ class Turns:
         what = "shows" if shown else "does not show"
         but = ", but not where it begins and ends" if shown else ""
         return DataError(
-            f"the chat template {what} the assistant's turn {i}{but}, so its loss mask cannot be found; "
-            "put it into a {% generation %} block, in a template of your own: "
-            "rollout.multi_turn_config.custom_chat_template_path"
+            f"the chat template {what} the assistant's turn {i}{but}, so its loss mask cannot be found; {_REMEDY}"
         )
 
 
@@ -347,16 +428,30 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else call
 
 
+def _marked_starts(turn: Message) -> Iterator[Message]:
+    """The turn with a marker for all it says, before its content, then before the name of its first tool call."""
+    yield {"role": turn["role"], "content": _MARKER}
+    yield {**turn, "content": _MARKER + _content(turn)}
+    if calls := _calls(turn):
+        yield {**turn, "tool_calls": [_renamed(calls[0], f"{_MARKER}{_named(calls[0])['name']}"), *calls[1:]]}
+
+
 def _marked_ends(turn: Message) -> Iterator[Message]:
     """The turn with a marker behind its content, then behind the name of its last tool call, if it has them."""
     calls = _calls(turn)
     if _content(turn).strip() or not calls:
         yield {**turn, "content": _content(turn) + _MARKER}
     if calls:
-        name = {"name": f"{_named(calls[-1])['name']}{_MARKER}"}
-        inner = _named(calls[-1]) | name
-        call = calls[-1] | (name if _named(calls[-1]) is calls[-1] else {"function": inner})
-        yield {**turn, "tool_calls": [*calls[:-1], call]}
+        yield {
+            **turn,
+            "tool_calls": [*calls[:-1], _renamed(calls[-1], f"{_named(calls[-1])['name']}{_MARKER}")],
+        }
+
+
+def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
+    """The tool call with another name."""
+    named = _named(call) | {"name": name}
+    return named if _named(call) is call else call | {"function": named}
 
 
 def _shared(left: str, right: str, whole: Sequence[str] = ()) -> int:

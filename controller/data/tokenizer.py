@@ -16,10 +16,10 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _TESTS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 _TURNS = "rollout.multi_turn_config."
 _TOOL = "name_of_a_tool"
+_marked_template = cache(marked_template)
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
 
@@ -230,6 +231,16 @@ class PromptTokenizer:
         return [list(ids) for ids in found]
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
+        """The messages by the template, with the arguments of calls as objects or, where it refuses, as texts."""
+        try:
+            return self._applied(_with_arguments(messages, _as_object), **kwargs)
+        except DataError:
+            if any(turn.get("tool_calls") for turn in messages):
+                with suppress(DataError):
+                    return self._applied(_with_arguments(messages, _as_text), **kwargs)
+            raise
+
+    def _applied(self, messages: list[Message], **kwargs: Any) -> str:
         try:
             if self._tests_none:
                 messages = [
@@ -254,9 +265,16 @@ class PromptTokenizer:
         elif self._marked is None:
             rendered = Turns(_some(messages), self._render, texts, self._modes).rendered(unlearnt)
         else:
-            marked = self._render(_some(messages), chat_template=self._marked)
+            text = self._render(_some(messages))
+            try:
+                marked = self._render(messages, chat_template=self._marked)
+            except DataError as error:
+                raise DataError(
+                    f"the chat template's {{% generation %}} blocks cannot be marked ({error}); write "
+                    "'{% generation %}' and '{% endgeneration %}' as tags alone, and in no string"
+                ) from error
             turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-            rendered = by_blocks(self._render(messages), marked, texts, turns, unlearnt)
+            rendered = by_blocks(text, marked, texts, turns, unlearnt)
         return replace(rendered, incomplete=is_incomplete(messages, rendered.text))
 
     def _plain(self, messages: list[Message], unlearnt: Collection[int]) -> Rendered:
@@ -271,21 +289,26 @@ class PromptTokenizer:
                 spans += [] if i in unlearnt else [(start, len(text))]
         return Rendered(text, spans)
 
-    @cached_property
+    @property
+    def _chosen(self) -> str:
+        """The template that renders: of several by name, one is for conversations with tools."""
+        return str(self._tokenizer.get_chat_template(tools=self._tools))
+
+    @property
     def _marked(self) -> str | None:
         """The template with its generation blocks marked; None: it has none."""
-        return marked_template(self._tokenizer.get_chat_template())
+        return _marked_template(self._chosen)
 
-    @cached_property
+    @property
     def _tests_none(self) -> bool:
         """Whether the template tells tool calls by a content that is null (DeepSeek)."""
-        return _TESTS_NONE.search(self._tokenizer.get_chat_template()) is not None
+        return _tests_none(self._chosen)
 
-    @cached_property
+    @property
     def _modes(self) -> list[Mode]:
         """With what the template may make a generation prompt: as it does by itself, then by its thinking mode."""
         modes: list[Mode] = [{}]
-        if "enable_thinking" in self._tokenizer.get_chat_template():
+        if "enable_thinking" in self._chosen:
             modes += [{"enable_thinking": mode} for mode in (self._thinking, not self._thinking)]
         return modes
 
@@ -326,6 +349,55 @@ class PromptTokenizer:
             if plain and at is not None:
                 return whole[:at], whole[at + len(plain) :]
         return [], []
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a tool call, an object whose text is JSON, as it was given or written anew."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _with_arguments(messages: list[Message], form: Callable[[Any], Any]) -> list[Message]:
+    """The messages with the arguments of their tool calls in another form."""
+
+    def formed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        inner = {key: formed(call[key]) for key in ("function",) if key in call}
+        return call | inner | ({"arguments": form(call["arguments"])} if "arguments" in call else {})
+
+    return [
+        {**turn, "tool_calls": [formed(call) for call in turn["tool_calls"]]}
+        if isinstance(turn.get("tool_calls"), list)
+        else turn
+        for turn in messages
+    ]
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments as an object, if they are one or its JSON text."""
+    if isinstance(arguments, dict):
+        return _Arguments(arguments, _as_text(arguments))
+    try:
+        values = json.loads(arguments) if isinstance(arguments, str) else None
+    except ValueError:
+        return arguments
+    return _Arguments(values, arguments) if isinstance(values, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    """Arguments as JSON text, if they are an object."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+@cache
+def _tests_none(template: str) -> bool:
+    return _TESTS_NONE.search(template) is not None
 
 
 def _some(messages: list[Message]) -> list[Message]:

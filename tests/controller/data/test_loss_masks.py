@@ -77,6 +77,41 @@ eos_token if m.role == 'assistant' else '\\n') }}{%- endfor %}{{- '\\nassistant:
 OSS = """{%- for m in messages %}{{- '<|start|>' + m.role + '<|end_header|>' + m.content }}
 {{- '<eot>' if loop.last and not add_generation_prompt and m.role == 'assistant' else '<|end|>' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+# A call hides the content; a result needs one before it; the system message stands in prompts alone.
+NEMO = """{{- bos_token }}{%- for m in messages %}{%- set before = messages[loop.index0 - 1] %}
+{%- if m.role == 'user' %}
+{{- '[INST] ' + (messages[0].content + '\\n' if loop.last and messages[0].role == 'system' else '') }}
+{{- m.content + '[/INST]' }}{%- elif m.role == 'tool' %}{{- raise_exception('no call') if not before.tool_calls }}
+{{- '[RESULT]' + m.content + '[/RESULT]' }}{%- elif m.tool_calls %}
+{{- '[CALLS]' + m.tool_calls | map(attribute='function') | list | tojson + eos_token }}
+{%- elif m.role == 'assistant' %}{{- m.content + eos_token }}{%- endif %}{%- endfor %}"""
+# What a call begins with and what an answer begins with share letters, and the prompt has neither.
+ALIKE = """{%- for m in messages %}{{- '<' + m.role + '>' }}{{- '<tool_call>' + m.tool_calls[0].function | tojson if
+m.tool_calls else '<turn>' + m.content }}{{- eos_token if m.role == 'assistant' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<assistant><think>' }}{%- endif %}"""
+# A channel behind the prompt; what a turn says beside its call is dropped once an answer follows.
+CHANNELS = """{{- raise_exception('none') if not messages }}{%- for m in messages %}
+{%- set say = '<|end_header|>' + m.content %}{%- if m.role == 'assistant' %}
+{%- set last = loop.last and not add_generation_prompt %}{%- if m.tool_calls %}
+{%- if m.content and messages[-1].content in ['', m.content, '3'] %}
+{{- '<|start|>assistant<think>' + say + '<|end|>' }}
+{%- endif %}{{- '<|start|>assistant to=' + m.tool_calls[0].function.name + '<|eot|>' }}{%- else %}
+{{- '<|start|>assistant<turn>' + say + ('<eot>' if last else '<|end|>') }}{%- endif %}{%- else %}
+{{- raise_exception('no call') if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls }}
+{{- '<|start|>' + m.role + say + '<|end|>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+CALLED = "m.tool_calls[0].function | tojson"
+UNASKED = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
+{{- '<|im_start|>assistant\\n' }}"""
+JOINED = LLAMA.replace(
+    CALLED, "m.tool_calls[0].function.name + m.tool_calls[0].function.arguments"
+)  # needs a text
+WRITTEN = JOINED.replace("name + m", "name ~ m")
+# The results of calls stand between them and what the turn says.
+INSIDE = """{%- for m in messages %}{%- set after = messages[loop.index] %}{%- if m.role != 'tool' %}
+{{- '<turn>' + m.role + '\\n' }}{%- if m.tool_calls %}{{- '<tool_call>' + m.tool_calls[0].function.name + '<|end|>' }}
+{{- after.content | tojson + '<|eot|>' if after }}{%- endif %}{{- m.content + '<eot>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<turn>assistant\\n' }}{%- endif %}"""
 BLOCK = """{%- for m in messages %}{{- '<|' + m.role + '|>\\n' }}{%- if m.role == 'assistant' %}
   {%- generation %}{{- m.content + '<|end|>\\n' }}{%- endgeneration %}
 {%- else %}{{- m.content + '<|end|>\\n' }}{%- endif %}{%- endfor %}"""
@@ -104,6 +139,8 @@ def talk(*texts: str | dict[str, Any], system: str = "") -> list[dict[str, Any]]
     return turns
 
 
+TEXT = {"type": "function", "function": {"name": "sum_up", "arguments": '{"x": 1}'}}
+TEXT_CALLS = talk("Two?", {"content": "", "tool_calls": [TEXT]})
 TOOL = {"role": "tool", "content": "3"}
 ADDS = {"content": "I add.", "tool_calls": [CALL]}
 TWO = talk("Two?", "Yes.", "So?", "No.")
@@ -113,6 +150,14 @@ THINKS = talk("Two?", "<think>\nhm\n</think>\n\nYes.", "So?", "<think>\noh\n</th
 REASONS = talk("Two?", "Yes.", "So?", {"content": "No.", "reasoning_content": "oh"})
 CALLS = talk("Two?", {"content": "", "tool_calls": [CALL]}, TOOL, "Three.")
 SAYS_AND_CALLS = talk("Two?", ADDS, TOOL, "Three.", "So?", "No.")
+TWO_CALLS = (
+    "Two?",
+    ADDS,
+    TOOL,
+    {"role": "assistant", **ADDS},
+    TOOL,
+    {"role": "assistant", "content": "Three."},
+)
 FIRST = [{"role": "assistant", "content": "Hello."}, *TWO[:2]]
 TWICE = [*TWO[:2], {"role": "assistant", "content": "Sure."}]
 EMPTY = talk("Two?", "", "So?", "No.")
@@ -146,13 +191,27 @@ TABLE: list[tuple[str, list[dict[str, Any]], list[str]]] = [
     (PHI, TWO, ["Yes.<|end|>", "No.<|end|>"]),
     (BETWEEN, TWO, [" Yes.</s>", " No."]),
     (OSS, TWO, ["<|end_header|>Yes.<|end|>", "<|end_header|>No.<eot>"]),
+    (NEMO, SYSTEM, ["Yes.</s>", "No.</s>"]),
+    (NEMO, SAYS_AND_CALLS, [f"[CALLS][{SHOWN}]</s>", "Three.</s>", "No.</s>"]),
+    (NEMO, talk(*TWO_CALLS, system="Brief."), [f"[CALLS][{SHOWN}]</s>", f"[CALLS][{SHOWN}]</s>", "Three.</s>"]),
+    (ALIKE, CALLS[:2], [f"<tool_call>{SHOWN}</s>"]),
+    (CHANNELS, SAYS_AND_CALLS, [
+        " to=sum_up<|eot|>", "<turn><|end_header|>Three.<|end|>", "<turn><|end_header|>No.<eot>"]),
+    (CHANNELS, talk(*TWO_CALLS), [" to=sum_up<|eot|>", " to=sum_up<|eot|>", "<turn><|end_header|>Three.<eot>"]),
+    (CHANNELS, FIRST, ["<turn><|end_header|>Hello.<|end|>", "<turn><|end_header|>Yes.<eot>"]),
+    (LLAMA, TEXT_CALLS, [f"{SHOWN}<|eot|>"]),
+    (JOINED, TEXT_CALLS, ['sum_up{"x": 1}<|eot|>']),
+    (JOINED, CALLS[:2], ['sum_up{"x": 1}<|eot|>']),
+    (WRITTEN, TEXT_CALLS, ['sum_up{"x": 1}<|eot|>']),
+    (WRITTEN, CALLS[:2], ['sum_up{"x": 1}<|eot|>']),
+    (UNASKED, BLANKS, ["  Yes. \n<|im_end|>", "\n  No.<|im_end|>"]),
     (BLOCK, BLANKS, ["  Yes. \n<|end|>", "\n  No.<|end|>"]),
     (MACRO, TWO, ["Yes.<|end|>", "No.<|end|>"]),
     (LINE, BLANKS, ["  Yes. \n\n### end", "\n  No.\n### end"]),
     (REFUSES, TWO, ["Yes.<|end|>", "No.<|end|>"]),
 ]  # fmt: skip
 # Where a turn ends is a matter of tokens there.
-NEEDED = {**dict.fromkeys((PHI, BLOCK, MACRO), "special, added"), REFUSES: "special"}
+NEEDED = {**dict.fromkeys((PHI, BLOCK, MACRO, ALIKE, UNASKED), "special, added"), REFUSES: "special"}
 WORDS = (
     "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|start|>", "<|end_header|>",
     "<|eot|>", "<turn>", "<eot>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|end|>", "<user>",
@@ -161,7 +220,12 @@ WORDS = (
 
 
 def save(
-    directory: Path, template: str | None, words: str = "special", trim: bool = False, *, blank: bool = False
+    directory: Path,
+    template: str | dict[str, str] | None,
+    words: str = "special",
+    trim: bool = False,
+    *,
+    blank: bool = False,
 ) -> PromptTokenizer:
     """A tokenizer of bytes or, with a blank before each text, of characters; the words are special, added or text."""
     alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "▁", *(f"<0x{i:02X}>" for i in range(256))]
@@ -222,18 +286,37 @@ def test_what_is_learnt(tmp_path: Path, words: str, trim: bool):
     ("template", "messages", "reason"),
     [
         (HIDES, TWO, "does not show the assistant's turn 1"),
+        (INSIDE, SAYS_AND_CALLS, r"puts message 2 \(tool\) into a turn of the assistant"),
         (PHI, CALLS, "does not show the assistant's turn 1"),
         (REFUSES, TWO, "shows the assistant's turn 1, but not where it begins and ends"),
         (GEMMA, TWICE, "roles must alternate"),
+        (BLOCK + "{{ '{% generation %}' if false }}", TWO, "blocks cannot be marked"),
         (MACRO.replace("{- say(m)", "{- say(m) | trim"), BLANKS, "its text changes"),
     ],
-    ids=["hidden", "hidden calls", "ambiguous", "refused", "changed block"],
+    ids=[
+        "hidden",
+        "result inside",
+        "hidden calls",
+        "ambiguous",
+        "refused",
+        "block in a string",
+        "changed block",
+    ],
 )
 def test_what_cannot_be_found_is_named(
     tmp_path: Path, template: str, messages: list[dict[str, Any]], reason: str
 ):
     with pytest.raises(DataError, match=reason):
         learnt(save(tmp_path, template, "added"), messages)
+
+
+def test_conversations_with_tools_have_the_template_for_them(tmp_path: Path):
+    content = BLOCK.replace("+ '<|end|>\\n' }}{%- endg", "}}{%- endg").replace(
+        "endgeneration %}", "endgeneration %}<|end|>"
+    )
+    tokenizer = save(tmp_path, {"default": PHI, "tool_use": content})
+    assert learnt(tokenizer, TWO[:2]) == ["Yes.<|end|>"]
+    assert learnt(tokenizer.with_tools([CALL]), TWO[:2]) == ["Yes."]
 
 
 def test_a_stop_token_behind_a_turn_is_learnt(tmp_path: Path):
