@@ -409,10 +409,9 @@ def test_a_model_that_only_the_trainer_can_read_is_judged_before_its_weights_are
         "rollout.parallelism.tp_size: 8 does not divide the 4 attention heads",
     ):
         assert fault in output
-    cached = [
-        path.name for path in (tmp_path / "cache").rglob("*") if path.suffix in (".json", ".safetensors")
-    ]
-    assert cached == ["config.json"]
+    cached = {path.name for path in (tmp_path / "cache").rglob("*")}
+    assert "config.json" in cached
+    assert not any(name.endswith(".safetensors") for name in cached)
 
 
 def test_an_incomplete_environment_exits_with_two_at_once():
