@@ -1,4 +1,4 @@
-"""What of a conversation is learnt: which characters of its rendering, then which tokens.
+"""Loss masks: which characters of a rendered conversation are learnt, then which tokens.
 
     messages ─template─▶ text, spans of the assistant's turns ─▶ pieces ─tokenizer─▶ ids, mask
 
@@ -44,14 +44,18 @@ _REMEDY = (
     "put it into a {% generation %} block, in a template of your own: "
     "rollout.multi_turn_config.custom_chat_template_path"
 )
+_WORD = re.compile("[A-Za-z0-9]+")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _BLOCK = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Texts of tokens. ends: those at which generation stops, the one that ends a text first. special: the named
-    ones. added: of all that text is split at, whether special or not."""
+    """Texts of tokens.
+
+    ends: those at which generation stops, the one that ends a text first. special: those that the tokenizer names.
+    added: all that text is split at, special or not.
+    """
 
     ends: tuple[str, ...]
     special: tuple[str, ...]
@@ -121,13 +125,15 @@ def marked_template(template: str) -> str | None:
 
 
 def by_blocks(
-    text: str, marked: str, tokens: Tokens, turns: Sequence[int] = (), unlearnt: Collection[int] = ()
+    text: str, marked: str, tokens: Tokens, messages: Sequence[Message], unlearnt: Collection[int] = ()
 ) -> Rendered:
     """The conversation with the spans of its generation blocks. marked: its rendering by the marked template.
 
-    turns: places of the assistant's turns; those in `unlearnt` get no span, which needs one block for each turn.
-    White space behind a token that ends a turn is not learnt. Raises `DataError`.
+    The turns in `unlearnt` get no span, which needs one block for each turn of the assistant. White space behind what
+    ends a turn is not learnt. Raises `DataError`.
     """
+    turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+    contents = tuple(filter(None, (_content(messages[i]).rstrip() for i in turns)))
     spans: list[Span] = []
     start, place = -1, 0
     for part in re.split(f"({_BEGIN}|{_END})", marked):
@@ -145,7 +151,7 @@ def by_blocks(
             "the characters of the chat template's {% generation %} blocks cannot be found: its text changes when "
             "they are marked; do not nest them, and leave what they make unchanged"
         )
-    spans = [_visible(text, span, tokens) for span in spans if span[0] < span[1]]
+    spans = [_visible(text, span, tokens, contents) for span in spans if span[0] < span[1]]
     if unlearnt and len(spans) != len(turns):
         raise DataError(
             f"turn {min(unlearnt)} is marked not to be learnt, and the {{% generation %}} blocks of the template do "
@@ -156,10 +162,23 @@ def by_blocks(
     return Rendered(text, learnt)
 
 
-def _visible(text: str, span: Span, tokens: Tokens) -> Span:
+def _visible(text: str, span: Span, tokens: Tokens, contents: tuple[str, ...]) -> Span:
+    """The span of a block without the white space that follows a token or text of the template.
+
+    White space behind one of the `contents` stays: a block that has nothing else there may end its turn with it.
+    """
     start, end = span
     seen = text[start:end].rstrip()
-    return (start, start + len(seen)) if seen.endswith(tokens.added) else span
+    ends = seen.endswith(tokens.added) or not seen.endswith(contents)
+    return start, _whole(text, start + len(seen), tokens.added) if ends else end
+
+
+def _whole(text: str, at: int, words: Sequence[str]) -> int:
+    """The place `at`, or the end of the word that it lies in."""
+    for word in words:
+        begin = text.find(word, max(0, at - len(word) + 1), at + len(word) - 1)
+        at = begin + len(word) if begin >= 0 else at
+    return at
 
 
 # ---- a template without ---------------------------------------------------------------------------------------
@@ -183,7 +202,7 @@ class Turns:
         for i, turn in enumerate(self._messages):
             if turn["role"] == "assistant":
                 start, prompt = self._start(i, least)
-                end = self._own_end(i, max(start, self._end(i, start, prompt)), prompt)
+                end = self._without_header(i, max(start, self._end(i, start, prompt)), prompt)
                 least = self._with_end(start, max(start, end))
                 spans += [] if i in unlearnt else [(start, least)]
         self._check_apart(spans)
@@ -192,8 +211,11 @@ class Turns:
     def _check_apart(self, spans: list[Span]) -> None:
         """Raises `DataError` where a span has text of a message that is not the assistant's (Gemma 4)."""
         first = next((i for i, turn in enumerate(self._messages) if turn["role"] == "assistant"), 0)
+        learnt = [self._text[start:end] for start, end in spans]
         for i, turn in enumerate(self._messages[first:], first):
-            if turn["role"] == "assistant" or not _content(turn).strip():
+            words = _WORD.findall(_content(turn))
+            seen = any(all(word in text for word in words) for text in learnt)
+            if turn["role"] == "assistant" or not _content(turn).strip() or not seen:
                 continue
             changed = self._try(self._with(i, {**turn, "content": _MARKER + _content(turn)}))
             place = _shared(self._text, changed) if changed and _MARKER in changed else -1
@@ -208,7 +230,7 @@ class Turns:
         """Where turn i begins, not before `least`; and the generation prompt for it, if the template refuses none."""
         before, first = self._upto(i), None
         for mode in self._modes:
-            prompt = self._try(self._messages[:i], add_generation_prompt=True, **mode)
+            prompt = self._try(self._messages[:i], add_generation_prompt=True, **mode) or None
             first = first or prompt
             if prompt is None or (prompt == before and not self._always_asks(i)):
                 break
@@ -231,11 +253,12 @@ class Turns:
 
     def _always_asks(self, i: int) -> bool:
         """Whether the rendering up to turn i ends with a generation prompt that a question in its place removes."""
-        before, asked = (
-            self._upto(i),
-            self._try([*self._messages[:i], {"role": "user", "content": _MARKER}]),
-        )
+        before, asked = self._upto(i), self._asked(i)
         return before is not None and asked is not None and not asked.startswith(before)
+
+    def _asked(self, i: int) -> str | None:
+        """The rendering up to turn i with a question in its place."""
+        return self._try([*self._messages[:i], {"role": "user", "content": _MARKER}])
 
     def _begins(self, i: int, prompt: str | None, span: Span) -> int | None:
         """Where turn i begins in `span`, by what its generation prompt ends with; None: unknown.
@@ -258,14 +281,17 @@ class Turns:
         before = self._upto(i)
         if before is None or prompt is None:
             return self._header_of_answer
-        return prompt[len(before) :] if prompt.startswith(before) else ""
+        if prompt.startswith(before):
+            return prompt[len(before) :]
+        return self._header_of_answer if prompt.endswith(self._header_of_answer) else ""
 
     @cached_property
     def _header_of_answer(self) -> str:
-        """What the generation prompt for a question adds."""
+        """What the generation prompt for a question adds, in place of a footer if the template has one (Phi-3)."""
         asked = [{"role": "user", "content": _MARKER}]
-        before, prompt = self._try(asked), self._try(asked, add_generation_prompt=True)
-        return prompt[len(before) :] if before and prompt and prompt.startswith(before) else ""
+        before, prompt = self._try(asked) or "", self._try(asked, add_generation_prompt=True) or ""
+        at = _shared(before, prompt, self._tokens.added)
+        return prompt[at:] if _MARKER in before[:at] else ""
 
     def _content_end(self, messages: list[Message], i: int, **variables: Any) -> int:
         """Where a rendering has the end of message i's content; 0: nowhere."""
@@ -296,19 +322,37 @@ class Turns:
                 return len(self._text[: end + behind].rstrip())
         raise self._not_found(i, shown)
 
-    def _own_end(self, i: int, end: int, prompt: str | None) -> int:
+    def _without_header(self, i: int, end: int, prompt: str | None) -> int:
         """The end of turn i without the generation prompt that some templates write unasked (ChatML of old).
 
-        It begins with the token that begins the first message. prompt: the generation prompt for turn i.
+        It begins where renderings part that end with the turn, and go on with a question. prompt: the generation
+        prompt for turn i.
         """
         if prompt is None or prompt != self._upto(i):
             return end
-        changes = [self._try(self._with(i, marked)) for marked in _marked_ends(self._messages[i])]
-        said = max((_shared(self._text, text) for text in changes if text and _MARKER in text), default=end)
-        again = [token for token in self._tokens.added if self._text.count(token) > 1]
-        at = self._text.find(min(again, key=self._text.find), said, end) if again else -1
-        own = self._text[said : max(at, said)].rstrip()
-        return said + len(own) if own.endswith(self._tokens.added) else end
+        upto, asked = self._upto(i + 1) or "", self._asked(i + 1) or ""
+        if asked.startswith(upto):
+            return end
+        changes = [self._try([*self._messages[:i], marked]) for marked in _marked_ends(self._messages[i])]
+        said = max((_shared(upto, text) for text in changes if text and _MARKER in text), default=len(upto))
+        common = upto[: _shared(upto, asked, self._tokens.added)]
+        common = common.removesuffix(max(filter(common.endswith, self._begun_headers), key=len)).rstrip()
+        return max(said, len(common)) if said <= len(common) and self._text.startswith(common) else end
+
+    @cached_property
+    def _begun_headers(self) -> list[str]:
+        """The beginnings of the header of the first message, the empty one too, without tokens that begin a text."""
+        turn = self._messages[0]
+        marked = self._try(self._with(0, {**turn, "content": _MARKER + _content(turn)})) or ""
+        header = (
+            self._text[: _shared(self._text, marked)].rstrip().rsplit("\n", 1)[-1]
+            if _MARKER in marked
+            else ""
+        )
+        headers = [header]
+        while token := next(filter(header.startswith, self._tokens.added), None):
+            headers.append(header := header.removeprefix(token))
+        return [header[:length] for header in headers for length in range(len(header) + 1)]
 
     def _tails(self, i: int, marked: Message, prompt: str | None, rest: str) -> list[str]:
         """What renderings up to turn i have behind its content, as far as one that `rest` begins with."""
@@ -377,6 +421,7 @@ class Turns:
 
         Templates write that token between turns (`</s>`), or the next turn's begins with it (`<|user|>` of GLM).
         """
+        end = _whole(self._text, end, self._tokens.added)
         rest = self._text[end:].lstrip()
         if not rest.startswith(self._tokens.ends) or self._text.endswith(self._tokens.added, start, end):
             return end

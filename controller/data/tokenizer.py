@@ -273,8 +273,7 @@ class PromptTokenizer:
                     f"the chat template's {{% generation %}} blocks cannot be marked ({error}); write "
                     "'{% generation %}' and '{% endgeneration %}' as tags alone, and in no string"
                 ) from error
-            turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-            rendered = by_blocks(text, marked, texts, turns, unlearnt)
+            rendered = by_blocks(text, marked, texts, messages, unlearnt)
         return replace(rendered, incomplete=is_incomplete(messages, rendered.text))
 
     def _plain(self, messages: list[Message], unlearnt: Collection[int]) -> Rendered:

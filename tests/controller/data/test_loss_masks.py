@@ -119,10 +119,21 @@ MACRO = "{%- macro say(m) %}" + BLOCK.replace("messages", "[m]") + "{%- endmacro
 MACRO += "{{- say(m) }}{%- endfor %}"
 LINE = """{%- for m in messages %}{{- '### ' + m.role + ':\\n' + m.content + '\\n### end\\n\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '### assistant:\\n' }}{%- endif %}"""
+HEADED = LINE.replace("{%- if add_generation_prompt %}", "").replace(
+    "{%- endif %}", ""
+)  # unasked, and as text
+LINE_BLOCK = BLOCK.replace("<|end|>", "\\n### end\\n")
+FOOT = LINE.replace("{%- endif %}", "{%- else %}{{- eos_token }}{%- endif %}")
+# The generation prompt is made for the last of the messages, so there is none before the first.
+ZEPHYR = """{%- for m in messages %}{{- '<|' + m.role + '|>' + '\\n' + m.content + eos_token + '\\n' }}
+{%- if loop.last and add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}{%- endfor %}"""
+STOP = """{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '<stop>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{%- endif %}"""
 REFUSES = (
     "{%- if messages | length == 2 and not add_generation_prompt %}{{ raise_exception('no') }}{%- endif %}"
     + PHI
 )
+HARD = REFUSES.replace("and not add_generation_prompt ", "")
 HIDES = PHI.replace("m.content", "(m.content if m.role == 'user' else '')")
 
 CALL = {"type": "function", "function": {"name": "sum_up", "arguments": {"x": 1}}}
@@ -205,17 +216,24 @@ TABLE: list[tuple[str, list[dict[str, Any]], list[str]]] = [
     (WRITTEN, TEXT_CALLS, ['sum_up{"x": 1}<|eot|>']),
     (WRITTEN, CALLS[:2], ['sum_up{"x": 1}<|eot|>']),
     (UNASKED, BLANKS, ["  Yes. \n<|im_end|>", "\n  No.<|im_end|>"]),
+    (UNASKED, FIRST, ["Hello.<|im_end|>", "Yes.<|im_end|>"]),
+    (HEADED, SYSTEM, ["Yes.\n### end", "No.\n### end"]),
+    (HEADED, TWICE, ["Yes.\n### end", "Sure.\n### end"]),
+    (FOOT, TWO[:3], ["Yes.\n### end"]),
+    (ZEPHYR, FIRST, ["\nHello.</s>", "\nYes.</s>"]),
+    (STOP, TWO, ["Yes.<stop>\n", "No.<stop>\n"]),
+    (LINE_BLOCK, BLANKS, ["  Yes. \n\n### end", "\n  No.\n### end"]),
     (BLOCK, BLANKS, ["  Yes. \n<|end|>", "\n  No.<|end|>"]),
     (MACRO, TWO, ["Yes.<|end|>", "No.<|end|>"]),
     (LINE, BLANKS, ["  Yes. \n\n### end", "\n  No.\n### end"]),
     (REFUSES, TWO, ["Yes.<|end|>", "No.<|end|>"]),
 ]  # fmt: skip
 # Where a turn ends is a matter of tokens there.
-NEEDED = {**dict.fromkeys((PHI, BLOCK, MACRO, ALIKE, UNASKED), "special, added"), REFUSES: "special"}
+NEEDED = dict.fromkeys((PHI, REFUSES, ALIKE, STOP), "special, added")
 WORDS = (
     "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|start|>", "<|end_header|>",
     "<|eot|>", "<turn>", "<eot>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|end|>", "<user>",
-    "<assistant>",
+    "<assistant>", "<stop>\n",
 )  # fmt: skip
 
 
@@ -288,7 +306,7 @@ def test_what_is_learnt(tmp_path: Path, words: str, trim: bool):
         (HIDES, TWO, "does not show the assistant's turn 1"),
         (INSIDE, SAYS_AND_CALLS, r"puts message 2 \(tool\) into a turn of the assistant"),
         (PHI, CALLS, "does not show the assistant's turn 1"),
-        (REFUSES, TWO, "shows the assistant's turn 1, but not where it begins and ends"),
+        (HARD, TWO, "shows the assistant's turn 1, but not where it begins and ends"),
         (GEMMA, TWICE, "roles must alternate"),
         (BLOCK + "{{ '{% generation %}' if false }}", TWO, "blocks cannot be marked"),
         (MACRO.replace("{- say(m)", "{- say(m) | trim"), BLANKS, "its text changes"),
