@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -40,6 +41,8 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 
 _MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 _BEGIN, _END = "\u2063«\u2063", "\u2063»\u2063"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn by which published data has its thoughts apart from its content."""
 _REMEDY = (
     "put it into a {% generation %} block, in a template of your own: "
     "rollout.multi_turn_config.custom_chat_template_path"
@@ -66,7 +69,7 @@ class Tokens:
 class Rendered:
     """A conversation as text; spans: the characters that are learnt, in order and apart from each other.
 
-    incomplete: whether the text lacks content or tool calls of the assistant.
+    incomplete: whether a turn of the assistant lacks its content or tool calls, or the last turn its thoughts.
     """
 
     text: str
@@ -96,12 +99,17 @@ class Learnt:
         yield from (self.ids, self.mask)
 
 
-def is_incomplete(messages: Sequence[Message], text: str) -> bool:
-    """Whether a rendering lacks content of the assistant, but for thoughts, or the name of a tool call."""
-    turns = [turn for turn in messages if turn["role"] == "assistant"]
-    contents = [_content(turn).split("</think>")[-1].strip() for turn in turns]
-    names = [str(_named(call)["name"]) for turn in turns for call in _calls(turn)]
-    return any(part not in text for part in (*contents, *names))
+def lacks(turn: Message, text: str, *, thoughts: bool) -> bool:
+    """Whether the text of a turn lacks its content or the name of a tool call; thoughts: or what it thinks first."""
+    *thought, content = _content(turn).split("</think>")
+    names = Counter(str(_named(call)["name"]) for call in _calls(turn))
+    parts = [content]
+    if thoughts:
+        parts += [part.split("<think>")[-1] for part in thought]
+        parts += [turn[key] for key in _THOUGHTS if isinstance(turn.get(key), str)]
+    return any(part.strip() not in text for part in parts) or any(
+        text.count(name) < count for name, count in names.items()
+    )
 
 
 # ---- a template with generation blocks ------------------------------------------------------------------------
@@ -159,7 +167,8 @@ def by_blocks(
             "with one block for each of these turns, or with none"
         )
     learnt = [span for k, span in enumerate(spans) if not unlearnt or turns[k] not in unlearnt]
-    return Rendered(text, learnt)
+    last = len(messages) - 1
+    return Rendered(text, learnt, any(lacks(messages[i], text, thoughts=i == last) for i in turns))
 
 
 def _visible(text: str, span: Span, tokens: Tokens, contents: tuple[str, ...]) -> Span:
@@ -198,15 +207,17 @@ class Turns:
     def rendered(self, unlearnt: Collection[int] = ()) -> Rendered:
         """The conversation with the span of each turn but the unlearnt. Raises `DataError` where one is not found."""
         spans: list[Span] = []
-        least = 0
+        least, incomplete = 0, False
         for i, turn in enumerate(self._messages):
             if turn["role"] == "assistant":
                 start, prompt = self._start(i, least)
                 end = self._without_header(i, max(start, self._end(i, start, prompt)), prompt)
                 least = self._with_end(start, max(start, end))
                 spans += [] if i in unlearnt else [(start, least)]
+                last = i == len(self._messages) - 1
+                incomplete |= lacks(turn, self._text[start:least], thoughts=last)
         self._check_apart(spans)
-        return Rendered(self._text, [span for span in spans if span[0] < span[1]])
+        return Rendered(self._text, [span for span in spans if span[0] < span[1]], incomplete)
 
     def _check_apart(self, spans: list[Span]) -> None:
         """Raises `DataError` where a span has text of a message that is not the assistant's (Gemma 4)."""
@@ -227,7 +238,7 @@ class Turns:
                 )
 
     def _start(self, i: int, least: int) -> tuple[int, str | None]:
-        """Where turn i begins, not before `least`; and the generation prompt for it, if the template refuses none."""
+        """Find where turn i begins, not before `least`; also return its generation prompt, None if it is refused."""
         before, first = self._upto(i), None
         for mode in self._modes:
             prompt = self._try(self._messages[:i], add_generation_prompt=True, **mode) or None
@@ -261,9 +272,9 @@ class Turns:
         return self._try([*self._messages[:i], {"role": "user", "content": _MARKER}])
 
     def _begins(self, i: int, prompt: str | None, span: Span) -> int | None:
-        """Where turn i begins in `span`, by what its generation prompt ends with; None: unknown.
+        """Find where turn i begins in `span`, by what its generation prompt ends with; None: unknown.
 
-        That is what the prompt has behind the content of the message before, else what it adds for the turn.
+        It ends with what it has behind the content of the message before, or else with what it adds for the turn.
         """
         least, end = span
         last = self._content_end(self._messages, i - 1)
@@ -277,7 +288,7 @@ class Turns:
         return at + len(header) if at >= 0 else None
 
     def _header(self, i: int, prompt: str | None) -> str:
-        """What `prompt`, the generation prompt for turn i, adds; that for a question where it is refused."""
+        """Return what `prompt`, the generation prompt for turn i, adds; where it is refused, that for a question."""
         before = self._upto(i)
         if before is None or prompt is None:
             return self._header_of_answer
@@ -287,14 +298,14 @@ class Turns:
 
     @cached_property
     def _header_of_answer(self) -> str:
-        """What the generation prompt for a question adds, in place of a footer if the template has one (Phi-3)."""
+        """The text that the generation prompt for a question adds, in place of a footer if there is one (Phi-3)."""
         asked = [{"role": "user", "content": _MARKER}]
         before, prompt = self._try(asked) or "", self._try(asked, add_generation_prompt=True) or ""
         at = _shared(before, prompt, self._tokens.added)
         return prompt[at:] if _MARKER in before[:at] else ""
 
     def _content_end(self, messages: list[Message], i: int, **variables: Any) -> int:
-        """Where a rendering has the end of message i's content; 0: nowhere."""
+        """Find the end of message i's content in a rendering; 0: it is not there."""
         if i < 0:
             return 0
         marked = {**messages[i], "content": _content(messages[i]) + _MARKER}
@@ -304,7 +315,7 @@ class Turns:
         return _shared(text, changed) if text and changed and _MARKER in changed else 0
 
     def _end(self, i: int, start: int, prompt: str | None) -> int:
-        """Where the visible text of turn i ends, from `start` on. prompt: the generation prompt for it."""
+        """Find where the visible text of turn i ends, from `start` on. prompt: the generation prompt for it."""
         turn, shown = self._messages[i], False
         for upto in self._renderings(i, turn, prompt):
             seen = None if upto is None else upto.rstrip()
@@ -355,7 +366,7 @@ class Turns:
         return [header[:length] for header in headers for length in range(len(header) + 1)]
 
     def _tails(self, i: int, marked: Message, prompt: str | None, rest: str) -> list[str]:
-        """What renderings up to turn i have behind its content, as far as one that `rest` begins with."""
+        """The texts that renderings up to turn i have behind its content, up to one that `rest` begins with."""
         tails: list[str] = []
         turn = self._messages[i]
         for upto, other in zip(
@@ -395,8 +406,8 @@ class Turns:
     def _behind(self, rest: str, tails: list[str], *, calls: bool) -> int | None:
         """How many characters of `rest`, which follows a turn's content, belong to the turn; None: unknown.
 
-        tails: what renderings up to the turn have there. Where `rest` begins with none of them, the turn ends with
-        the last token that it shares with the first.
+        tails: the texts that renderings up to the turn have there. Where `rest` begins with none of them, the turn
+        ends with the last token that it shares with the first.
         """
         if not tails:
             blanks = len(rest) - len(rest.lstrip())
@@ -439,11 +450,9 @@ class Turns:
             return None
 
     def _not_found(self, i: int, shown: bool) -> DataError:
-        what = "shows" if shown else "does not show"
-        but = ", but not where it begins and ends" if shown else ""
-        return DataError(
-            f"the chat template {what} the assistant's turn {i}{but}, so its loss mask cannot be found; {_REMEDY}"
-        )
+        shows = "shows the assistant's turn {}, but not where it begins and ends"
+        fault = (shows if shown else "does not show the assistant's turn {}").format(i)
+        return DataError(f"the chat template {fault}, so its loss mask cannot be found; {_REMEDY}")
 
 
 def _blank(before: str, prompt: str) -> str:
@@ -452,9 +461,9 @@ def _blank(before: str, prompt: str) -> str:
     The model generates it. There is none where something else than the end of the prompt stands before the content.
     """
     seen, asked = before.rstrip(), prompt.rstrip()
-    blank, own = before[len(seen) :], prompt[len(asked) :]
+    blank, asked_blank = before[len(seen) :], prompt[len(asked) :]
     follows = seen.rsplit(None, 1)[-1:] == asked.rsplit(None, 1)[-1:]
-    return blank.removeprefix(own) if follows and blank.startswith(own) else ""
+    return blank.removeprefix(asked_blank) if follows and blank.startswith(asked_blank) else ""
 
 
 def _content(turn: Message) -> str:
@@ -546,7 +555,7 @@ def _by_text(texts: Sequence[str], encode: Encode) -> dict[str, list[int]]:
 
 
 def _in_context(pieces: list[str], prefixes: bool) -> dict[int, tuple[str, str]]:
-    """Of pieces whose tokens may depend on the piece before: that piece, and the piece, by place.
+    """The pieces whose tokens may depend on the piece before, each behind that one, by place.
 
     A tokenizer may drop or add blanks behind a special token, and a prompt has them as it does. Tokens of the model
     (each second piece) follow on those of the prompt as they are.

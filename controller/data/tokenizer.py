@@ -1,7 +1,6 @@
 """Texts and conversations to token ids, by the model's own tokenizer and chat template.
 
-What of a conversation is learnt, the token that ends a turn of the assistant included, is found by
-`controller.data.loss_masks`.
+`controller.data.loss_masks` finds what is learnt of a conversation, with the token that ends a turn of the assistant.
 
 Special tokens around a text: a chat template writes them all, and the tokenizer adds none. Without a template the
 tokens that the tokenizer puts before a text (BOS, CLS) begin a prompt or conversation, once; those that it puts
@@ -37,7 +36,7 @@ from controller.data.loss_masks import (
     Turns,
     by_blocks,
     encode_all,
-    is_incomplete,
+    lacks,
     marked_template,
 )
 from schema.config import Config
@@ -93,10 +92,10 @@ class PromptTokenizer:
     def of(cls, config: Config) -> PromptTokenizer:
         """The tokenizer of `[policy]`, its own or the model's, with the job's chat template. Raises `DataError`."""
         policy, turns = config.policy, config.rollout.multi_turn_config
-        own = policy.tokenizer_name_or_path is not None
-        key = "policy.tokenizer_name_or_path" if own else "policy.model_name_or_path"
+        named = policy.tokenizer_name_or_path is not None
+        key = "policy.tokenizer_name_or_path" if named else "policy.model_name_or_path"
         path = turns.custom_chat_template_path
-        found = cls(
+        tokenizer = cls(
             *policy.tokenizer,
             trust_remote_code=policy.trust_remote_code,
             key=key,
@@ -104,8 +103,8 @@ class PromptTokenizer:
             thinking=turns.enable_thinking,
         )
         system = config.train.train_policy.system_prompt
-        found._prove(f"{_TURNS}custom_chat_template_path = {path!r}" if path else f"{key}", system)
-        return found
+        tokenizer._prove(f"{_TURNS}custom_chat_template_path = {path!r}" if path else f"{key}", system)
+        return tokenizer
 
     def _prove(self, key: str, system: str) -> None:
         """One prompt with the system prompt, before any row: the template shows both. key: where it comes from."""
@@ -227,8 +226,8 @@ class PromptTokenizer:
         """Token ids of texts, without the special tokens that the tokenizer adds."""
         if not texts:
             return []
-        found = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return [list(ids) for ids in found]
+        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [list(ids) for ids in encoded]
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
         """The messages by the template, with the arguments of calls as objects or, where it refuses, as texts."""
@@ -260,25 +259,24 @@ class PromptTokenizer:
     # ---- loss masks -----------------------------------------------------------------------------------
 
     def _rendered(self, messages: list[Message], texts: Tokens, unlearnt: Collection[int]) -> Rendered:
+        """The conversation as text, with what is learnt of it. Raises `DataError`."""
         if self._template is None:
-            rendered = self._plain(messages, unlearnt)
-        elif self._marked is None:
-            rendered = Turns(_some(messages), self._render, texts, self._modes).rendered(unlearnt)
-        else:
-            text = self._render(_some(messages))
-            try:
-                marked = self._render(messages, chat_template=self._marked)
-            except DataError as error:
-                raise DataError(
-                    f"the chat template's {{% generation %}} blocks cannot be marked ({error}); write "
-                    "'{% generation %}' and '{% endgeneration %}' as tags alone, and in no string"
-                ) from error
-            rendered = by_blocks(text, marked, texts, messages, unlearnt)
-        return replace(rendered, incomplete=is_incomplete(messages, rendered.text))
+            return self._plain(messages, unlearnt)
+        if self._marked is None:
+            return Turns(_some(messages), self._render, texts, self._modes).rendered(unlearnt)
+        text = self._render(_some(messages))
+        try:
+            marked = self._render(messages, chat_template=self._marked)
+        except DataError as error:
+            raise DataError(
+                f"the chat template's {{% generation %}} blocks cannot be marked ({error}); write "
+                "'{% generation %}' and '{% endgeneration %}' as tags alone, and in no string"
+            ) from error
+        return by_blocks(text, marked, texts, messages, unlearnt)
 
     def _plain(self, messages: list[Message], unlearnt: Collection[int]) -> Rendered:
         """Without a template: prompts as `prompts` makes them, each answer ended by one end token."""
-        text, spans = "", []
+        text, spans, incomplete = "", [], False
         eos = self._tokenizer.eos_token
         end = eos or "".join(self._tokenizer.convert_ids_to_tokens(self._behind))
         for i, turn in enumerate(messages):
@@ -286,7 +284,8 @@ class PromptTokenizer:
             if turn["role"] == "assistant":
                 text += "" if turn["content"].endswith(end) else end
                 spans += [] if i in unlearnt else [(start, len(text))]
-        return Rendered(text, spans)
+                incomplete |= lacks(turn, text[start:], thoughts=i == len(messages) - 1)
+        return Rendered(text, spans, incomplete)
 
     @property
     def _chosen(self) -> str:
@@ -305,7 +304,7 @@ class PromptTokenizer:
 
     @property
     def _modes(self) -> list[Mode]:
-        """With what the template may make a generation prompt: as it does by itself, then by its thinking mode."""
+        """Variables with which the template may make a generation prompt: none, then each thinking mode."""
         modes: list[Mode] = [{}]
         if "enable_thinking" in self._chosen:
             modes += [{"enable_thinking": mode} for mode in (self._thinking, not self._thinking)]
@@ -328,8 +327,8 @@ class PromptTokenizer:
     def _begun_too(self, talk: Learnt) -> Learnt:
         """A conversation behind the tokens that begin a text."""
         ids = np.asarray(self._begun(talk.ids.tolist()), np.int32)
-        more = np.zeros(len(ids) - len(talk.ids), np.uint8)
-        return replace(talk, ids=ids, mask=np.concatenate([more, talk.mask]))
+        unlearnt = np.zeros(len(ids) - len(talk.ids), np.uint8)
+        return replace(talk, ids=ids, mask=np.concatenate([unlearnt, talk.mask]))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """The tokens of a text behind those that begin one, unless it begins with them already."""

@@ -52,10 +52,10 @@ class FileReport(_Report):
 
     own_system: rows that keep a system message of their own. encoded_apart: kept rows whose tokens differ from those
     of their text as a whole. incomplete: kept rows of which the chat template leaves out content or tool calls of the
-    assistant. without_stop: kept rows whose last learnt token is none at which generation stops. noted: other rows
-    that are special, by how. samples: three rows as the model reads them. files: all files or splits that are read;
-    unread: what looks like data and is not, by reason; how: what was chosen where the configuration leaves it open.
-    remarks: what became of columns, which files hold no row.
+    assistant, or the thoughts of the last turn. without_stop: kept rows whose last learnt token is none at which
+    generation stops. noted: other rows that are special, by how. samples: three rows as the model reads them. files:
+    all files or splits that are read; unread: what looks like data and is not, by reason; how: what was chosen where
+    the configuration leaves it open. remarks: what became of columns, which files hold no row.
     """
 
     source: str
@@ -181,7 +181,7 @@ def _reasons(file: FileReport) -> Iterator[str]:
         rows, why = file.encoded_apart, "answers are encoded behind their prompt, as generation sees them"
         yield f"{rows.count:,} have other tokens than their text as a whole, since {why}: {_named(file, rows)}"
     if file.incomplete.count:
-        rows, what = file.incomplete, "content or tool calls of the assistant"
+        rows, what = file.incomplete, "content, tool calls or last thoughts of the assistant"
         yield f"{rows.count:,} lack {what}, which the chat template leaves out: {_named(file, rows)}"
     if file.without_stop.count:
         rows = file.without_stop

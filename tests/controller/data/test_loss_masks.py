@@ -348,10 +348,15 @@ def test_a_stop_token_behind_a_turn_is_learnt(tmp_path: Path):
         (LLAMA, SAYS_AND_CALLS, True),
         (PHI, SAYS_AND_CALLS, True),
         (QWEN3, THINKS, False),
+        (QWEN3, REASONS, False),
+        (DEEPSEEK, THINKS, True),
+        (PHI, REASONS, True),
+        ("sum_up of 3" + PHI, SAYS_AND_CALLS, True),
+        (None, REASONS, True),
     ],
 )
 def test_what_the_template_leaves_out_is_noted(
-    tmp_path: Path, template: str, messages: list[dict[str, Any]], incomplete: bool
+    tmp_path: Path, template: str | None, messages: list[dict[str, Any]], incomplete: bool
 ):
     [talk] = save(tmp_path, template).conversations([messages])
     assert talk.incomplete is incomplete
@@ -401,7 +406,7 @@ def test_turns_that_are_marked_are_not_learnt(
     [whole] = tokenizer.conversations([messages])
     assert file.token_ids(0).tolist() == whole.ids.tolist(), "the flag is not shown to the template"
     noted = report_of(tmp_path).files["train"].noted
-    assert any("not learnt" in how for how in noted) is (len(wanted) == 1)
+    assert any("not learnt" in note for note in noted) is (len(wanted) == 1)
 
 
 ASSISTANT = "assistant: "

@@ -68,14 +68,14 @@ def test_without_a_template(tmp_path: Path, kind: str):
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
     talks = [[user, assistant, user, assistant], [assistant], [user, {**assistant, "content": "a" + end[0]}]]
     answer, [asked] = ["a", *end], [tokens(tokenizer, ids) for ids in tokenizer.prompts([[user]])]
-    found = tokenizer.conversations(talks)
-    assert [tokens(tokenizer, ids) for ids, _ in found] == [
+    learnt = tokenizer.conversations(talks)
+    assert [tokens(tokenizer, ids) for ids, _ in learnt] == [
         [*asked, *answer, "a", *answer],
         [*before, *answer],
         [*asked, *answer],
     ]
     assert [
-        [tokens(tokenizer, ids[mask == 1]), tokens(tokenizer, ids[mask == 0])] for ids, mask in found
+        [tokens(tokenizer, ids[mask == 1]), tokens(tokenizer, ids[mask == 0])] for ids, mask in learnt
     ] == [[answer * 2, [*asked, "a"]], [answer, before], [answer, asked]]
 
 
@@ -88,9 +88,9 @@ def test_a_template_alone_says_how_a_prompt_begins(tmp_path: Path, kind: str, wr
     tokenizer = PromptTokenizer(str(save(tmp_path, added, chat_template=shown, **settings)))
     [ids] = tokenizer.prompts(["a"])
     [(whole, _)] = tokenizer.conversations([[{"role": "user", "content": "a"}]])
-    for found in (tokens(tokenizer, ids), tokens(tokenizer, whole)):
-        assert [token for token in found if token in SPECIAL] == (before if writes else [])
-        assert found[: len(before)] == before or not writes
+    for words in (tokens(tokenizer, ids), tokens(tokenizer, whole)):
+        assert [token for token in words if token in SPECIAL] == (before if writes else [])
+        assert words[: len(before)] == before or not writes
 
 
 def test_data_files_and_what_is_said_of_a_template_without_bos(
