@@ -430,14 +430,17 @@ class Turns:
     def _with_end(self, start: int, end: int) -> int:
         """The end of a span, behind the end token that follows it if no token of the turn ends it.
 
-        Templates write that token between turns (`</s>`), or the next turn's begins with it (`<|user|>` of GLM).
+        Templates write that token between turns (`</s>`), or the next turn begins with it (`<|user|>` of GLM). Other
+        tokens at the end of the turn, such as `</tool_call>`, do not end it if the next turn follows without a blank.
         """
         end = _whole(self._text, end, self._tokens.added)
         rest = self._text[end:].lstrip()
-        if not rest.startswith(self._tokens.ends) or self._text.endswith(self._tokens.added, start, end):
+        follows = next(filter(rest.startswith, self._tokens.ends), None)
+        if follows is None or self._text.endswith(self._tokens.ends, start, end):
             return end
-        follows = next(token for token in self._tokens.ends if rest.startswith(token))
-        return len(self._text) - len(rest) + len(follows)
+        behind = len(self._text) - len(rest) + len(follows)
+        apart = end + len(follows) < behind or not self._text[behind:].strip()
+        return end if apart and self._text.endswith(self._tokens.added, start, end) else behind
 
     def _with(self, i: int, turn: Message) -> list[Message]:
         return [*self._messages[:i], turn, *self._messages[i + 1 :]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ NEEDED = dict.fromkeys((PHI, REFUSES, ALIKE, STOP), "special, added")
 WORDS = (
     "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|start|>", "<|end_header|>",
     "<|eot|>", "<turn>", "<eot>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|end|>", "<user>",
-    "<assistant>", "<stop>\n",
+    "<assistant>", "<stop>\n", "<|tool|>",
 )  # fmt: skip
 
 
@@ -275,7 +276,7 @@ def save(
 
 
 def learnt(
-    tokenizer: PromptTokenizer, messages: list[dict[str, Any]], stops: tuple[int, ...] = ()
+    tokenizer: PromptTokenizer, messages: list[dict[str, Any]], stops: Collection[int] = ()
 ) -> list[str]:
     """The runs of tokens with loss, as text."""
     [(ids, mask)] = tokenizer.conversations([messages], stops)
@@ -338,7 +339,9 @@ def test_conversations_with_tools_have_the_template_for_them(tmp_path: Path):
 
 
 def test_a_stop_token_behind_a_turn_is_learnt(tmp_path: Path):
-    assert learnt(save(tmp_path, GLM), TWO, (WORDS.index("<|user|>") + 2,)) == ["\nYes.<|user|>", "\nNo."]
+    tokenizer, stops = save(tmp_path, GLM), [WORDS.index(word) + 2 for word in ("<|user|>", "<|tool|>")]
+    assert learnt(tokenizer, TWO, stops) == ["\nYes.<|user|>", "\nNo."]
+    assert learnt(tokenizer, CALLS, stops) == [f"\n<tool_call>{SHOWN}</tool_call><|tool|>", "\nThree."]
 
 
 @pytest.mark.parametrize(
