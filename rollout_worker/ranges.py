@@ -7,7 +7,7 @@ into use. Without a tool nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from schema.util.nvtx_domain import ATTACHED, DOMAIN, attributes
@@ -22,6 +22,12 @@ def end(number: int) -> None:
     """Close the range with this id."""
     if ATTACHED:
         DOMAIN.end_range(number)
+
+
+def ending(name: str) -> Callable[[object], None]:
+    """Open a range; a callback of a future that closes it."""
+    number = begin(name)
+    return lambda _: end(number)
 
 
 @contextmanager

@@ -464,13 +464,13 @@ class AdvantageConfig:
             )
             outcomes = replace(outcomes, scores=[s + a for s, a in zip(outcomes.scores, added, strict=True)])
         assert self.estimator.over_outcomes is not None
-        values = list(self.estimator.over_outcomes(outcomes, self.options))
+        advantages = list(self.estimator.over_outcomes(outcomes, self.options))
         if self._whitens:
-            values = whiten(values, outcomes.tokens)
-        found = [0.0] * len(scores)
-        for row, value in zip(chosen, values, strict=True):
-            found[row] = _bounded(value, self.clip)
-        return Advantages(found)
+            advantages = whiten(advantages, outcomes.tokens)
+        of_rows = [0.0] * len(scores)
+        for row, advantage in zip(chosen, advantages, strict=True):
+            of_rows[row] = _bounded(advantage, self.clip)
+        return Advantages(of_rows)
 
     @property
     def _whitens(self) -> bool:

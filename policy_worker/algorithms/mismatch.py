@@ -25,9 +25,10 @@ def mismatch_sums(
 ) -> dict[str, Tensor]:
     """Sums over tokens, for `mismatch_metrics`; all [K]. causes: by name which tokens it is measured of."""
     log_ratio = (logprobs - made_by).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weights, found = log_ratio.exp(), {}
+    weights = log_ratio.exp()
+    sums: dict[str, Tensor] = {}
     for cause, mask in causes.items():
-        found |= {
+        sums |= {
             f"{cause}_tokens": mask.sum(),
             f"{cause}_k1": masked_sum(-log_ratio, mask),
             f"{cause}_k3": masked_sum(k3(made_by, logprobs), mask),
@@ -36,20 +37,20 @@ def mismatch_sums(
             f"{cause}_cut": (mask & (weights > cap)).sum(),
             f"max_{cause}": masked_max(weights, mask),
         }
-    return found
+    return sums
 
 
 def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """`mismatch/engine_k1` and the others, of the sums over all ranks; nothing for a cause without tokens."""
-    found = {}
+    metrics: dict[str, float] = {}
     for cause in CAUSES:
         n = sums.get(f"{cause}_tokens", 0)
         if n:
-            found |= {
+            metrics |= {
                 f"mismatch/{cause}_k1": sums[f"{cause}_k1"] / n,
                 f"mismatch/{cause}_k3": sums[f"{cause}_k3"] / n,
                 f"mismatch/{cause}_ess": sums[f"{cause}_w"] ** 2 / (n * sums[f"{cause}_w2"]),
                 f"mismatch/{cause}_ratio_max": sums[f"max_{cause}"],
                 f"mismatch/{cause}_cut": sums[f"{cause}_cut"] / n,
             }
-    return found
+    return metrics

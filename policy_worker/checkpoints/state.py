@@ -234,16 +234,16 @@ def _load(files: StateFiles, state: State, prefix: str, model: Backbone) -> None
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         words = prefix.replace("_", "'s ")
-        model, keys = ("critic", "critic") if prefix.startswith(CRITIC) else ("policy", "train")
+        owner, keys = ("critic", "critic") if prefix.startswith(CRITIC) else ("policy", "train")
         optimizer = f", and its optimizer with {keys}.optm_name" if prefix.endswith(OPTIMIZER) else ""
         adapters = ""
         if any(".lora_" in name or ".modules_to_save." in name for name in wrong):
-            adapters = f", and its adapters as they were with [{model}.lora]"
-        chosen = f"{model}.freeze_moe_router" + (" and policy.trainable_map" if model == "policy" else "")
+            adapters = f", and its adapters as they were with [{owner}.lora]"
+        chosen = f"{owner}.freeze_moe_router" + (" and policy.trainable_map" if owner == "policy" else "")
         frozen = f"; keep {chosen} as they were" if prefix.endswith((OPTIMIZER, EMA)) else ""
         raise CheckpointError(
             f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
-            f"from with {model}.model_name_or_path{optimizer}{adapters}{frozen}"
+            f"from with {owner}.model_name_or_path{optimizer}{adapters}{frozen}"
         )
     files.load(state)
 

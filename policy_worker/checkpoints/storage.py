@@ -101,7 +101,7 @@ def write_pieces(path: Path, pieces: list[Piece]) -> FileFacts:
     text = text.ljust(-(-len(text) // 8) * 8)
     state, size = xxhash.xxh3_128(), 0
     with path.open("xb") as stream:
-        front = (len(text).to_bytes(8, "little"), text)
+        front: tuple[bytes | memoryview, ...] = (len(text).to_bytes(8, "little"), text)
         for data in itertools.chain(front, (tensor_bytes(piece.name, piece.data) for piece in ordered)):
             stream.write(data)
             state.update(data)

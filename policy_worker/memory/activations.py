@@ -36,7 +36,8 @@ AHEAD = 1
 
 def recompute(module: nn.Module) -> None:
     """Let a module compute again in backward what it does not keep."""
-    module.__class__ = _recomputed(type(module))
+    kind: Any = type(module)
+    module.__class__ = _recomputed(kind)
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -46,7 +47,8 @@ def is_recomputed(module: nn.Module) -> bool:
 
 def keep_on_host(layer: nn.Module) -> None:
     """Let what a layer keeps for its backward be in host memory."""
-    layer.__class__ = _kept_on_host(type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = _kept_on_host(kind)
 
 
 def is_kept_on_host(layer: nn.Module) -> bool:
@@ -61,8 +63,8 @@ def _named_as(kind: type[nn.Module], made: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    class Recomputed(kind):  # type: ignore[misc, valid-type]
+def _recomputed(kind: Any) -> type[nn.Module]:
+    class Recomputed(kind):
         _computes_again = True
 
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -83,8 +85,8 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _kept_on_host(kind: type[nn.Module]) -> type[nn.Module]:
-    class KeptOnHost(kind):  # type: ignore[misc, valid-type]
+def _kept_on_host(kind: Any) -> type[nn.Module]:
+    class KeptOnHost(kind):
         _keeps_on_host = True
 
         def __call__(self, *inputs: Any, **named: Any) -> Any:

@@ -179,17 +179,21 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: 
     device = row[0].device
     if block.shared:
         mask = _mask(0, block.shared, window, device)
-        found.append(_attention(*shared, mask, scale, window)[0].transpose(0, 1))
+        query, key, value = shared
+        found.append(_attention(query, key, value, mask, scale, window)[0].transpose(0, 1))
     if len(block.back):
-        query, *others = (
+        query, key, value = (
             tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2)
             for tensor in row
         )
         mask = block.mask if window is None else _mask(block.shared, query.shape[2], window, device)
         if block.shared:
-            pairs = zip(shared[1:], others, strict=True)
-            others = [torch.cat([of_all.expand(block.samples, -1, -1, -1), own], 2) for of_all, own in pairs]
-        out = _attention(query, *others, mask, scale, window)
+            pairs = zip(shared[1:], (key, value), strict=True)
+            key, value = (
+                torch.cat([prompt.expand(block.samples, -1, -1, -1), response], 2)
+                for prompt, response in pairs
+            )
+        out = _attention(query, key, value, mask, scale, window)
         found.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
     return found
 
@@ -200,8 +204,8 @@ def _attention(
     """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]: the last n of m positions, each of which
     sees up to itself, or the last `window` of these; mask says the same, None without a window where n is m."""
     if Chosen.flash is not None and _on_gpu(query):
-        inputs = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return Chosen.flash(*inputs, scale, window).transpose(1, 2)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return Chosen.flash(query, key, value, scale, window).transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (mask is not None or not key.shape[-1] == value.shape[-1] <= 256):
         # Then only the slowest kernel takes fewer heads of keys than of queries.

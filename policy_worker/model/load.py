@@ -78,7 +78,7 @@ def load_model(
     )
     if adapters is not None:
         lora.widen(model, master)
-    if config.replays_routing:
+    if config.replays_routing and config.grpo.routing_replay != "none":
         replay_in(model, config.grpo.routing_replay, lead)
     return model
 

@@ -334,11 +334,10 @@ class _Slopes(NamedTuple):
             lean = of_kl * share
         return _Slopes(largest, of_other[0] if of_other else None, level.mul_(share), tilt, lean)
 
-    def take(self, part: slice, z: Tensor, z_other: Tensor | None) -> None:
-        """Turn z of a part into its gradient; z' is lost too."""
-        largest, largest_other, level, tilt, lean = (
-            None if column is None else column[part, None] for column in self
-        )
+    def take(self, part: slice, z: Tensor, z_other: Any) -> None:
+        """Turn z of a part into its gradient; z' is lost too. z_other: a tensor where there is a KL, else None."""
+        of_part: list[Any] = [None if column is None else column[part, None] for column in self]
+        largest, largest_other, level, tilt, lean = of_part
         for rows, room in _blocks(z, int(tilt is not None)):
             d = z[rows].sub_(largest[rows])
             by = level[rows]
@@ -381,7 +380,7 @@ class _HeadGradients:
             (self._of_weight, self._head.weight),
             (self._of_bias, self._head.bias),
         )
-        return (None if total is None else total.to(of.dtype) for total, of in pairs)
+        return (None if total is None or of is None else total.to(of.dtype) for total, of in pairs)
 
 
 def _new(like: Tensor, *shape: int) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,9 @@ OWN = -1
 
 
 class Mixtures(NamedTuple):
-    """count: layers of experts in a model. experts: of each."""
+    """layers: those of a model that have experts. experts: of each."""
 
-    count: int
+    layers: int
     experts: int
 
 
@@ -327,13 +327,13 @@ def _routing_of(
     for (of_segment, _), _ in known:
         _, count, chosen = of_segment.shape
         largest = of_segment.max(initial=0)
-        if (count, chosen) != (mixtures.count, per_token) or max(largest, chosen - 1) >= mixtures.experts:
+        if (count, chosen) != (mixtures.layers, per_token) or max(largest, chosen - 1) >= mixtures.experts:
             raise BadBatchError(
                 f"a sample has ids up to {largest} of {chosen} experts in each of {count} mixtures, and the "
-                f"trainer's model has {mixtures.count} mixtures of {mixtures.experts}: engine and trainer have other "
-                f"models"
+                f"trainer's model has {mixtures.layers} mixtures of {mixtures.experts}: engine and trainer have "
+                f"other models"
             )
-    ids = np.full((shape[0] * shape[1], mixtures.count, per_token), OWN, np.int16)
+    ids = np.full((shape[0] * shape[1], mixtures.layers, per_token), OWN, np.int16)
     has_weights = all(weights is not None for (_, weights), _ in known)
     weights = np.zeros(ids.shape, np.float32) if has_weights else None
     for (of_segment, its_weights), place in known:
@@ -421,7 +421,7 @@ def _check_ids(segments: Sequence[Segment], vocabulary: int) -> None:
             )
 
 
-def _joined(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+def _joined(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 

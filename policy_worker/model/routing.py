@@ -63,7 +63,7 @@ def _prove(model: Backbone, replay: Replay) -> bool:
         seen.clear()
         replay.begin(record)
         model.lm(ids, use_cache=False)
-        if len(seen) != replay.mixtures.count or any(len(one) != 2 for one in seen):
+        if len(seen) != replay.mixtures.layers or any(len(one) != 2 for one in seen):
             raise replay.refused
         return [torch.stack(column, 1)[None] for column in zip(*seen, strict=True)]
 
@@ -120,7 +120,7 @@ class Replay:
     def begin(self, record: Routing | None, *, again: bool = False) -> None:
         """From now on the mixtures compute positions of this record. again: as they have before."""
         self._record = None if self._off else record
-        self._seen_in = set() if not again else {*range(self.mixtures.count)}
+        self._seen_in = set() if not again else {*range(self.mixtures.layers)}
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -63,7 +63,7 @@ class Elsewhere(nn.Module):
         super().__init__()
         plain = (str, int, float, bool, type(None))
         facts = {name: value for name, value in vars(original).items() if isinstance(value, plain)}
-        vars(self).update({name: value for name, value in facts.items() if not name.startswith("_")})
+        self.__dict__.update({name: value for name, value in facts.items() if not name.startswith("_")})
         self._through = through
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -264,7 +264,7 @@ def _without_numbers(lm: nn.Module) -> nn.Module:
     for tensor in itertools.chain(lm.parameters(), lm.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(lm, cast(dict[int, Any], made))
+    return copy.deepcopy(lm, made)
 
 
 def _replace(model: Backbone, name: str) -> None:

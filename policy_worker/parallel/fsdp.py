@@ -185,4 +185,4 @@ def reduce_gradients(model: Backbone) -> None:
     """
     if isinstance(model, FSDPModule) and model.reduces_late:
         cast(FSDPModule, model).set_requires_gradient_sync(True)
-        fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        fully_shard.state(model)._root_post_backward_final_callback()

@@ -120,9 +120,9 @@ def use_liger(model: Backbone, compute: Callable[[], Tensor]) -> None:
     chosen = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), True)
     left = dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False)
     _apply_liger_kernel_to_instance(model=model.lm, **chosen, **left)
-    error = float((compute() - before).abs().max() / before.abs().max().clamp(min=1.0))
-    if not error <= LIGER_TOLERANCE:
+    deviation = float((compute() - before).abs().max() / before.abs().max().clamp(min=1.0))
+    if not deviation <= LIGER_TOLERANCE:
         raise SettingsError(
-            f"{key}: Liger's kernels compute something else for {name} (off by {error:.3g}): write false"
+            f"{key}: Liger's kernels compute something else for {name} (off by {deviation:.3g}): write false"
         )
     log.info("norms, rotary embeddings and MLPs of %s are computed by Liger's kernels", name)

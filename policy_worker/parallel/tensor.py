@@ -97,7 +97,8 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
     plan = _whole_plan(lm)
     _check_adapters(lm, plan)
     ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
-    embeddings, head = (None if isinstance(end, Elsewhere) else end for end in ends)
+    here: list[Any] = [None if isinstance(end, Elsewhere) else end for end in ends]
+    embeddings, head = here
     is_tied = head is not None and embeddings is not None and head.weight is embeddings.weight
     if embeddings is not None:
         ranks.cut_embeddings(embeddings)

@@ -66,7 +66,8 @@ class Lookahead:
 
     def _run(self, step: int) -> None:
         try:
-            guess, rows = None, None
+            guess: StepTable | None = None
+            rows: Sequence[int] | None = None
             for _ in range(TRIES):
                 answer = self._ask(step, "none" if rows is None else rows)
                 if answer is None:

@@ -172,7 +172,7 @@ class StepMetrics:
 
     def reduce(self, group: Group) -> Metrics:
         """All metrics of the step, the same on every rank. A collective."""
-        ages = group.reduce(self._ages, "sum")
+        ages = group.reduce(list(self._ages), "sum")
         steps = self._sums.reduce(group)
         if self._tokens:
             self._mismatch.end_step(0.0)
@@ -369,7 +369,7 @@ class KeptSamples:
             for row, values in self._logprobs.items()
             if math.isfinite(advantages[row]) and bool(values.isfinite().all())
         ]
-        found = {row: [] for row in self._rows if row in idle}
+        found: dict[int, list[float]] = {row: [] for row in self._rows if row in idle}
         found.update(pair for part in group.gather(mine if group.counts else []) for pair in part)
         if not group.leads:
             return []

@@ -17,6 +17,7 @@ import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -97,7 +98,7 @@ class TeacherClient:
         self.found = {}
         room = asyncio.Semaphore(AT_ONCE)
         self._begin(
-            [lambda http, r=row, s=sample: self._judge(http, room, r, s) for row, sample in samples.items()]
+            [partial(self._judge, room=room, row=row, sample=sample) for row, sample in samples.items()]
         )
 
     def advance(self, seconds: float) -> None:

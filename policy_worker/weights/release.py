@@ -10,7 +10,6 @@ Invariant: the shadow moves, on all ranks, if and only if the controller has ans
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -147,7 +146,9 @@ class Release:
 
     def _with_patience(self, version: int) -> Stored | None:
         give_up = time.monotonic() + self._place.timeout
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 stored = self._store(version)
                 self._say("")

@@ -95,8 +95,7 @@ class GenerationPipeline:
             lease = group.lease
             leases.generated(sample.request_id, indices[sample.index])
             future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
-            scoring = ranges.begin("score")
-            future.add_done_callback(lambda _, scoring=scoring: ranges.end(scoring))
+            future.add_done_callback(ranges.ending("score"))
             index, began = indices[sample.index], time.monotonic()
             future.add_done_callback(partial(self._push, group, index, sample, text, began=began))
 

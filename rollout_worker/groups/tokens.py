@@ -108,8 +108,9 @@ def texts(tokenizer: Any, samples: Sequence[Generation], settings: Sequence[Samp
     for sample, how in zip(samples, settings, strict=True):
         ids = response_tokens(sample, how).tolist()
         text = cut_stop_string(tokenizer.decode(ids, skip_special_tokens=True), sample, how)
-        keeps_stop_token = isinstance(sample.stop_reason, int) and how.include_stop_str_in_output
-        answers.append(text + how.stop_tokens.get(sample.stop_reason, "") if keeps_stop_token else text)
+        if isinstance(sample.stop_reason, int) and how.include_stop_str_in_output:
+            text += how.stop_tokens.get(sample.stop_reason, "")
+        answers.append(text)
     return answers
 
 

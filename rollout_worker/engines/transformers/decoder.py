@@ -221,7 +221,8 @@ class Decoder:
 
     def _generated(self) -> IntArray:
         """Response tokens of each row so far."""
-        return self.window.column + 1 - self.window.start - self.columns["prompt"]
+        generated: IntArray = self.window.column + 1 - self.window.start - self.columns["prompt"]
+        return generated
 
     def step(self) -> list[Generation]:
         """One token for every row; returns the samples that ended with it. There must be rows."""

@@ -113,7 +113,7 @@ def _check_structure(model: Any) -> None:
         )
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
+@torch.inference_mode()
 def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None = None) -> int:
     """Prove that decoding in the window gives the log-probs of a plain forward of the same model, and that the
     experts that are recorded are those that it chooses.
@@ -196,7 +196,7 @@ def _held(model: Any) -> dict[str, torch.Tensor]:
     return dict(HubNames(model, lora="adapter").tensors())
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
+@torch.inference_mode()
 def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Copy a version into the model in place, cast to its dtype. Raises `WeightMismatch`."""
     targets = {name: tensor for name, (_, tensor) in _parameters(model).items()}
@@ -217,7 +217,7 @@ def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
         target.copy_(tensor)
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
+@torch.inference_mode()
 def verify_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Prove that every weight in use equals the version's, cast to the model's dtype. Raises `WeightMismatch`."""
     held = _held(model)
@@ -255,7 +255,7 @@ def weight_map(model: Any, given: Mapping[str, torch.Tensor]) -> WeightMap | Non
     )
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
+@torch.inference_mode()
 def served(model: Any, published: Mapping[str, Published], copy: Mapping[str, torch.Tensor] | None) -> Tally:
     """Hash the published tensors as the model holds them; `copy`: those of the host's copy, where needed."""
     held = {name: tensor for name, (_, tensor) in _parameters(model).items()} | _held(model)

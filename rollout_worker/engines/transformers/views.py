@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int64]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class WindowView(Cache, ABC):  # type: ignore[misc]
+class WindowView(Cache, ABC):
     """Columns that a forward computes, `width` of each of its rows."""
 
     def __init__(self, window: Window, width: int) -> None:

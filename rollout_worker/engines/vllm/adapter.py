@@ -284,7 +284,7 @@ class VllmAdapter:
             requested = self._llm.generate(prompt, params, request_id, lora_request=self._lora_request)
             async for output in requested:
                 found = output.outputs[0]
-                chosen = np.zeros((0, 0, 0), np.uint8)
+                chosen: Ids = np.zeros((0, 0, 0), np.uint8)
                 if experts:
                     computed = len(prompt_token_ids) + len(found.token_ids) - 1
                     chosen = chosen_experts(found.routed_experts, computed, self._mixtures)
@@ -500,7 +500,8 @@ def chosen_experts(returned: Ids | None, computed: int, mixtures: Sequence[int])
             f"vLLM returned the experts of {shape[0]} tokens in {shape[1]} layers, and {computed} tokens were "
             f'computed in layers up to {mixtures[-1]}: write train.train_policy.routing_replay = "none"'
         )
-    return np.ascontiguousarray(returned[:computed, list(mixtures)])
+    experts: Any = returned[:computed, list(mixtures)]
+    return np.ascontiguousarray(experts)
 
 
 def kept_sets(

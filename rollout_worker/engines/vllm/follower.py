@@ -88,9 +88,9 @@ def _follow(leader: Leader, config: Config) -> int:
     wait([over, ranks], return_when=FIRST_COMPLETED)
     code = OK
     if ranks.done():
-        error = ranks.exception()
-        code = CONFIG if isinstance(error, EngineConfigError) else FAILED
-        reason = str(error) or type(error).__name__
+        failure = ranks.exception()
+        code = CONFIG if isinstance(failure, EngineConfigError) else FAILED
+        reason = str(failure) or type(failure).__name__
         log.error("%s", reason)
         leader.tell_failure(reason)
     elif (gone := over.exception()) is not None:

@@ -68,7 +68,7 @@ class _Known:
     copies: list[_Copy] = field(default_factory=list)
 
 
-class LoadTrace(TorchDispatchMode):  # type: ignore[misc]
+class LoadTrace(TorchDispatchMode):
     """Watches the copies made while it is active. One per update; `given` wraps what the loader iterates over."""
 
     def __init__(
