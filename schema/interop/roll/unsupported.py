@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from schema.interop.engine.fallback import MEGATRON_SPEED
 from schema.interop.engine.keys import words
 from schema.interop.engine.unsupported import EITHER_WAY, ClosedList, because, below
 
@@ -190,16 +191,24 @@ _WORKER = {
     "sets shares",
 }
 
-_MEGATRON_KEYS = words(
-    "bf16 fp16 overlap_param_gather use_precision_aware_optimizer accumulate_allreduce_grads_in_fp32 "
-    "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d ckpt_format expert_tensor_parallel_size "
-    "recompute_method recompute_num_layers recompute_modules variable_seq_lengths attention_backend "
-    "additional_configs.* bias_activation_fusion bias_dropout_fusion apply_rope_fusion cross_entropy_loss_fusion "
-    "gradient_accumulation_fusion masked_softmax_fusion moe_permute_fusion moe_router_dtype "
-    "pipeline_model_parallel_layout account_for_loss_in_pipeline_split account_for_embedding_in_pipeline_split "
-    "distrib_optim_fully_reshardable"
+_MODEL_SPEED = (
+    *MEGATRON_SPEED,
+    *words("recompute_method recompute_num_layers recompute_modules attention_backend"),
 )
-_ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+_MEGATRON_KEYS = (
+    *words(
+        "bf16 fp16 overlap_param_gather use_precision_aware_optimizer accumulate_allreduce_grads_in_fp32 "
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d ckpt_format expert_tensor_parallel_size "
+        "distrib_optim_fully_reshardable"
+    ),
+    *_MODEL_SPEED,
+    *(f"additional_configs.{name}" for name in _MODEL_SPEED),
+)
+_ROUTER_LOSSES = tuple(
+    f"{table}{name}"
+    for table in ("", "additional_configs.")
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+)
 _MEDIA_KEYS = words(
     "image_max_pixels image_min_pixels video_folder video_fps video_max_frames video_min_frames video_max_pixels "
     "video_min_pixels video_total_pixels custom_data_kwargs_func"

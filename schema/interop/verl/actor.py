@@ -43,6 +43,8 @@ KL_TYPES = {
     "full": "full",
 }
 _OF_SEQUENCES = ("gspo", "geo_mean")
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum")
+_NORMED = "seq-mean-token-sum-norm"
 _LOSSES = {"vanilla": "grpo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce", "geo_mean": "geo_mean"}
 _STRATEGY = "how a model is sharded follows from policy.parallelism"
 _CHUNKED = "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"
@@ -150,8 +152,11 @@ def _loss() -> tuple[Rule, ...]:
         "clip_ratio_c": _dual_clip,
         "loss_agg_mode": _aggregation,
         "loss_scale_factor": to.given(
-            lambda context: context.text(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm",
-            "no effect without loss_agg_mode = seq-mean-token-sum-norm",
+            lambda context: (
+                context.text(f"{ACTOR}.loss_agg_mode") == _NORMED
+                and context.text(f"{ACTOR}.policy_loss.loss_mode") not in _OF_SEQUENCES
+            ),
+            f"no effect without loss_agg_mode = {_NORMED}, or with a loss of sequences",
             to.integer(f"{POLICY}.unbiased_loss_max_tokens", "with `seq-mean-token-sum-norm` only"),
         ),
         "entropy_coeff": to.number(f"{POLICY}.entropy_coeff"),
@@ -216,11 +221,17 @@ def _dual_clip(context: ConversionContext, leaf: KeyPath) -> Result:
 def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
     key, mode = f"{POLICY}.loss_type", values.text(leaf.value)
     loss = context.text(f"{ACTOR}.policy_loss.loss_mode")
-    if loss in _OF_SEQUENCES and mode in ("token-mean", "seq-mean-token-mean"):
+    if loss in _OF_SEQUENCES and mode in (*_AGGREGATIONS, _NORMED):
+        terms = _averaged_terms(context)
+        if terms and mode != "seq-mean-token-mean":
+            context.warn(
+                f"{leaf.key} = {mode} with policy_loss.loss_mode = {loss}: verl averages the policy loss over sequences, "
+                f"and what {terms} asks for by {mode}; here both are averaged over sequences"
+            )
         return mapped((key, "seq-mean-token-mean"), note=f"{loss} averages over each sequence")
-    if mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+    if mode in _AGGREGATIONS:
         return mapped((key, mode))
-    if mode == "seq-mean-token-sum-norm":
+    if mode == _NORMED:
         longest = context.integer(f"{ACTOR}.loss_scale_factor", None) or response_length(context)
         note = f"Dr. GRPO: the sum over all tokens divided by {longest} tokens and the number of sequences"
         context.warn(
@@ -233,7 +244,16 @@ def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
         return mapped(
             (key, "seq-mean-token-mean"), (f"{POLICY}.unbiased_loss_max_tokens", longest), note=note
         )
-    raise BadValue(f"expected token-mean, seq-mean-token-sum, -mean or -sum-norm, got {shown(mode)}")
+    raise BadValue(f"expected {', '.join(_AGGREGATIONS)} or {_NORMED}, got {shown(mode)}")
+
+
+def _averaged_terms(context: ConversionContext) -> str:
+    """The terms of the loss besides the policy's that loss_agg_mode averages; "" where the file has none."""
+    has = {
+        "entropy_coeff": bool(context.number(f"{ACTOR}.entropy_coeff", 0.0)),
+        "use_kl_loss": context.flag(f"{ACTOR}.use_kl_loss"),
+    }
+    return " and ".join(name for name, asked in has.items() if asked)
 
 
 @computed(f"{POLICY}.kl_beta", words="false: kl_beta stays 0")

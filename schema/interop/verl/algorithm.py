@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schema.interop.engine import to, values
-from schema.interop.engine.model import Result, implicit, mapped
+from schema.interop.engine.model import Result, implicit, mapped, unsupported
 from schema.interop.engine.rules import ConversionContext, KeyPath, Rule, computed, needs, rules_below
 from schema.interop.engine.unsupported import below
 from schema.interop.engine.values import BadValue, shown
@@ -30,6 +30,7 @@ from schema.interop.verl.shared import (
     checkpoint_rules,
     profiler_rules,
 )
+from schema.interop.verl.unsupported import VERL
 
 _ESTIMATORS = {
     "gae": "gae",
@@ -44,7 +45,7 @@ _ESTIMATORS = {
     "gpg": "gpg",
     "grpo_passk": "pass_at_k",
 }
-_CORRECTION = f"{POLICY}.rollout_correction"
+_CORRECTION, _THEIRS = f"{POLICY}.rollout_correction", "algorithm.rollout_correction"
 
 
 def algorithm_rules() -> tuple[Rule, ...]:
@@ -65,12 +66,16 @@ def algorithm_rules() -> tuple[Rule, ...]:
     }
     weights = {"token": "token", "sequence": "sequence"}
     ratios = {
-        "rollout_is": to.choice(f"{_CORRECTION}.weights", weights, "null → `none`", "null: no weights"),
+        "rollout_is": to.given(
+            lambda context: not _is_bypassed(context),
+            "null: no weights; with bypass_mode the clipped ratio is all that verl weighs by",
+            to.choice(f"{_CORRECTION}.weights", weights, "null → `none`", "null: no weights"),
+        ),
         "rollout_is_threshold": _cap,
         "rollout_rs": _reject,
         "rollout_rs_threshold": _bounds,
-        "bypass_mode": to.always("the rollout's own log-probs are always the old policy's"),
-        "loss_type": lacking("ppo_clip"),
+        "bypass_mode use_policy_gradient": _bypass,
+        "loss_type": to.given(_has_bypass, "no effect without bypass_mode", lacking("ppo_clip")),
         "rollout_is_batch_normalize": lacking(False),
         "debug_rollout_actor_probs": to.always("the mismatch is always a metric"),
         "rollout_rs_threshold_lower": _LOWER_BOUND,
@@ -263,7 +268,7 @@ def _refills(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _no_older_ratios(context: ConversionContext) -> str:
     """verl 0.6 looks at ratios only where a threshold is written."""
-    has_threshold = context.get("algorithm.rollout_correction.rollout_is_threshold", None) is not None
+    has_threshold = context.get(f"{_THEIRS}.rollout_is_threshold", None) is not None
     return "" if has_threshold else "no effect without rollout_is_threshold"
 
 
@@ -273,8 +278,38 @@ def _no_older_weights(context: ConversionContext) -> str:
     return _no_older_ratios(context) or off
 
 
+def _has_bypass(context: ConversionContext) -> bool:
+    return context.flag(f"{_THEIRS}.bypass_mode")
+
+
+def _is_bypassed(context: ConversionContext) -> bool:
+    """Whether verl's weights have no effect: in bypass_mode the ratio that PPO clips corrects already."""
+    return _has_bypass(context) and context.text(f"{_THEIRS}.loss_type", "ppo_clip") == "ppo_clip"
+
+
+@computed(words="false, or true without rejection: π_old is the rollout's own policy")
+def _bypass(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value is None or not values.flag(leaf.value):
+        return implicit(
+            "false: π_old is the rollout's own policy, unless weights or rejection need the trainer's"
+        )
+    if leaf.key.endswith("use_policy_gradient"):
+        return unsupported(VERL.known_reason(f"{_THEIRS}.loss_type"))
+    if (loss := context.text("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")) != "vanilla":
+        context.warn(
+            f"{leaf.key} = true with policy_loss.loss_mode = {loss}: some versions of verl then train PPO's clipped loss "
+            f"whatever loss_mode says; here it is {loss}"
+        )
+    if context.get(f"{_THEIRS}.rollout_rs", None) is not None:
+        return unsupported(
+            "in verl's bypass_mode the policy of each optimizer step decides what is rejected, and its ratio to the "
+            "rollout is clipped; here the policy at the begin of the step is taken for both: write bypass_mode = false"
+        )
+    return implicit("π_old is the rollout's own policy")
+
+
 def _weighs(context: ConversionContext) -> bool:
-    newer = context.get("algorithm.rollout_correction.rollout_is", None) is not None
+    newer = context.get(f"{_THEIRS}.rollout_is", None) is not None and not _is_bypassed(context)
     return newer or (context.has("algorithm.rollout_is_level") and not _no_older_weights(context))
 
 
@@ -283,10 +318,20 @@ def _cap(context: ConversionContext, leaf: KeyPath) -> Result:
     if not _weighs(context) or leaf.value is None:
         return implicit("no effect without rollout_is")
     low, high = _pair(leaf.value)
+    cap = (f"{_CORRECTION}.cap", high)
     if low is None:
-        return mapped((f"{_CORRECTION}.cap", high))
+        return mapped(cap)
+    if context.get(f"{_THEIRS}.rollout_rs", None) is not None:
+        raise BadValue("weights with two bounds next to rollout_rs: one rule rejects here")
+    level = context.text(f"{_THEIRS}.rollout_is", "token")
+    context.warn(
+        f"`{leaf.key}` = {shown(leaf.value)}: verl gives ratios outside of these bounds a weight of 0, and counts their "
+        "tokens in the mean and in the KL; here they leave the loss altogether"
+    )
     bounds = ((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
-    return mapped((f"{_CORRECTION}.reject", "token"), *bounds, note="ratios outside of the bounds count as 0")
+    return mapped(
+        cap, (f"{_CORRECTION}.reject", level), *bounds, note="ratios outside of the bounds count as 0"
+    )
 
 
 _REJECT = {
@@ -308,27 +353,31 @@ def _reject(context: ConversionContext, leaf: KeyPath) -> Result:
     name = values.text(leaf.value)
     if name in _REJECT:
         return mapped((f"{_CORRECTION}.reject", _REJECT[name]))
-    return without_counterpart("algorithm.rollout_correction.rollout_rs=k2,k3")
+    return without_counterpart(f"{_THEIRS}.rollout_rs=k2,k3")
 
 
 @computed(
     f"{_CORRECTION}.reject_below",
     f"{_CORRECTION}.reject_above",
-    words="`low_high`; one number: 1/number to number",
+    words="`low_high`, of k1 1/high and 1/low; one number: 1/number to number",
 )
 def _bounds(context: ConversionContext, leaf: KeyPath) -> Result:
-    mode = context.text("algorithm.rollout_correction.rollout_rs")
+    mode = context.text(f"{_THEIRS}.rollout_rs")
     if leaf.value is None or mode not in _REJECT:
         return implicit("no effect without rollout_rs by ratios")
     low, high = _pair(leaf.value)
     if low is None:
-        written = context.number("algorithm.rollout_correction.rollout_rs_threshold_lower", None)
+        written = context.number(f"{_THEIRS}.rollout_rs_threshold_lower", None)
         low = written if written is not None else round(1.0 / high, 12) if high else 0.0
+    elif mode.endswith("_k1"):  # whose k1 is log π_rollout − log π_old, the other way round
+        if not 0 < low < high:
+            raise BadValue(f"expected bounds above 0 in their order, got {shown(leaf.value)}")
+        low, high = round(1.0 / high, 12), round(1.0 / low, 12)
     return mapped((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
 
 
 _LOWER_BOUND = to.given(
-    lambda context: context.text("algorithm.rollout_correction.rollout_rs") in _REJECT,
+    lambda context: context.text(f"{_THEIRS}.rollout_rs") in _REJECT,
     "null, or no effect without rollout_rs by ratios",
     to.number(f"{_CORRECTION}.reject_below", "null: 1 / rollout_rs_threshold"),
 )

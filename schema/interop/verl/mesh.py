@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from schema.interop.engine import to, values
+from schema.interop.engine.fallback import MEGATRON_SPEED
 from schema.interop.engine.keys import words
 from schema.interop.engine.model import Outcome, Result, implicit, mapped
 from schema.interop.engine.rules import (
@@ -255,7 +256,7 @@ class Mesh:
             "forward_only": to.always(_FORWARD_ONLY),
             "seed": _seed,
             "use_megatron_fsdp": to.always("sharding follows from parallelism.dp_shard_size"),
-            "override_mcore_model_config": lacking({}),
+            "override_mcore_model_config override_transformer_config": lacking({}),
             "dynamic_context_parallel": lacking(False),
             "max_seqlen_per_dp_cp_rank": to.always("no effect while dynamic_context_parallel = false"),
             "router_replay.mode": router_replay if self.role == ACTOR else lacking("disabled"),
@@ -266,9 +267,9 @@ class Mesh:
             "override_transformer_config.attention_backend": to.always(
                 "attention is chosen by torch and transformers"
             ),
-            "override_transformer_config.*": lacking(False),
+            _SPEED: to.always("how Megatron computes changes speed, memory and rounding alone"),
             "num_layers_per_virtual_pipeline_stage router_replay.* override_mcore_model_config.* "
-            "override_ddp_config.*": lacking(),
+            "override_transformer_config.* override_ddp_config.*": lacking(),
         }
         table["param_offload"] = self._param_offload("as it is")
         own = self._megatron_reference() if self.ours == "reference" else self._megatron_trained()
@@ -372,6 +373,9 @@ _KERNELS = " ".join(
         "chunk_gated_delta_rule load_balancing_loss dsa_indexer dsa_attention mhc"
     )
 )
+
+
+_SPEED = " ".join(f"override_transformer_config.{name}" for name in MEGATRON_SPEED)
 
 
 def _qat(switch: str) -> Converter:

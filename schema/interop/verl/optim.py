@@ -116,10 +116,17 @@ class Optim:
             "optimizer_impl": own(self._impl, "torch's own optimizers, or torchao's in 8 bits"),
             "clip_grad": own(self._clip, "as it is", "grad_norm_clip"),
             "lr_warmup_steps": own(
-                self._warmup_steps, "an integer counts steps; negative: the ratio counts", "warmup_steps"
+                self._warmup_steps,
+                "an integer counts steps; negative, and 0 with Megatron: the ratio counts",
+                "warmup_steps",
             ),
             "lr_warmup_steps_ratio": own(
-                self._warmup_ratio, "a share of all steps, where lr_warmup_steps < 0", "warmup_steps"
+                self._warmup_ratio, "a share of all steps, where lr_warmup_steps says nothing", "warmup_steps"
+            ),
+            "init_lr_ratio": to.given(
+                lambda context: bool(self.warmup(context)),
+                "no effect without a warm-up",
+                to.number(f"{self.ours}.optm_warmup_start_factor", "with a warm-up only"),
             ),
             "lr_warmup_init lr_start": own(self._warmup_init, "divided by lr", "warmup_start_factor"),
         }
@@ -198,11 +205,20 @@ class Optim:
 
     def warmup(self, context: ConversionContext) -> int | float:
         """Steps, or a share of all steps as a float; 0 for none."""
-        steps = context.integer(self.key("lr_warmup_steps"), -1)
-        if steps is not None and steps >= 0:
+        steps = self.written_warmup(context)
+        if steps is not None:
             return steps
         ratio = float(context.number(self.key("lr_warmup_steps_ratio")) or 0.0)
+        decay = context.integer(self.key("lr_decay_steps"), None) if is_megatron(context, self.role) else None
+        if ratio > 0 and decay is not None:  # which Megatron takes the share of
+            return max(int(ratio * decay), 0)
         return ratio if ratio > 0 else 0
+
+    def written_warmup(self, context: ConversionContext) -> int | None:
+        """lr_warmup_steps where they count before the ratio: from 0 on; with Megatron, whose 0 says nothing, from 1."""
+        steps = context.integer(self.key("lr_warmup_steps"), -1)
+        least = 1 if is_megatron(context, self.role) else 0
+        return steps if steps is not None and steps >= least else None
 
     def style(self, context: ConversionContext) -> str | None:
         """Our name of the decay; None for a constant rate."""
@@ -297,24 +313,22 @@ class Optim:
         return to.number(f"{self.ours}.optm_grad_norm_clip").run(context, leaf)
 
     def _warmup_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or values.integer(leaf.value) < 0:
-            return implicit("negative: lr_warmup_steps_ratio counts")
+        if leaf.value is None or (values.integer(leaf.value) < 1 and self.written_warmup(context) is None):
+            return implicit("not above 0: lr_warmup_steps_ratio counts")
         return mapped(
             (f"{self.ours}.optm_warmup_steps", values.integer(leaf.value)), note=f"steps; {WARMUP_NOTE}"
         )
 
     def _warmup_ratio(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        steps = context.integer(self.key("lr_warmup_steps"), -1)
-        if steps is not None and steps >= 0:
+        if self.written_warmup(context) is not None:
             return implicit("lr_warmup_steps is set and comes first")
         ratio = float(values.number(0.0 if leaf.value is None else leaf.value))
         if ratio > 1.0:
             raise BadValue(f"expected a share of all steps, at most 1.0, got {shown(leaf.value)}")
-        value = ratio if ratio > 0 else 0
-        return mapped(
-            (f"{self.ours}.optm_warmup_steps", value),
-            note="no warm-up" if value == 0 else f"a share of all steps; {WARMUP_NOTE}",
-        )
+        value = self.warmup(context)
+        share = "of all steps" if isinstance(value, float) else "of lr_decay_steps"
+        note = "no warm-up" if value == 0 else f"a share {share}; {WARMUP_NOTE}"
+        return mapped((f"{self.ours}.optm_warmup_steps", value), note=note)
 
     def _warmup_init(self, context: ConversionContext, leaf: KeyPath) -> Result:
         return self._share_of_lr(context, leaf, "warmup_start_factor")

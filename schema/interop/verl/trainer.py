@@ -31,7 +31,7 @@ NEVER = 1_000_000_000  # steps; more than any run has
 def trainer_rules(kind: str) -> tuple[Rule, ...]:
     """All rules of `trainer`. kind: `rl` or `sft`."""
     common = (
-        Rule("trainer.total_epochs", to.integer("train.epoch"), default=30 if kind == "rl" else 4),
+        Rule("trainer.total_epochs", _epochs, default=30 if kind == "rl" else 4),
         Rule("trainer.total_training_steps", to.integer("train.max_num_steps"), when=_streamed_steps),
         Rule(
             "trainer.project_name",
@@ -102,7 +102,7 @@ def _newer_trainer() -> tuple[Rule, ...]:
         "sampler.custom_sampler.path sampler.custom_sampler.name": lacking(),
         "sampler.sampler_kwargs": lacking({}),
         "sampler.sampler_kwargs.*": lacking(),
-        "*": lacking({}),
+        "sync": to.always("the synchronous trainer has no keys"),
     }
     return (
         Rule("trainer.use_v1", to.always("chooses between two trainers inside verl")),
@@ -123,15 +123,24 @@ def _recipes() -> tuple[Rule, ...]:
         ),
         "use_rollout_log_probs": lacking(True),
         "compute_prox_log_prob": lacking(False),
-        "use_trainer_do_validate": to.always("validation runs on the rollout replicas"),
+        "use_trainer_do_validate parallel_validate_and_rollout": to.always(
+            "validation runs on the rollout replicas"
+        ),
         "compute_advantage_in_rollout": to.always("advantages are computed once per batch"),
         "checkpoint_engine.*": same,
-        "*": lacking(False),
     }
     return (
         *rules_below("async_training", table),
         Rule("rollout.total_rollout_steps", _rollout_steps),
         Rule("rollout.test_freq", _versions_between_validations),
+        *rules_below(
+            "rollout",
+            {
+                "n": to.always("verl reads actor_rollout_ref.rollout.n"),
+                "total_epochs": to.given(is_streamed, "trainer.total_epochs counts", _epochs),
+                "max_concurrent_samples_per_replica": to.integer("rollout.max_concurrent_samples"),
+            },
+        ),
         Rule("actor_rollout_ref.checkpoint_engine.*", same),
         Rule("actor_rollout_ref.checkpoint_engine", same),
         Rule("actor_rollout_ref.actor.use_rollout_log_probs", to.always("π_old are the rollout's log-probs")),
@@ -164,6 +173,17 @@ def _required(context: ConversionContext, leaf: KeyPath) -> Result:
 def _streamed_steps(context: ConversionContext) -> str:
     counted = is_streamed(context) and context.get("rollout.total_rollout_steps", None) is not None
     return "fully_async counts rollout.total_rollout_steps" if counted else ""
+
+
+@computed(
+    "train.epoch", words="as it is; in a file of fully_async the smaller of two", null="null: the default"
+)
+def _epochs(context: ConversionContext, leaf: KeyPath) -> Result:
+    passes = values.integer(leaf.value)
+    other = "trainer.total_epochs" if leaf.key.startswith("rollout.") else "rollout.total_epochs"
+    if context.kind == "rl" and is_streamed(context):
+        passes = min(passes, context.integer(other, passes) or passes)
+    return mapped(("train.epoch", passes))
 
 
 @computed("train.max_num_steps", words="prompts, divided by those of a step")

@@ -19,7 +19,11 @@ _OWN_LOSS = (
 )
 _PROFILER = "a detail of verl's profilers; [profiler] records with torch's or Nsight's"
 _MEDIA = "this build trains on text: rows with a video or a sound are refused by name"
-_MEGATRON = "a setting of Megatron's own model or communication code, which is not used here"
+_MEGATRON = "a setting of Megatron's own communication code, which is not used here"
+_MEGATRON_MODEL = (
+    "replaces a setting of Megatron's model, which may change what it computes or learns; here policy.override_config "
+    "replaces entries of the model's own configuration, and no loss balances experts"
+)
 _DIST_CKPT = "loads Megatron's own checkpoints; models are loaded from the hub's format"
 _LORA = "the keys of [policy.lora] are peft's: it has no adapter to start from, and no list of exclusions"
 _REWARD_LOOP = (
@@ -41,6 +45,20 @@ _OWN_ROUTES = (
     'train.train_policy.routing_replay = "ids"'
 )
 _OTHER_ENGINE = "a detail of another of verl's engines; sharding follows from [policy.parallelism]"
+_TITAN_KEYS = words(
+    "param_offload optimizer_offload wrap_policy.* reshard_after_forward forward_prefetch use_orig_params "
+    "mixed_precision use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
+    "entropy_checkpointing data_parallel_size data_parallel_replicate_size data_parallel_shard_size "
+    "tensor_parallel_size expert_parallel_size pipeline_parallel_size context_parallel_size attn_type spmd_backend "
+    "activation_checkpoint max_seq_len strategy seed full_determinism forward_only dtype"
+)
+_AUTOMODEL_KEYS = words(
+    "strategy distributed_strategy tp_size pp_size cp_size ep_size dp_replicate_size dp_size sequence_parallel "
+    "defer_fsdp_grad_sync param_offload optimizer_offload activation_checkpointing enable_fp8 enable_compile "
+    "model_dtype attn_implementation backend_config.* moe_config.* mp_param_dtype mp_reduce_dtype mp_output_dtype seed "
+    "full_determinism forward_only use_torch_compile entropy_from_logits_with_chunking "
+    "entropy_from_logits_chunk_size entropy_checkpointing max_seq_len"
+)
 _TITAN_SCHEDULE = (
     "the schedule of verl's torchtitan engine; [train] has optm_decay_type and optm_min_lr_factor"
 )
@@ -88,10 +106,10 @@ _ROLE = {
                 "megatron.use_dist_checkpointing megatron.dist_checkpointing_path "
                 "megatron.dist_checkpointing_prefix"
             ),
-            _MEGATRON: (
+            _MEGATRON: "megatron.override_ddp_config.* megatron.dynamic_context_parallel",
+            _MEGATRON_MODEL: (
                 "megatron.override_mcore_model_config megatron.override_mcore_model_config.* "
-                "megatron.override_ddp_config.* megatron.dynamic_context_parallel "
-                "megatron.override_transformer_config.*"
+                "megatron.override_transformer_config megatron.override_transformer_config.*"
             ),
             _REPLAY: "megatron.router_replay.* veomni.router_replay.* router_replay.*",
             "training starts from the model of model.path, or from a checkpoint of cosmos-launch (train.resume)": (
@@ -117,11 +135,12 @@ _ROLE = {
         {
             _TITAN_SCHEDULE: "optim.decay_type optim.min_lr_factor",
             _OTHER_ENGINE: (
-                "torchtitan.* automodel.* optim.init_lr_ratio optim.wd_incr_style optim.master_weights "
-                "optim.store_param_remainders optim.master_weight_dtype"
+                "optim.wd_incr_style optim.master_weights optim.store_param_remainders optim.master_weight_dtype"
             ),
         }
     ),
+    **dict.fromkeys((f"torchtitan.{name}" for name in _TITAN_KEYS), _OTHER_ENGINE),
+    **dict.fromkeys((f"automodel.{name}" for name in _AUTOMODEL_KEYS), _OTHER_ENGINE),
     **{f"optim.muon_{name}": "Muon runs with torch's own settings" for name in MUON_OPTIONS},
     "checkpoint.*": "a detail of verl's checkpoint manager",
 }
@@ -239,7 +258,6 @@ _TRAINER = {
     "default_hdfs_dir": _HDFS,
     "checkpoint_callback_class": "nothing is called back; checkpoints are directories of the run (train.output_dir)",
     "v1.separate_async.hybrid_rollout.*": "GPUs do not change roles while a job runs; [autoscale] adds replicas",
-    "v1.*": "a detail of verl's newer trainer",
     "val_only": "validation belongs to a training run; [evaluation] scores answers that a file holds",
     "rollout_data_dir": _SAMPLES,
     "validation_data_dir": "no answers are dumped; GET /v1/validations has the scores of every validation",
@@ -291,7 +309,6 @@ _REASONS: dict[str, str] = {
     **{key: reason for key, reason in _ROLE.items() if key.startswith("optim.")},
     "skip.*": "replays rollouts from files to test verl itself",
     "distillation.*": "distillation is not converted: name the teacher in [[teacher]]",
-    "async_training.*": "a detail of verl's asynchronous trainer; here replicas lease groups from the controller",
     "transfer_queue.*": "samples travel through the controller and its payload store",
     **_ARTEFACTS,
 }
@@ -300,9 +317,8 @@ _ROLE_METHOD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(words("optim.decay_type optim.min_lr_factor"), ()),
     **dict.fromkeys(
         words(
-            "qat.enable fsdp_config.qat.enable megatron.qat.enable "
-            "megatron.override_transformer_config.moe_aux_loss_coeff "
-            "megatron.override_transformer_config.moe_z_loss_coeff optim.override_optimizer_config.*"
+            "qat.enable fsdp_config.qat.enable megatron.qat.enable megatron.override_transformer_config.* "
+            "megatron.override_mcore_model_config.* optim.override_optimizer_config.* automodel.enable_fp8"
         ),
         (),
     ),

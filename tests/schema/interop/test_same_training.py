@@ -32,6 +32,26 @@ def _loss(mode: str, **keys: Any) -> dict[str, Any]:
     }
 
 
+def _optim(**keys: Any) -> dict[str, Any]:
+    return {f"{_ACTOR}.optim.{key}": value for key, value in keys.items()}
+
+
+def _megatron(**keys: Any) -> dict[str, Any]:
+    return {f"{_ACTOR}.strategy": "megatron"} | _optim(**keys)
+
+
+def _theirs(**keys: Any) -> dict[str, Any]:
+    return {f"algorithm.rollout_correction.{key}": value for key, value in keys.items()}
+
+
+def _ours(**keys: Any) -> dict[str, Any]:
+    return {f"{_POLICY}.rollout_correction.{key}": value for key, value in keys.items()}
+
+
+_AVERAGES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
+_OF_SEQUENCES = {f"{_POLICY}.loss_type": "seq-mean-token-mean", f"{_POLICY}.unbiased_loss_max_tokens": None}
+
+
 SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # columns of images
     ("verl", {"data.image_key": "images"}, {_IMAGES: "images", "validation.dataset.image_column_name": None}),
@@ -71,6 +91,50 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("verl", _loss("gpg", clip_ratio=0.3), {f"{_POLICY}.epsilon_low": None, f"{_POLICY}.epsilon_high": None}),
     ("roll", {"use_pg_clip_range": True, "pg_clip_low": 10}, {f"{_POLICY}.epsilon_low": -1.0}),
+    # how the loss is averaged: a loss of sequences has its own average
+    ("verl", {f"{_ACTOR}.loss_agg_mode": "token-sum"}, {f"{_POLICY}.loss_type": "token-sum"}),
+    *(("verl", _loss("gspo", loss_agg_mode=mode, loss_scale_factor=99), _OF_SEQUENCES) for mode in _AVERAGES),
+    ("verl", _loss("geo_mean", use_kl_loss=True, loss_agg_mode="seq-mean-token-mean"), _OF_SEQUENCES),
+    # ratios of the trainer's policy to the rollout's
+    ("verl", _theirs(rollout_is="token"), _ours(weights="token", cap=None)),
+    ("verl", _theirs(rollout_is="token", rollout_is_threshold=3.0), _ours(weights="token", cap=3.0)),
+    (
+        "verl",
+        _theirs(rollout_is="token", rollout_is_threshold=3.0, bypass_mode=True),
+        _ours(weights=None, cap=None),
+    ),
+    (
+        "verl",
+        _theirs(rollout_is="sequence", rollout_is_threshold="0.5_5.0"),
+        _ours(weights="sequence", cap=5.0, reject="sequence", reject_below=0.5, reject_above=5.0),
+    ),
+    (
+        "verl",
+        _theirs(rollout_rs="token_k1", rollout_rs_threshold="0.5_1.25"),
+        _ours(weights=None, reject="token", reject_below=0.8, reject_above=2.0),
+    ),
+    (
+        "verl",
+        _theirs(rollout_rs="seq_mean_k1", rollout_rs_threshold=1.25),
+        _ours(reject="geometric", reject_below=0.8, reject_above=1.25),
+    ),
+    # warm-ups
+    ("verl", _optim(lr_warmup_steps=0, lr_warmup_steps_ratio=0.1), {"train.optm_warmup_steps": 0}),
+    ("verl", _megatron(lr_warmup_steps=0, lr_warmup_steps_ratio=0.1), {"train.optm_warmup_steps": 0.1}),
+    ("verl", _megatron(lr_warmup_steps=5, lr_warmup_steps_ratio=0.1), {"train.optm_warmup_steps": 5}),
+    (
+        "verl",
+        _megatron(lr_warmup_steps_ratio=0.1, lr_decay_steps=200, lr_decay_style="linear"),
+        {"train.optm_warmup_steps": 20, "train.optm_decay_steps": 180},
+    ),
+    ("verl", _optim(init_lr_ratio=0.1), {"train.optm_warmup_start_factor": None}),
+    ("verl", _optim(init_lr_ratio=0.1, lr_warmup_steps=5), {"train.optm_warmup_start_factor": 0.1}),
+    # passes of an asynchronous trainer
+    (
+        "verl",
+        {"async_training.require_batches": 1, "rollout.total_epochs": 3, "trainer.total_epochs": 5},
+        {"train.epoch": 3},
+    ),
     # one sample of each prompt
     *(("verl", _alone(name), _RAW_SCORE) for name in ("grpo", "grpo_vectorized", "rloo", "opo")),
     ("verl", _alone("grpo", **{"algorithm.norm_adv_by_std_in_grpo": False}), _RAW_SCORE),

@@ -24,6 +24,7 @@ from tests.schema.interop.files import ABSENT, nest, roll_with, yaml_text
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 _POLICY = "train.train_policy"
 _CORRECTION = "algorithm.rollout_correction"
+_MEGATRON = f"{_ACTOR}.megatron.override_transformer_config"
 _LOOP = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
 
 VERL: dict[str, Any] = {"algorithm.adv_estimator": "grpo", f"{_MODEL}.path": "org/model"}
@@ -60,11 +61,16 @@ LOST = [
     ("verl", {f"{_ACTOR}.policy_loss.loss_mode": "mine"}),
     ("verl", {"algorithm.adv_estimator": "optimal_token_baseline"}),
     ("verl", {"algorithm.adv_estimator": ["grpo"]}),
-    ("verl", {f"{_ACTOR}.loss_agg_mode": "token-sum"}),
+    ("verl", {f"{_ACTOR}.loss_agg_mode": "median"}),
     ("verl", {f"{_ACTOR}.clip_ratio": "wide"}),
     ("verl", {"algorithm.use_pf_ppo": True}),
     ("verl", {f"{_CORRECTION}.rollout_rs": "seq_mean_k2"}),
-    ("verl", {f"{_CORRECTION}.loss_type": "reinforce"}),
+    ("verl", {f"{_CORRECTION}.bypass_mode": True, f"{_CORRECTION}.loss_type": "reinforce"}),
+    ("verl", {f"{_CORRECTION}.use_policy_gradient": True}),
+    ("verl", {f"{_MEGATRON}.moe_aux_loss_coeff": 0.01}),
+    ("verl", {f"{_MEGATRON}.attention_dropout": 0.1}),
+    ("verl", {f"{_ACTOR}.megatron.override_mcore_model_config.moe_expert_capacity_factor": 1.5}),
+    ("verl sft", {"engine.strategy": "megatron", "engine.override_transformer_config.moe_z_loss_coeff": 0.1}),
     ("verl", {f"{_CORRECTION}.rollout_token_veto_threshold": 1e-4}),
     ("verl", {"distillation.enabled": True}),
     ("verl", {"reward_model.reward_manager": "mine"}),
@@ -137,6 +143,8 @@ LOST = [
     ("roll", {"tag_to_template.math": "chatml"}),
     ("roll", {"actor_train.data_args.image_max_pixels": 1048576}),
     ("roll", {"actor_train.strategy_args.strategy_config.moe_aux_loss_coeff": 0.01}),
+    ("roll", {"actor_train.strategy_args.strategy_config.additional_configs.moe_z_loss_coeff": 0.01}),
+    ("roll", {"actor_train.strategy_args.strategy_config.additional_configs.hidden_dropout": 0.1}),
     ("cosmos-rl", {"distillation.enable": True}),
     ("cosmos-rl", {f"{_POLICY}.trainer_type": "dpo"}),
     ("cosmos-rl", {f"{_POLICY}.advantage_high": 2.0}),
@@ -174,6 +182,11 @@ NOTHING = [
     ("verl", {f"{_ACTOR}.kl_loss_type": "k3+", f"{_ACTOR}.use_kl_loss": False}),
     ("verl", {"distillation.enabled": False, "distillation.loss": "kl", "trainer.val_only": False}),
     ("verl", {f"{_CORRECTION}.loss_type": "ppo_clip", f"{_CORRECTION}.rollout_rs": None}),
+    ("verl", {f"{_CORRECTION}.bypass_mode": False, f"{_CORRECTION}.loss_type": "reinforce"}),
+    (
+        "verl",
+        {f"{_MEGATRON}.moe_permute_fusion": True, f"{_MEGATRON}.moe_router_load_balancing_type": "none"},
+    ),
     ("verl", {f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent", "data.train_max_samples": -1}),
     ("verl", {"reward_model.reward_manager": "dapo", f"{_ROLLOUT}.quantization_config_file": "x"}),
     ("verl", {"ray_init.num_cpus": 4, "trainer.default_hdfs_dir": "hdfs://x", "trainer.wandb_mode": 1}),

@@ -161,8 +161,8 @@ CORRECTION = {
     "weights": "token",
     "cap": 3.0,
     "reject": "geometric",
-    "reject_below": 0.99,
-    "reject_above": 1.01,
+    "reject_below": 0.990099009901,
+    "reject_above": 1.010101010101,
 }
 GREEDY = "actor_rollout_ref: {rollout: {val_kwargs: {do_sample: false, temperature: 1.0, top_p: 0.5}}}"
 MEGATRONS_MESH = {
