@@ -54,9 +54,11 @@ def convert_source(
     rules = reader.rules(kind)
     helpers = source.shared | references(source.data)
     left_out, remedy = not_read(source.data.get("defaults"), reader.title)
+    taken: list[str] = []  # from the environment, or in place of the time
     if reader.interpolates:
         hint = f"{left_out}; {remedy}" if left_out else ""
-        data = resolve(source.data, source.lines, source.name, env, defaults_of(rules), hint)
+        defaults = defaults_of(rules)
+        data = resolve(source.data, source.lines, source.name, env, defaults, hint, taken.append)
         source = replace(source, data=data)
     context = ConversionContext(reader, kind, source, rules)
     context.helpers = helpers
@@ -72,6 +74,8 @@ def convert_source(
         context.warn(
             f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}"
         )
+    for text in taken:
+        context.warn(text)
     reader.finish(context)
     final, added, config = _assemble(context, entries, _additions(context, entries))
     keys = tuple(key for _, key, _ in found)

@@ -4,25 +4,35 @@
     ${.x}  ${..x}       the same, from the table that holds this key, or from the one around it
     ${oc.env:NAME}      an environment variable, `${oc.env:NAME,default}` with a default
     ${oc.select:a.b,d}  another key, or d where there is none
+    ${oc.deprecated:a}  another key
+    ${oc.decode:text}   the value that YAML reads in a text; `${oc.create:…}` likewise
+    ${oc.dict.keys:a}   the names in a table as a list; `${oc.dict.values:a}` its values
+    ${hydra:a.b}        what the file's own table `hydra` says; `${hydra:runtime.cwd}` is the current directory, `.`
+    ${now:%Y%m%d}       the word `now`: a conversion is the same at any time
 
-A value that is one interpolation takes the type of what it names; inside a longer text it becomes text.
+A value that is one interpolation takes the type of what it names; inside a longer text it becomes text. What depends
+on the environment or on the time is told to `warn`. The table `hydra` stays as it is written: Hydra alone reads it.
 Anything else between `${` and `}` is an error with its line: guessing would be worse.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from schema.config.problem import ConfigError, Problem
 from schema.interop.engine.keys import Path, dotted, split_key
-from schema.interop.engine.yamlfile import scalar
+from schema.interop.engine.yamlfile import read_yaml, scalar
 
 _ABSENT = object()
+_HYDRA = "hydra"
+_NOW = "now"
 _KEY = re.compile(r"\.*[^\s${}:,.\"'\[\]]+(?:\.[^\s${}:,.\"'\[\]]+|\[[^\s\]]+\])*")
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([^\s${}:,.\"'\[\]]+)[^${}]*\}")
+_REFERENCE = re.compile(
+    r"\$\{(?:oc\.(?:select|deprecated|dict\.keys|dict\.values):)?\s*([^\s${}:,.\"'\[\]]+)[^${}]*\}"
+)
 MAX_NESTING = 16  # of one interpolation inside another
 MAX_RESOLVED = 20_000  # values that references may expand to; verl's longest file has 900
 MAX_TEXT = 64 * 1024  # of one resolved text; a path has a few hundred characters
@@ -37,15 +47,16 @@ def resolve(
     env: Mapping[str, str],
     defaults: Mapping[str, Any],
     absent: str = "",
+    warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """`data` with every interpolation replaced by what it names.
 
     env: the environment that `oc.env` reads. defaults: by dotted key, what the other system has where the
-    file is silent. absent: the hint for a key that is not there. Raises ConfigError with all unresolvable
-    references, each with its line.
+    file is silent. absent: the hint for a key that is not there. warn: is told what depends on the environment
+    or on the time. Raises ConfigError with all unresolvable references, each with its line.
     """
-    resolver = _Resolver(data, lines, name, env, defaults, absent)
-    resolved = {key: resolver.value((key,), value) for key, value in data.items()}
+    resolver = _Resolver(data, lines, name, env, defaults, absent, warn)
+    resolved = {key: value if key == _HYDRA else resolver.value((key,), value) for key, value in data.items()}
     if resolver.problems:
         raise ConfigError(resolver.problems)
     return resolved
@@ -86,6 +97,7 @@ class _Resolver:
     env: Mapping[str, str]
     defaults: Mapping[str, Any]
     absent: str
+    warn: Callable[[str], None]
     problems: list[Problem] = field(default_factory=list)
     _open: list[Path] = field(default_factory=list)  # keys being resolved: one that comes again is a cycle
     _budget: int = MAX_RESOLVED  # references to tables copy them: what that may grow to is bounded
@@ -148,29 +160,66 @@ class _Resolver:
 
     def _reference(self, path: Path, inner: str, depth: int) -> Any:
         resolver, colon, arguments = inner.partition(":")
-        if colon and resolver.strip() in ("oc.env", "oc.select"):
+        resolver = resolver.strip()
+        if colon and resolver in ("oc.env", "oc.select"):
             name, comma, default = arguments.partition(",")
             if "${" in name:  # then the comma may be inside of it
                 arguments = _as_text(self._text(path, arguments, depth + 1))
                 name, comma, default = arguments.partition(",")
             fall_back = self._default(path, default, depth) if comma else _ABSENT
-            if "env" in resolver:
-                return self._env(name.strip(), fall_back)
+            if resolver == "oc.env":
+                return self._env(path, name.strip(), fall_back)
             return self._maybe(path, name, fall_back)
+        if colon and resolver in ("oc.decode", "oc.create"):
+            return self._decoded(self._text(path, arguments, depth + 1))
         if "${" in inner:
             inner = _as_text(self._text(path, inner, depth + 1))
-        inner = inner.strip()
-        resolver, colon, _ = inner.partition(":")
-        if colon:
-            raise _Unresolvable(
-                f"`{resolver}` in ${{{inner}}} cannot be resolved here; write the value itself"
+        resolver, colon, arguments = (part.strip() for part in inner.strip().partition(":"))
+        if not colon:
+            return self._named(path, resolver)
+        if resolver == _NOW:
+            self._tell(
+                path,
+                f"`{_NOW}` stands for the time of a start in ${{{inner}}}: runs that start later share it",
             )
-        if not _KEY.fullmatch(inner):
-            raise _Unresolvable(f"${{{inner}}} is not of the form ${{a.b.c}}")
-        found = self._select(path, inner)
+            return _NOW
+        if resolver == "oc.deprecated":
+            return self._named(path, arguments.partition(",")[0].strip())
+        if resolver in ("oc.dict.keys", "oc.dict.values"):
+            table = self._named(path, arguments)
+            if not isinstance(table, Mapping):
+                raise _Unresolvable(f"{arguments} in ${{{inner}}} is not a table")
+            return list(table if resolver == "oc.dict.keys" else table.values())
+        if resolver == _HYDRA and (found := self._of_hydra(path, arguments)) is not _ABSENT:
+            return found
+        raise _Unresolvable(f"`{resolver}` in ${{{inner}}} cannot be resolved here; write the value itself")
+
+    def _named(self, path: Path, key: str) -> Any:
+        """The value of the key that a reference names."""
+        if not _KEY.fullmatch(key):
+            raise _Unresolvable(f"${{{key}}} is not of the form ${{a.b.c}}")
+        found = self._select(path, key)
         if found is _ABSENT:
-            raise _AbsentError(f"${{{inner}}} names a key that is not in the file")
+            raise _AbsentError(f"${{{key}}} names a key that is not in the file")
         return found
+
+    def _of_hydra(self, path: Path, key: str) -> Any:
+        if key == "runtime.cwd":
+            self._tell(path, f"${{hydra:{key}}} is the current directory, `.`")
+            return "."
+        return self._select(path, f"{_HYDRA}.{key}") if _KEY.fullmatch(key) else _ABSENT
+
+    def _decoded(self, text: Any) -> Any:
+        """What YAML reads in a text. Raises _Unresolvable where it reads nothing."""
+        if not isinstance(text, str):
+            return text
+        try:
+            return read_yaml(f"value: {text.strip()}", self.name)[0]["value"]
+        except ConfigError as error:
+            raise _Unresolvable(f"{text!r} cannot be decoded: {error.problems[0].message}") from None
+
+    def _tell(self, path: Path, text: str) -> None:
+        self.warn(f"`{dotted(path)}`: {text}")
 
     def _default(self, path: Path, text: str, depth: int) -> Any:
         """The default of a resolver: a scalar, an empty table or list, or another reference."""
@@ -187,11 +236,15 @@ class _Resolver:
             return None if default is _ABSENT else default
         return found
 
-    def _env(self, name: str, default: Any) -> Any:
+    def _env(self, path: Path, name: str, default: Any) -> Any:
         if name in self.env:
+            self._tell(path, f"holds the value of {name} in the environment of this conversion")
             return self.env[name]  # text, as the environment has it: numbers are read by the keys
         if default is _ABSENT:
             raise _Unresolvable(f"the environment has no {name}: set it, or write ${{oc.env:{name},default}}")
+        self._tell(
+            path, f"the environment of this conversion has no {name}: the default in the file is taken"
+        )
         return default
 
     def _select(self, path: Path, key: str) -> Any:

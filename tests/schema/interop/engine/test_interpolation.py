@@ -59,6 +59,39 @@ def test_select() -> None:
     assert resolved(text + "\ng: {h: 1}") == {"a": {}, "b": [], "c": {}, "d": {"e": {"h": 1}}, "g": {"h": 1}}
 
 
+RESOLVED: list[tuple[str, Any, str]] = [
+    ("${now:%Y%m%d_%H%M%S}", "now", "the time of a start"),
+    ("out/${now:%Y-%m-%d}/${now:%H-%M}", "out/now/now", "the time of a start"),
+    ("${hydra:runtime.cwd}/data", "./data", "the current directory"),
+    ("${hydra:job.name}", "mine", ""),
+    ("${oc.decode:${oc.env:CPUS,null}}", None, "has no CPUS: the default in the file"),
+    ("${oc.env:HOUSE}", "5", "the value of HOUSE"),
+    ("${oc.decode:${oc.env:HOUSE}}", 5, "the value of HOUSE"),
+    ("${oc.decode:[1, x]}", [1, "x"], ""),
+    ("${oc.create:{p: 1}}", {"p": 1}, ""),
+    ("${oc.deprecated:table.b}", 2, ""),
+    ("${oc.dict.keys:table}", ["a", "b"], ""),
+    ("${oc.dict.values:table}", [1, 2], ""),
+]
+
+
+@pytest.mark.parametrize(("text", "value", "told"), RESOLVED, ids=[text for text, _, _ in RESOLVED])
+def test_what_has_a_value_is_resolved_and_what_varies_is_told(text: str, value: Any, told: str) -> None:
+    data, lines, _ = read_yaml(
+        f"x: '{text}'\ntable: {{a: 1, b: 2}}\nhydra: {{job: {{name: mine}}}}", "f.yaml"
+    )
+    warnings: list[str] = []
+    assert resolve(data, lines, "f.yaml", {"HOUSE": "5"}, {}, "", warnings.append)["x"] == value
+    assert all(told and told in warning and "`x`" in warning for warning in warnings)
+    assert bool(warnings) == bool(told)
+
+
+def test_hydras_own_table_stays_as_it_is() -> None:
+    assert resolved("hydra: {run: {dir: '${hydra:job.name}'}}")["hydra"] == {
+        "run": {"dir": "${hydra:job.name}"}
+    }
+
+
 def test_a_key_that_the_file_leaves_out_has_the_other_systems_default() -> None:
     assert resolved("a: ${x.y}", defaults={"x.y": 4}) == {"a": 4}
 
@@ -91,7 +124,11 @@ def test_a_table_that_holds_its_own_reference_is_a_cycle() -> None:
         "a: ${....x}",
         "a: ${b.${c}",
         "a: x${b}\nb: [1]",
-        "a: ${hydra:runtime.cwd}",
+        "a: ${hydra:job.name}",
+        "a: ${hydra:runtime.output_dir}\nhydra: {job: {name: x}}",
+        "a: '${oc.decode:[1, }'",
+        "a: ${oc.dict.keys:b}\nb: 1",
+        "a: ${oc.deprecated:b}",
     ],
 )
 def test_nothing_is_evaluated_and_nothing_guessed(text: str) -> None:
