@@ -111,6 +111,7 @@ def _line(rule: Rule, group: str) -> str:
     also = ", ".join(f"`{_short(other, group)}`" for other in rule.also)
     ours = ", ".join(f"`{key}`" for key in rule.converter.ours) or "–"
     default = "" if rule.default is ABSENT else f"`{yaml_value(rule.default)}`"
+    default = f"that of `{rule.follows}`" if rule.follows else default
     words = rule.words or rule.converter.words or ("as it is" if rule.converter.ours else "")
     cells = [f"`{name}`" + (f" (also {also})" if also else ""), ours, words, default]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -198,12 +198,14 @@ def _additions(context: ConversionContext, entries: list[Entry]) -> list[Additio
         if addition.key not in written:
             chosen.setdefault(addition.key, addition)
     for rule in context.rules:
-        if rule.default is ABSENT or context.has(rule.key):
+        default = context.default_of(rule)
+        if default is ABSENT or context.has(rule.key):
             continue
-        leaf = KeyPath(rule.key, rule.default)
+        leaf = KeyPath(rule.key, default)
         result = _with_method(context, leaf, _apply(context, rule, leaf))
         for key, value in result.targets:
-            note = f"{context.title}'s default: {rule.key} = {yaml_value(rule.default)}"
+            whose = f", that of {rule.follows}" if rule.follows else ""
+            note = f"{context.title}'s default: {rule.key} = {yaml_value(default)}{whose}"
             if result.note:
                 note += f"; {result.note}"
             if key not in written and key not in chosen:

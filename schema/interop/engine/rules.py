@@ -70,7 +70,8 @@ class Rule:
     """One key of the other system.
 
     key: dotted; `a.b.*` stands for everything below a.b. how: what happens to its value. default: their
-    value where the file is silent (ABSENT: nothing is written then). also: other spellings of the same key,
+    value where the file is silent (ABSENT: nothing is written then). follows: the key whose value counts then
+    instead. also: other spellings of the same key,
     older or newer. wins: those of them that count before the key itself where they are written. when: returns
     the reason why the key has no effect in this file, "" if it has one; such a key is `implicit` and its
     default is not written. words: overrides how.words in the docs.
@@ -83,6 +84,7 @@ class Rule:
     when: When | None = None
     words: str = ""
     wins: tuple[str, ...] = ()
+    follows: str = ""
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -96,12 +98,13 @@ def rules_below(
     when: When | None = None,
     defaults: Mapping[str, Any] | None = None,
     also: Mapping[str, tuple[str, ...]] | None = None,
+    follows: Mapping[str, str] | None = None,
 ) -> tuple[Rule, ...]:
     """The rules of the keys below a table: names (several have blanks between them) -> converter.
 
-    defaults, also: by name, as in `Rule`; other spellings are below the same table.
+    defaults, also, follows: by name, as in `Rule`; other spellings are below the same table.
     """
-    defaults, also = defaults or {}, also or {}
+    defaults, also, follows = defaults or {}, also or {}, follows or {}
     return tuple(
         Rule(
             f"{prefix}.{name}",
@@ -109,6 +112,7 @@ def rules_below(
             defaults.get(name, ABSENT),
             tuple(f"{prefix}.{other}" for other in also.get(name, ())),
             when,
+            follows=follows.get(name, ""),
         )
         for names, converter in table.items()
         for name in names.split()
@@ -149,7 +153,12 @@ class ConversionContext:
         if default is not ABSENT:
             return default
         rule = self.by_key.get(key)
-        return None if rule is None or rule.default is ABSENT else rule.default
+        found = ABSENT if rule is None else self.default_of(rule)
+        return None if found is ABSENT else found
+
+    def default_of(self, rule: Rule) -> Any:
+        """The value of a key where the file is silent; ABSENT where there is none."""
+        return self.get(rule.follows) if rule.follows else rule.default
 
     def below(self, prefix: str) -> dict[str, Any]:
         """The leaves of the file below a table: rest of the key -> value."""
@@ -201,7 +210,8 @@ class ConversionContext:
 
     def _typed(self, key: str, read: Callable[[Any], _T], default: _T | None) -> _T | None:
         rule = self.by_key.get(key)
-        own = default if rule is None or rule.default is ABSENT else rule.default
+        own = ABSENT if rule is None else self.default_of(rule)
+        own = default if own is ABSENT else own
         value = self._written(key)
         if value is ABSENT or value is None:
             value = own

@@ -30,6 +30,7 @@ from schema.interop.roll.converters import POLICY, lost, reason
 from schema.interop.roll.facts import (
     group_size,
     has_advantages,
+    has_critic,
     has_loss_kl,
     has_reference,
     has_reward_kl,
@@ -383,6 +384,13 @@ def _reference(context: ConversionContext, leaf: KeyPath) -> Result:
     return implicit("a reference model is there when a KL term needs it")
 
 
+@computed("train.optm_grad_norm_clip", "critic.optm_grad_norm_clip", words="of every role that trains")
+def _clip_norm(context: ConversionContext, leaf: KeyPath) -> Result:
+    norm = values.number(leaf.value)
+    sections = ("train", "critic") if has_critic(context) else ("train",)
+    return mapped(*((f"{section}.optm_grad_norm_clip", norm) for section in sections))
+
+
 ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("adv_estimator", _estimator, default="gae", when=_no_estimator),
     Rule(
@@ -420,7 +428,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     Rule("loss_agg_mode", _loss_type, default="seq-mean-token-mean"),
     Rule("entropy_loss_coef", to.number(f"{POLICY}.entropy_coeff")),
     Rule("postive_loss_coef", _positive, also=("positive_loss_coef",)),
-    Rule("max_grad_norm", to.number("train.optm_grad_norm_clip"), default=1.0),
+    Rule("max_grad_norm", _clip_norm, default=1.0),
     Rule("value_clip", to.number("critic.value_clip", "as it is", "no clip of values"), when=no_critic),
     Rule("critic_warmup", to.integer("critic.warmup_steps"), when=no_critic),
     Rule("balance_length", to.flag(f"{POLICY}.balance_dp_token")),

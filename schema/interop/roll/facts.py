@@ -163,13 +163,16 @@ def global_batch(context: ConversionContext, role: str = "actor_train") -> tuple
     return product // shape.model_ranks, f"{formula} = {product // shape.model_ranks}"
 
 
-def optimizer_steps(context: ConversionContext) -> int:
-    """Optimizer steps of one pipeline step, all ppo_epochs together; 1 where the batches do not divide."""
+def optimizer_steps(context: ConversionContext, role: str = "actor_train") -> int:
+    """Optimizer steps of a role in one pipeline step; 1 where the batches do not divide.
+
+    The policy's are those of all ppo_epochs together; the critic passes over a batch once.
+    """
     if context.kind == "sft":
         return 1
-    epochs = max(context.integer("ppo_epochs", 1) or 1, 1)
+    epochs = 1 if role == "critic" else max(context.integer("ppo_epochs", 1) or 1, 1)
     try:
-        batch, _ = global_batch(context)
+        batch, _ = global_batch(context, role)
     except BadValue:
         return epochs
     return max(samples_per_step(context) // batch, 1) * epochs

@@ -30,6 +30,7 @@ from schema.interop.roll.facts import (
     no_critic,
     samples_per_step,
 )
+from schema.interop.roll.training import CLIPPED, Rates
 
 _INFER = ("megatron_infer", "fsdp2_infer", "deepspeed_infer", "hf_infer")
 _TRAIN = ("megatron_train", "fsdp2_train", "deepspeed_train")
@@ -201,26 +202,6 @@ def _critic_accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped(("critic.batch_size_per_optimize", batch), note=f"global batch {formula}")
 
 
-_CRITIC_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "none",
-    "constant_with_warmup": "none",
-}
-
-
-@computed("critic.optm_decay_type", "critic.optm_decay_ratio", words="as for actor_train")
-def _critic_schedule(context: ConversionContext, leaf: KeyPath) -> Result:
-    ours = _CRITIC_SCHEDULES[values.one_of(leaf.value, _CRITIC_SCHEDULES)]
-    if ours == "none":
-        return mapped(("critic.optm_decay_type", "none"))
-    total = max(context.integer("max_steps", 500) or 0, 1)
-    warmup = min(context.integer("critic.training_args.warmup_steps", 0) or 0, total)
-    return mapped(
-        ("critic.optm_decay_type", ours), ("critic.optm_decay_ratio", round(1.0 - warmup / total, 6) or 1.0)
-    )
-
-
 _CRITIC_MODEL = to.converted(
     "critic.model_name_or_path", values.path, "else reward_pretrain", "null: reward_pretrain"
 )
@@ -240,13 +221,10 @@ _CRITIC: dict[str, Converter] = {
     "training_args.weight_decay": to.number("critic.optm_weight_decay"),
     "training_args.per_device_train_batch_size": to.integer("critic.mini_batch"),
     "training_args.gradient_accumulation_steps": _critic_accumulation,
-    "training_args.warmup_steps": to.integer("critic.optm_warmup_steps"),
-    "training_args.warmup_ratio": to.unless(
-        (0, 0.0), "no warm-up", to.number("critic.optm_warmup_steps", "as it is")
-    ),
-    "training_args.lr_scheduler_type": _critic_schedule,
+    **below("training_args", Rates("critic", "critic").table()),
     "training_args.num_train_epochs": to.always("max_steps ends the run"),
-    "training_args.max_grad_norm": to.number("critic.optm_grad_norm_clip"),
+    "training_args.max_grad_norm": to.always(CLIPPED),
+    "training_args.adam_epsilon": to.number("critic.epsilon"),
     "strategy_args.strategy_name": _strategy_name(_TRAIN),
     **_mesh_sizes("critic"),
     **below(
@@ -272,6 +250,8 @@ _CRITIC: dict[str, Converter] = {
     **_worker("critic"),
 }
 _CRITIC_DEFAULTS = {
+    "training_args.adam_epsilon": 1e-8,
+    "training_args.gradient_accumulation_steps": 1,
     "training_args.learning_rate": 5e-5,
     "training_args.weight_decay": 0.0,
     "training_args.warmup_steps": 0,

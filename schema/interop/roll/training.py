@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schema.interop.engine import to, values
 from schema.interop.engine.model import Result, implicit, mapped
-from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, KeyPath, Rule, computed
+from schema.interop.engine.rules import WARMUP_NOTE, ConversionContext, Converter, KeyPath, Rule, computed
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.roll.converters import POLICY, lost
 from schema.interop.roll.facts import global_batch, mesh, optimizer_steps, samples_per_step
@@ -24,67 +24,77 @@ _SCHEDULES = {
 }
 
 
-@computed(
-    "train.optm_decay_type",
-    "train.optm_decay_ratio",
-    words="decays over all that follows the warm-up, as in Hugging Face",
-)
-def _schedule(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = leaf.value
-    if not isinstance(name, str) or name.lower() not in _SCHEDULES:
-        raise BadValue(f"expected one of {', '.join(_SCHEDULES)}, got {shown(name)}")
-    ours = _SCHEDULES[name.lower()]
-    if ours == "none":
-        return mapped(("train.optm_decay_type", "none"))
-    if ours == "inverse_sqrt":  # it has no end
-        return mapped(("train.optm_decay_type", ours))
-    return mapped(("train.optm_decay_type", ours), ("train.optm_decay_ratio", _decay_ratio(context)))
+class Rates:
+    """Warm-up and decay of a role. ours: its section."""
 
+    def __init__(self, role: str, ours: str) -> None:
+        self.role, self.ours = role, ours
 
-def _decay_ratio(context: ConversionContext) -> float:
-    """The share of all steps after the warm-up."""
-    warmup, total = _warmup(context), context.integer("max_steps", 500) or 0
-    if isinstance(warmup, float):
-        return round(1.0 - warmup, 6)
-    if total < 1 or warmup >= total:
-        return 1.0
-    return round(1.0 - warmup / total, 6)
+    def table(self) -> dict[str, Converter]:
+        """A converter for each key of `training_args` that says how the rate rises and falls."""
+        rising, falling = f"{self.ours}.optm_warmup_steps", f"{self.ours}.optm_decay"
+        return {
+            "warmup_steps": Converter(
+                self._warmup_steps,
+                (rising,),
+                "optimizer steps there, training steps here: divided by their number",
+            ),
+            "warmup_ratio": computed(
+                rising, words="a share of all steps, where warmup_steps is 0", null="null: no warm-up"
+            )(self._warmup_ratio),
+            "lr_scheduler_type": Converter(
+                self._schedule,
+                (f"{falling}_type", f"{falling}_ratio"),
+                "decays over all that follows the warm-up, as in Hugging Face",
+            ),
+        }
 
+    def warmup(self, context: ConversionContext) -> int | float:
+        """Warm-up in our steps (an integer) or as a share (a float), as ROLL chooses between its two keys."""
+        steps = context.integer(f"{self.role}.training_args.warmup_steps", 0) or 0
+        if steps > 0:
+            return -(-steps // optimizer_steps(context, self.role))
+        ratio = context.number(f"{self.role}.training_args.warmup_ratio", 0.0) or 0.0
+        return float(ratio) if 0 < ratio <= 1 else 0
 
-def _warmup(context: ConversionContext) -> int | float:
-    """Warm-up in our steps (an integer) or as a share (a float), as ROLL chooses between its two keys."""
-    steps = context.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0
-    if steps > 0:
-        return -(-steps // optimizer_steps(context))
-    ratio = context.number(f"{ROLE}.training_args.warmup_ratio", 0.0) or 0.0
-    return float(ratio) if 0 < ratio <= 1 else 0
+    def _schedule(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        name, key = leaf.value, f"{self.ours}.optm_decay_type"
+        if not isinstance(name, str) or name.lower() not in _SCHEDULES:
+            raise BadValue(f"expected one of {', '.join(_SCHEDULES)}, got {shown(name)}")
+        ours = _SCHEDULES[name.lower()]
+        if ours in ("none", "inverse_sqrt"):  # they have no end
+            return mapped((key, ours))
+        return mapped((key, ours), (f"{self.ours}.optm_decay_ratio", self._decay_ratio(context)))
 
+    def _decay_ratio(self, context: ConversionContext) -> float:
+        """The share of all steps after the warm-up."""
+        warmup, total = self.warmup(context), context.integer("max_steps", 500) or 0
+        if isinstance(warmup, float):
+            return round(1.0 - warmup, 6)
+        if total < 1 or warmup >= total:
+            return 1.0
+        return round(1.0 - warmup / total, 6)
 
-@computed(
-    "train.optm_warmup_steps", words="optimizer steps there, training steps here: divided by their number"
-)
-def _warmup_steps(context: ConversionContext, leaf: KeyPath) -> Result:
-    steps = values.integer(leaf.value)
-    if steps <= 0 and _warmup(context):
-        return implicit("0: warmup_ratio is taken")
-    if steps < 0:
-        raise BadValue(f"expected at least 0, got {steps}")
-    each = optimizer_steps(context)
-    notes = [f"{each} optimizer steps in each training step"] if each > 1 else []
-    notes += [WARMUP_NOTE] if steps else []
-    return mapped(("train.optm_warmup_steps", _warmup(context)), note="; ".join(notes))
+    def _warmup_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        steps = values.integer(leaf.value)
+        if steps <= 0 and self.warmup(context):
+            return implicit("0: warmup_ratio is taken")
+        if steps < 0:
+            raise BadValue(f"expected at least 0, got {steps}")
+        each = optimizer_steps(context, self.role)
+        notes = [f"{each} optimizer steps in each training step"] if each > 1 else []
+        notes += [WARMUP_NOTE] if steps else []
+        return mapped((f"{self.ours}.optm_warmup_steps", self.warmup(context)), note="; ".join(notes))
 
-
-@computed("train.optm_warmup_steps", words="a share of all steps, where warmup_steps is 0")
-def _warmup_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
-    ratio = values.number(leaf.value)
-    if (context.integer(f"{ROLE}.training_args.warmup_steps", 0) or 0) > 0:
-        return implicit("warmup_steps is taken instead")
-    if ratio == 0:
-        return implicit("0: no warm-up")
-    if not 0 < ratio <= 1:
-        raise BadValue(f"expected a share from 0 to 1, got {shown(leaf.value)}")
-    return mapped(("train.optm_warmup_steps", float(ratio)), note=WARMUP_NOTE)
+    def _warmup_ratio(self, context: ConversionContext, leaf: KeyPath) -> Result:
+        ratio = values.number(leaf.value)
+        if (context.integer(f"{self.role}.training_args.warmup_steps", 0) or 0) > 0:
+            return implicit("warmup_steps is taken instead")
+        if ratio == 0:
+            return implicit("0: no warm-up")
+        if not 0 < ratio <= 1:
+            raise BadValue(f"expected a share from 0 to 1, got {shown(leaf.value)}")
+        return mapped((f"{self.ours}.optm_warmup_steps", float(ratio)), note=WARMUP_NOTE)
 
 
 @computed("train.optm_betas", words="with adam_beta1 and adam_beta2")
@@ -156,6 +166,7 @@ def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{POLICY}.batch_size_per_optimize", batch), note=note)
 
 
+CLIPPED = "ROLL clips the gradients of every role at the pipeline's max_grad_norm"
 _OPTIMIZERS = {
     "adamw": "AdamW",
     "adamw_torch": "AdamW",
@@ -168,20 +179,21 @@ _OPTIMIZERS = {
 }
 """Names of Hugging Face's trainer."""
 
+_RATES = Rates(ROLE, "train").table()
 TRAINING_ARGS: tuple[Rule, ...] = (
     Rule("learning_rate", to.number("train.optm_lr"), default=5e-5),
     Rule("weight_decay", to.number("train.optm_weight_decay"), default=0.0),
     Rule("per_device_train_batch_size", _per_device, default=8),
     Rule("gradient_accumulation_steps", _accumulation, default=1),
-    Rule("warmup_steps", _warmup_steps, default=0),
-    Rule("warmup_ratio", _warmup_ratio),
-    Rule("lr_scheduler_type", _schedule, default="linear"),
+    Rule("warmup_steps", _RATES["warmup_steps"], default=0),
+    Rule("warmup_ratio", _RATES["warmup_ratio"]),
+    Rule("lr_scheduler_type", _RATES["lr_scheduler_type"], default="linear"),
     Rule("lr_scheduler_kwargs.min_lr_rate", to.number("train.optm_min_lr_factor")),
     Rule("adam_beta1", _betas),
     Rule("adam_beta2", _betas),
     Rule("adam_epsilon", to.number("train.epsilon"), default=1e-8),
     Rule("optim", to.choice("train.optm_name", _OPTIMIZERS)),
-    Rule("max_grad_norm", to.number("train.optm_grad_norm_clip")),
+    Rule("max_grad_norm", to.always(CLIPPED)),
     Rule("num_train_epochs", _epochs, default=1),
     Rule("max_steps", to.always("ROLL computes it from the pipeline's max_steps")),
     Rule("seed", to.always("ROLL takes the pipeline's seed for every role")),

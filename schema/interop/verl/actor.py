@@ -225,8 +225,8 @@ def _aggregation(context: ConversionContext, leaf: KeyPath) -> Result:
         terms = _averaged_terms(context)
         if terms and mode != "seq-mean-token-mean":
             context.warn(
-                f"{leaf.key} = {mode} with policy_loss.loss_mode = {loss}: verl averages the policy loss over sequences, "
-                f"and what {terms} asks for by {mode}; here both are averaged over sequences"
+                f"{leaf.key} = {mode} with policy_loss.loss_mode = {loss}: verl averages the policy loss over "
+                f"sequences, and what {terms} asks for by {mode}; here both are averaged over sequences"
             )
         return mapped((key, "seq-mean-token-mean"), note=f"{loss} averages over each sequence")
     if mode in _AGGREGATIONS:

@@ -9,6 +9,7 @@ from schema.interop.engine.unsupported import below
 from schema.interop.engine.values import BadValue, shown
 from schema.interop.verl.actor import KL_TYPES
 from schema.interop.verl.facts import (
+    ACTOR,
     POLICY,
     group_size,
     has_critic,
@@ -142,6 +143,10 @@ def critic_rules() -> tuple[Rule, ...]:
         "loss_agg_mode": to.choice("critic.loss_type", loss),
         "loss_scale_factor": lacking(),
     }
+    follows = {
+        name: f"{ACTOR}.{name}"
+        for name in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
+    }
     unread = {
         "strategy": to.always("how a model is sharded follows from its parallelism"),
         "rollout_n": to.always("repeats actor_rollout_ref.rollout.n"),
@@ -161,7 +166,7 @@ def critic_rules() -> tuple[Rule, ...]:
         *checkpoint_rules("critic", no_critic),
         *train.rules(),
         *forward.rules(),
-        *rules_below("critic", table, no_critic, {"cliprange_value": 0.5}),
+        *rules_below("critic", table, no_critic, {"cliprange_value": 0.5}, follows=follows),
         *rules_below("critic", unread),
         *profiler_rules("critic"),
     )
@@ -295,15 +300,16 @@ def _bypass(context: ConversionContext, leaf: KeyPath) -> Result:
         )
     if leaf.key.endswith("use_policy_gradient"):
         return unsupported(VERL.known_reason(f"{_THEIRS}.loss_type"))
-    if (loss := context.text("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")) != "vanilla":
+    if (loss := context.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")) != "vanilla":
         context.warn(
-            f"{leaf.key} = true with policy_loss.loss_mode = {loss}: some versions of verl then train PPO's clipped loss "
-            f"whatever loss_mode says; here it is {loss}"
+            f"{leaf.key} = true with policy_loss.loss_mode = {loss}: some versions of verl then train PPO's clipped "
+            f"loss whatever loss_mode says; here it is {loss}"
         )
     if context.get(f"{_THEIRS}.rollout_rs", None) is not None:
         return unsupported(
-            "in verl's bypass_mode the policy of each optimizer step decides what is rejected, and its ratio to the "
-            "rollout is clipped; here the policy at the begin of the step is taken for both: write bypass_mode = false"
+            "in verl's bypass_mode the policy of each optimizer step decides what is rejected, and its ratio to "
+            "the rollout is clipped; here the policy at the begin of the step is taken for both: write "
+            "bypass_mode = false"
         )
     return implicit("π_old is the rollout's own policy")
 
@@ -325,8 +331,8 @@ def _cap(context: ConversionContext, leaf: KeyPath) -> Result:
         raise BadValue("weights with two bounds next to rollout_rs: one rule rejects here")
     level = context.text(f"{_THEIRS}.rollout_is", "token")
     context.warn(
-        f"`{leaf.key}` = {shown(leaf.value)}: verl gives ratios outside of these bounds a weight of 0, and counts their "
-        "tokens in the mean and in the KL; here they leave the loss altogether"
+        f"`{leaf.key}` = {shown(leaf.value)}: verl gives ratios outside of these bounds a weight of 0, and counts "
+        "their tokens in the mean and in the KL; here they leave the loss altogether"
     )
     bounds = ((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
     return mapped(

@@ -215,7 +215,7 @@ class Optim:
         return ratio if ratio > 0 else 0
 
     def written_warmup(self, context: ConversionContext) -> int | None:
-        """lr_warmup_steps where they count before the ratio: from 0 on; with Megatron, whose 0 says nothing, from 1."""
+        """lr_warmup_steps where they count before the ratio: from 0 on, with Megatron from 1."""
         steps = context.integer(self.key("lr_warmup_steps"), -1)
         least = 1 if is_megatron(context, self.role) else 0
         return steps if steps is not None and steps >= least else None

@@ -24,6 +24,7 @@ from schema.interop.verl.facts import (
     MODEL,
     POLICY,
     async_mode,
+    has_critic,
     lacking,
     staleness,
     switched,
@@ -124,7 +125,9 @@ def _finish(context: ConversionContext) -> None:
     """What follows from verl as such."""
     if context.kind == "evaluation":
         return
-    context.add("train.epsilon", 1e-8, "torch's default, which verl leaves as it is")
+    sections = ("train", "critic") if context.kind == "rl" and has_critic(context) else ("train",)
+    for section in sections:
+        context.add(f"{section}.epsilon", 1e-8, "torch's default, which verl leaves as it is")
     if not context.has("trainer.default_local_dir"):
         run = "gsm8k" if context.kind == "rl" else "test"
         project, name = context.text("trainer.project_name"), context.text("trainer.experiment_name", run)

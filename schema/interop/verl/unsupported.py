@@ -21,7 +21,7 @@ _PROFILER = "a detail of verl's profilers; [profiler] records with torch's or Ns
 _MEDIA = "this build trains on text: rows with a video or a sound are refused by name"
 _MEGATRON = "a setting of Megatron's own communication code, which is not used here"
 _MEGATRON_MODEL = (
-    "replaces a setting of Megatron's model, which may change what it computes or learns; here policy.override_config "
+    "replaces a setting of Megatron's model, which may change what it computes or learns; policy.override_config "
     "replaces entries of the model's own configuration, and no loss balances experts"
 )
 _DIST_CKPT = "loads Megatron's own checkpoints; models are loaded from the hub's format"
@@ -55,8 +55,8 @@ _TITAN_KEYS = words(
 _AUTOMODEL_KEYS = words(
     "strategy distributed_strategy tp_size pp_size cp_size ep_size dp_replicate_size dp_size sequence_parallel "
     "defer_fsdp_grad_sync param_offload optimizer_offload activation_checkpointing enable_fp8 enable_compile "
-    "model_dtype attn_implementation backend_config.* moe_config.* mp_param_dtype mp_reduce_dtype mp_output_dtype seed "
-    "full_determinism forward_only use_torch_compile entropy_from_logits_with_chunking "
+    "model_dtype attn_implementation backend_config.* moe_config.* mp_param_dtype mp_reduce_dtype mp_output_dtype "
+    "seed full_determinism forward_only use_torch_compile entropy_from_logits_with_chunking "
     "entropy_from_logits_chunk_size entropy_checkpointing max_seq_len"
 )
 _TITAN_SCHEDULE = (

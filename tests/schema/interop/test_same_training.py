@@ -48,6 +48,11 @@ def _ours(**keys: Any) -> dict[str, Any]:
     return {f"{_POLICY}.rollout_correction.{key}": value for key, value in keys.items()}
 
 
+def _critic(passes: int, batch: int, **keys: Any) -> dict[str, Any]:
+    more = {f"critic.{key}": value for key, value in keys.items()}
+    return more | {"critic.mu_iterations": passes, "critic.batch_size_per_optimize": batch}
+
+
 _AVERAGES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
 _OF_SEQUENCES = {f"{_POLICY}.loss_type": "seq-mean-token-mean", f"{_POLICY}.unbiased_loss_max_tokens": None}
 
@@ -129,6 +134,43 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("verl", _optim(init_lr_ratio=0.1), {"train.optm_warmup_start_factor": None}),
     ("verl", _optim(init_lr_ratio=0.1, lr_warmup_steps=5), {"train.optm_warmup_start_factor": 0.1}),
+    # a critic that the file says nothing of
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "gae",
+            f"{_ACTOR}.ppo_epochs": 3,
+            f"{_ACTOR}.ppo_mini_batch_size": 128,
+            f"{_ACTOR}.shuffle": True,
+            f"{_ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+        },
+        _critic(3, 128, mini_batch_shuffle=True, loss_type="seq-mean-token-mean", epsilon=1e-8),
+    ),
+    (
+        "verl",
+        {"algorithm.adv_estimator": "gae", f"{_ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2},
+        _critic(2, 256),
+    ),
+    (
+        "roll",
+        {"adv_estimator": "gae", "max_grad_norm": 0.5, "critic.training_args.warmup_steps": 8},
+        {"critic.batch_size_per_optimize": 128, "critic.optm_warmup_steps": 2, "critic.epsilon": 1e-8},
+    ),
+    (
+        "roll",
+        {
+            "adv_estimator": "gae",
+            "critic.training_args.warmup_ratio": 0.1,
+            "critic.training_args.warmup_steps": 0,
+        },
+        {"critic.optm_warmup_steps": 0.1, "critic.optm_decay_ratio": 0.9},
+    ),
+    # gradients are clipped at the pipeline's norm
+    (
+        "roll",
+        {"adv_estimator": "gae", "max_grad_norm": 0.5, "actor_train.training_args.max_grad_norm": 0.1},
+        {"train.optm_grad_norm_clip": 0.5, "critic.optm_grad_norm_clip": 0.5},
+    ),
     # passes of an asynchronous trainer
     (
         "verl",
