@@ -63,17 +63,17 @@ SPEED_ONLY: frozenset[str] = frozenset(
 
 MEGATRON_SPEED = words(
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split apply_rope_fusion "
-    "async_tensor_model_parallel_allreduce batch_p2p_comm batch_p2p_sync bias_activation_fusion bias_dropout_fusion "
-    "bias_gelu_fusion bias_swiglu_fusion cpu_offloading cpu_offloading_num_layers cross_entropy_fusion_impl "
-    "cross_entropy_loss_fusion cuda_graph_impl cuda_graph_scope deallocate_pipeline_outputs defer_embedding_wgrad_compute "
-    "distribute_saved_activations enable_cuda_graph external_cuda_graph fine_grained_activation_offloading "
-    "fused_single_qkv_rope gradient_accumulation_fusion masked_softmax_fusion memory_efficient_layer_norm "
-    "mla_yarn_rope_fusion moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms "
-    "moe_layer_recompute moe_permute_fusion moe_per_layer_logging moe_router_dtype moe_router_fusion "
-    "moe_use_legacy_grouped_gemm num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
-    "offload_modules overlap_moe_expert_parallel_comm overlap_p2p_comm persist_layer_norm "
-    "pipeline_model_parallel_layout tp_comm_overlap use_flash_attn use_naive_l2norm use_te_rng_tracker "
-    "variable_seq_lengths"
+    "async_tensor_model_parallel_allreduce batch_p2p_comm batch_p2p_sync bias_activation_fusion "
+    "bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion cpu_offloading cpu_offloading_num_layers "
+    "cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl cuda_graph_scope "
+    "deallocate_pipeline_outputs defer_embedding_wgrad_compute distribute_saved_activations enable_cuda_graph "
+    "external_cuda_graph fine_grained_activation_offloading fused_single_qkv_rope gradient_accumulation_fusion "
+    "masked_softmax_fusion memory_efficient_layer_norm mla_yarn_rope_fusion moe_deepep_num_sms "
+    "moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms moe_layer_recompute "
+    "moe_per_layer_logging moe_permute_fusion moe_router_dtype moe_router_fusion moe_use_legacy_grouped_gemm "
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage offload_modules "
+    "overlap_moe_expert_parallel_comm overlap_p2p_comm persist_layer_norm pipeline_model_parallel_layout "
+    "tp_comm_overlap use_flash_attn use_naive_l2norm use_te_rng_tracker variable_seq_lengths"
 )
 """Names in Megatron's configuration of a model that change speed, memory or rounding alone, as far as no key of ours
 has their part."""

@@ -11,7 +11,7 @@
     ${now:%Y%m%d}       the word `now`: a conversion is the same at any time
 
 A value that is one interpolation takes the type of what it names; inside a longer text it becomes text. What depends
-on the environment or on the time is told to `warn`. The table `hydra` stays as it is written: Hydra alone reads it.
+on the environment or on the time goes to `warn`, too. The table `hydra` stays as it is written: Hydra alone reads it.
 Anything else between `${` and `}` is an error with its line: guessing would be worse.
 """
 
@@ -52,8 +52,8 @@ def resolve(
     """`data` with every interpolation replaced by what it names.
 
     env: the environment that `oc.env` reads. defaults: by dotted key, what the other system has where the
-    file is silent. absent: the hint for a key that is not there. warn: is told what depends on the environment
-    or on the time. Raises ConfigError with all unresolvable references, each with its line.
+    file is silent. absent: the hint for a key that is not there. warn: gets a sentence for what depends on the
+    environment or on the time. Raises ConfigError with all unresolvable references, each with its line.
     """
     resolver = _Resolver(data, lines, name, env, defaults, absent, warn)
     resolved = {key: value if key == _HYDRA else resolver.value((key,), value) for key, value in data.items()}
@@ -178,7 +178,7 @@ class _Resolver:
         if not colon:
             return self._named(path, resolver)
         if resolver == _NOW:
-            self._tell(
+            self._note(
                 path,
                 f"`{_NOW}` stands for the time of a start in ${{{inner}}}: runs that start later share it",
             )
@@ -205,7 +205,7 @@ class _Resolver:
 
     def _of_hydra(self, path: Path, key: str) -> Any:
         if key == "runtime.cwd":
-            self._tell(path, f"${{hydra:{key}}} is the current directory, `.`")
+            self._note(path, f"${{hydra:{key}}} is the current directory, `.`")
             return "."
         return self._select(path, f"{_HYDRA}.{key}") if _KEY.fullmatch(key) else _ABSENT
 
@@ -218,7 +218,7 @@ class _Resolver:
         except ConfigError as error:
             raise _Unresolvable(f"{text!r} cannot be decoded: {error.problems[0].message}") from None
 
-    def _tell(self, path: Path, text: str) -> None:
+    def _note(self, path: Path, text: str) -> None:
         self.warn(f"`{dotted(path)}`: {text}")
 
     def _default(self, path: Path, text: str, depth: int) -> Any:
@@ -238,11 +238,11 @@ class _Resolver:
 
     def _env(self, path: Path, name: str, default: Any) -> Any:
         if name in self.env:
-            self._tell(path, f"holds the value of {name} in the environment of this conversion")
+            self._note(path, f"holds the value of {name} in the environment of this conversion")
             return self.env[name]  # text, as the environment has it: numbers are read by the keys
         if default is _ABSENT:
             raise _Unresolvable(f"the environment has no {name}: set it, or write ${{oc.env:{name},default}}")
-        self._tell(
+        self._note(
             path, f"the environment of this conversion has no {name}: the default in the file is taken"
         )
         return default

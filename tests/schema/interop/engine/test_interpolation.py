@@ -75,15 +75,15 @@ RESOLVED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "value", "told"), RESOLVED, ids=[text for text, _, _ in RESOLVED])
-def test_what_has_a_value_is_resolved_and_what_varies_is_told(text: str, value: Any, told: str) -> None:
+@pytest.mark.parametrize(("text", "value", "said"), RESOLVED, ids=[text for text, _, _ in RESOLVED])
+def test_what_has_a_value_is_resolved_and_what_varies_is_said(text: str, value: Any, said: str) -> None:
     data, lines, _ = read_yaml(
         f"x: '{text}'\ntable: {{a: 1, b: 2}}\nhydra: {{job: {{name: mine}}}}", "f.yaml"
     )
     warnings: list[str] = []
     assert resolve(data, lines, "f.yaml", {"HOUSE": "5"}, {}, "", warnings.append)["x"] == value
-    assert all(told and told in warning and "`x`" in warning for warning in warnings)
-    assert bool(warnings) == bool(told)
+    assert all(said and said in warning and "`x`" in warning for warning in warnings)
+    assert bool(warnings) == bool(said)
 
 
 def test_hydras_own_table_stays_as_it_is() -> None:
