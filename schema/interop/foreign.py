@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schema.interop.engine.keys import lookup
+from schema.interop.engine.keys import lookup, words
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,9 @@ SYSTEMS_WITHOUT_READER: tuple[Foreign, ...] = (
     ),
     Foreign(
         "torchtune",
-        ("model._component_", "tokenizer._component_", "dataset._component_", "loss._component_"),
+        tuple(
+            f"{table}._component_" for table in words("model tokenizer dataset loss optimizer checkpointer")
+        ),
         r"\btorchtune\b|\btune (?:run|download)\b",
     ),
     Foreign(
@@ -232,7 +234,8 @@ _MODULE = re.compile(r"(?:-m\s+|^\s*)((?:verl|recipe)\.[\w.]+)", re.MULTILINE)
 VERL_COMMAND = "python3 -m {module} … --cfg job --resolve > run.yaml"
 VERL_MAIN = "verl.trainer.main_ppo"
 _VERL_SCRIPT = re.compile(
-    r"(?<![\w/.])(?:verl\.trainer|verl\.\w+\.main|recipe\.\w+)|(?<![\w.])actor_rollout_ref\."
+    r"(?<![\w/.])(?:verl\.trainer|verl\.\w+\.main|recipe\.\w+)|(?<![\w.])(?:actor_rollout_ref\.|"
+    r"algorithm\.(?:adv_estimator|use_kl_in_reward|norm_adv_by_std_in_grpo)=)"
 )
 _ROLL_SCRIPT = re.compile(
     r"--config_path\b|\bstart_\w+_pipeline\b|(?<![\w/.])roll\.(?:pipeline|distributed|configs|utils)\b"

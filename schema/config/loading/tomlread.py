@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import tomllib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,15 +136,13 @@ def read_text(path: Path, kind: str = "TOML") -> str:
         return ConfigError([Problem("", message, file=file, hint=hint)])
 
     try:
-        return read_regular(path, MAX_FILE_BYTES).decode("utf-8-sig")
+        content = read_regular(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         hint = f"give the path of a {kind} file, relative to the current directory"
         raise refused("no such file", hint) from None
     except IsADirectoryError:
         hint = f"give the path of a {kind} file" + _one_inside(path)
         raise refused("cannot be read: Is a directory", hint) from None
-    except UnicodeDecodeError as error:
-        raise refused(f"not a text in UTF-8 (byte {error.start})", "save the file as UTF-8") from None
     except NotAFileError as error:
         raise refused(f"cannot be read: {error}", "write it to a file first, and give its path") from None
     except (OSError, ValueError) as error:
@@ -152,6 +151,12 @@ def read_text(path: Path, kind: str = "TOML") -> str:
             raise refused(f"larger than {MAX_FILE_BYTES} bytes: not a configuration", hint) from None
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise refused(f"cannot be read: {reason}") from None
+    if b"\0" in content and not content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise refused("a binary file, not a text", f"give the path of a {kind} file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise refused(f"not a text in UTF-8 (byte {error.start})", "save the file as UTF-8") from None
 
 
 def _one_inside(directory: Path) -> str:

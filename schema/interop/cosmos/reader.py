@@ -15,7 +15,7 @@ from schema.config.loading.explain import annotation_of
 from schema.config.rules.idle import SFT_READS
 from schema.config.sections.train import TrainingConfig
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
-from schema.interop.cosmos.rules import RENAMED_RULES, plain, sampled_temperature, trained_temperature
+from schema.interop.cosmos.rules import OURS, RENAMED_RULES, plain, sampled_temperature, trained_temperature
 from schema.interop.cosmos.unsupported import COSMOS
 from schema.interop.engine import to
 from schema.interop.engine.model import Result, mapped
@@ -93,7 +93,10 @@ def _is_grpo_only(rule: Rule) -> bool:
 
 
 def _finish(context: ConversionContext) -> None:
-    """The defaults of theirs that are not ours."""
+    """The defaults of theirs that are not ours. What a conversion wrote has ours where it is silent."""
+    if context.source.is_ours:
+        context.warn(f"{OURS}; there is nothing to convert")
+        return
     if not context.has(f"{_POLICY}.type") and context.kind == "sft":
         context.add(f"{_POLICY}.type", "sft", "cosmos-rl guesses it from the other keys")
     if not context.has("train.train_batch_per_replica") and context.kind == "grpo":

@@ -219,6 +219,8 @@ def data_ranks(context: ConversionContext) -> int | None:
 @computed(f"{_POLICY}.batch_size_per_optimize", words="times the data-parallel ranks of a replica")
 def _optimize(context: ConversionContext, leaf: KeyPath) -> Result:
     key, samples = f"{_POLICY}.batch_size_per_optimize", values.integer(leaf.value)
+    if context.source.is_ours:
+        return mapped((key, samples), note=OURS)
     ranks = data_ranks(context)
     if ranks is None:
         context.warn(
@@ -229,6 +231,7 @@ def _optimize(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((key, samples * ranks), note=f"{samples} samples × {ranks} data-parallel ranks")
 
 
+OURS = "a conversion wrote this file: its values are ours already"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "train.p2r_sync_groups_per_round": (0,),
     f"{_POLICY}.trainer_type": ("grpo", "sft"),

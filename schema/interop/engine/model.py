@@ -21,6 +21,9 @@ from typing import Any
 
 from schema.config.sections.unsupported import TABLE
 
+CONVERTED = "# Converted from "
+"""How every file begins that a conversion writes."""
+
 Target = tuple[str, Any]
 """Our dotted key and its value. None leaves the key unset, as TOML has no null."""
 

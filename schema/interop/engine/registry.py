@@ -6,6 +6,7 @@ A new system is a folder, and a line in SYSTEMS.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 
 from schema.config.problem import ConfigError, Problem
@@ -78,5 +79,7 @@ def _composed(source: Source, system: str = "") -> str:
     """The first part of a hint, for a file whose keys stand in others."""
     is_part = any(str(value).startswith("verl.") for _, value in leaves(source.data))
     left_out, remedy = not_read(source.data.get("defaults"), "verl" if is_part else system)
+    if any(re.fullmatch(r"[+~]*\w+(\.\w+)+", key) for key in source.data):
+        return "a key with dots is one name here, and a table on Hydra's command line: nest its parts. Else: "
     part = "a part of what Hydra composes for verl: convert the whole of it. " if is_part else ""
     return part + (f"{left_out}; {remedy}. Else: " if left_out else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -11,18 +11,24 @@ from schema.config.loading.positions import locate
 from schema.config.loading.tomlread import parse_toml, read_text
 from schema.config.problem import ConfigError, Problem
 from schema.interop.engine.keys import Path, leaves, lookup
+from schema.interop.engine.model import CONVERTED
 from schema.interop.engine.yamlfile import read_yaml
 from schema.interop.foreign import VERL_COMMAND, VERL_MAIN, command_kind, script_kind, script_problem
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was read. lines: the line (from 1) of each key. shared: keys at the top with aliases elsewhere."""
+    """A file as it was read.
+
+    lines: the line (from 1) of each key. shared: keys at the top with aliases elsewhere. is_ours: whether a
+    conversion wrote it.
+    """
 
     name: str
     data: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
+    is_ours: bool = False
 
     def line(self, path: Path) -> int | None:
         """The line of a key, or else of the nearest table around it that has one."""
@@ -64,7 +70,7 @@ def read_source(text: str, name: str) -> Source:
     if sum(1 for _ in leaves(source.data)) > MAX_LEAVES:
         message = f"more than {MAX_LEAVES} keys: not a configuration"
         raise ConfigError([Problem("", message, hint="is it the right file?", file=name)])
-    return source
+    return replace(source, is_ours=text.startswith(CONVERTED))
 
 
 def _script_error(kind: str, text: str, name: str) -> ConfigError:

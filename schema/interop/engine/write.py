@@ -16,7 +16,7 @@ from schema.config.problem import format_key
 from schema.config.sections.unsupported import TABLE
 from schema.interop.engine.engine import yaml_value
 from schema.interop.engine.keys import Path, split_key
-from schema.interop.engine.model import Addition, Conversion, Entry, Outcome
+from schema.interop.engine.model import CONVERTED, Addition, Conversion, Entry, Outcome
 from schema.util.text import CONTROL
 
 WIDTH = 110
@@ -43,7 +43,7 @@ _ACCEPTED = "Not understood, and accepted by name when this was converted: nothi
 def to_toml(conversion: Conversion) -> str:
     """The configuration as TOML with comments."""
     notes = _notes(conversion)
-    lines = [f"# Converted from {_clean(conversion.name)}: {conversion.system}, {conversion.kind}."]
+    lines = [f"{CONVERTED}{_clean(conversion.name)}: {conversion.system}, {conversion.kind}."]
     lines += [line for warning in conversion.warnings for line in _comment(f"Look at this: {warning}")]
     lines += _listed(conversion.of(Outcome.ACCEPTED), _ACCEPTED)
     lines += _table((), conversion.config, notes)

@@ -75,8 +75,10 @@ def read_yaml(text: str, name: str) -> YamlFile:
     except RecursionError:
         raise _error("not a configuration: nested too deeply", name) from None
     if len(documents) != 1:
-        what = "nothing" if not documents else f"{len(documents)} documents"
-        raise _error(f"holds {what}, expected one mapping of keys", name)
+        what, hint = "nothing", _RIGHT_FILE
+        if documents:
+            what, hint = f"{len(documents)} documents", "keep that of the job: each `---` begins another"
+        raise _error(f"holds {what}, expected one mapping of keys", name, hint=hint)
     if not isinstance(documents[0], yaml.MappingNode):
         line = documents[0].start_mark.line + 1
         hint = _hint(text, line, "a configuration is lines of `key: value`; this is a text or a list")
@@ -119,7 +121,7 @@ class _Walk:
                 continue
             key = self._key(key_node, line)
             if key in table:
-                raise _error(f"the key `{key}` is repeated here", self.name, line)
+                raise _error(f"the key `{key}` is repeated here", self.name, line, "keep one of the two")
             self.lines[(*path, key)] = line
             table[key] = self._value(value_node, (*path, key))
         for source in self._merge_sources(merged):
@@ -215,7 +217,10 @@ def scalar(text: str) -> Any:
     return text
 
 
-def _error(message: str, name: str, line: int | None = None, hint: str = "") -> ConfigError:
+_RIGHT_FILE = "is it the right file?"
+
+
+def _error(message: str, name: str, line: int | None = None, hint: str = _RIGHT_FILE) -> ConfigError:
     return ConfigError([Problem("", message, hint=hint, file=name, line=line)])
 
 
@@ -245,4 +250,7 @@ def _hint(text: str, line: int | None, otherwise: str = _COLUMN) -> str:
     filled = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if sum(_KEY_LINE.match(line) is not None for line in filled) * 2 < len(filled) > _FEW_LINES:
         return "most of its lines are text: keep only those of the configuration"
+    for written in near:
+        if re.match(r"\w", written) and not _KEY_LINE.match(written):
+            return f"`{written.strip()[:40]}` is text: keep only the lines of the configuration"
     return otherwise

@@ -181,7 +181,7 @@ def test_the_environment_is_read(tmp_path: Path) -> None:
             "actor_train:\n  device_mapping: __import__('os').system('true')\n",
             ["file.yaml:2", "device_mapping", "list of devices"],
         ),
-        ("\x00\x01", ["not YAML"]),
+        ("\x00\x01", ["binary"]),
     ],
 )
 def test_unreadable_files_are_errors_with_a_place(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -33,7 +33,7 @@ FILES = {
     "open-instruct": "model_name_or_path: x\ndataset_mixer_list: [a, 1.0]",
     "LLaMA-Factory": "model_name_or_path: x\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: a",
     "axolotl": "base_model: x\ndatasets: [{path: a}]\nmicro_batch_size: 2",
-    "torchtune": "tokenizer: {_component_: torchtune.x}\nepochs: 1",
+    "torchtune": "checkpointer: {_component_: torchtune.x}\nepochs: 1",
     "TRL": "model_name_or_path: x\ndataset_name: y\nnum_generations: 7\nlearning_rate: 2e-5",
     "accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP",
     "DeepSpeed": '{"zero_optimization": {"stage": 3}}',
@@ -95,6 +95,11 @@ SCRIPTS = {
         f"verl.trainer.sft_trainer\n{_OVERRIDES}",
         "words of a command line of verl",
         "-m verl.trainer.sft_tr",
+    ),
+    "overrides": (
+        "algorithm.adv_estimator=grpo\n++data.train_files=x",
+        "words of a command line of verl",
+        "-m verl.trainer.main_ppo",
     ),
     "roll.sh": ("python start_rlvr_pipeline.py --config_path x", "a shell script of ROLL", "--config_name"),
     "cosmos.sh": (

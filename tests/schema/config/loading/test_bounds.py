@@ -68,7 +68,7 @@ def a_socket(path: Path) -> None:
             "not a text in UTF-8 (byte 5)",
             "save the file as UTF-8",
         ),
-        (lambda path: path.write_bytes(b"a = '\0'"), "", ""),
+        (lambda path: path.write_bytes(b"a = '\0'"), "a binary file, not a text", "give the path of a"),
     ],
 )
 @pytest.mark.parametrize("read", [load_config, convert])

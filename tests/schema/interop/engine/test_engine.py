@@ -228,6 +228,11 @@ def test_a_file_that_belongs_to_nobody_says_what_was_looked_for() -> None:
     assert "actor_rollout_ref" in problem.hint
 
 
+def test_keys_with_dots_are_named() -> None:
+    (problem,) = refused(convert_text, "algorithm.adv_estimator: grpo\n++trainer.total_epochs: 3", "run.yaml")
+    assert "nest its parts" in problem.hint
+
+
 def test_a_file_of_two_systems_asks_which() -> None:
     twin = Reader("twin", "Twin", {}, NOTHING, lambda source: "toy", (), lambda kind: ROWS)
     assert "Toy and Twin" in refused(detect, Source("f.yaml", {"lr": 1}), [READER, twin])[0].message

@@ -19,7 +19,7 @@ from schema.interop.engine.registry import readers
 from schema.interop.engine.unsupported import EITHER_WAY
 from schema.interop.engine.write import to_report, to_toml
 from tests.schema.config_samples import GRPO, refused
-from tests.schema.interop.files import ABSENT, nest, roll_with, yaml_text
+from tests.schema.interop.files import ABSENT, nest, roll_with, value_of, yaml_text
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 _POLICY = "train.train_policy"
@@ -276,12 +276,15 @@ def test_the_table_is_refused_however_it_is_written(tmp_path: Any) -> None:
     }
 
 
-def test_a_second_conversion_keeps_the_table() -> None:
-    once = roll_with({"adv_estimator": "gigpo", "reward_normalization.method": "mean_std"})
+def test_a_second_conversion_changes_nothing() -> None:
+    accumulation = "actor_train.training_args.gradient_accumulation_steps"
+    once = roll_with({"adv_estimator": "gigpo", "reward_normalization.method": "mean_std", accumulation: 4})
+    assert once.unsupported
+    assert value_of(once, f"{_POLICY}.batch_size_per_optimize") == 64
     again = convert_text(to_toml(once), "run.toml")
     assert again.system == "cosmos-rl"
-    assert again.unsupported == once.unsupported
-    assert tomllib.loads(to_toml(again)) == again.config
+    assert again.config == once.config == tomllib.loads(to_toml(again))
+    assert "nothing to convert" in again.warnings[0]
 
 
 def test_editors_mark_it() -> None:

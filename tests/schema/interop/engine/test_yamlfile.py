@@ -125,6 +125,11 @@ def test_what_is_no_configuration_is_named(text: str, words: str) -> None:
         ("a:\n\tb: 1", "not with tabs"),
         ("[train]\nx = 1\n", "TOML"),
         ("Guide\n" + "Some text of it.\n" * 9 + "a: b: c\n", "most of its lines are text"),
+        ("Guide to it\nRefer to that page: here\na: 1\n", "is text"),
+        ("a: 1\n  b: 2\n", "check the indentation"),
+        ("a: 1\n---\nb: 2", "`---` begins another"),
+        ("a: 1\na: 2", "keep one"),
+        ("", "the right file"),
         (".. code:: yaml\n\n   data: 1", "markup"),
     ],
 )
