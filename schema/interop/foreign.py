@@ -262,16 +262,14 @@ def other_system(data: Mapping[str, Any]) -> Foreign | None:
 
 
 def by_hand(title: str = "") -> str:
-    """What can be done with a file that has no reader."""
-    what = (
+    """The way on for a file that has no reader. title: the system that it may be a fork of."""
+    new_file = (
         "write the job as a configuration of ours: `cosmos-launch init` begins one, and `cosmos-launch explain NAME` "
         "finds our key for a name of verl, ROLL or cosmos-rl"
     )
     if not title:
-        return what[0].upper() + what[1:]
-    return (
-        f"of a fork of {title}, remove its own keys or accept each by name (--allow-unknown KEY); else {what}"
-    )
+        return new_file[0].upper() + new_file[1:]
+    return f"of a fork of {title}, remove its own keys or accept each by name (--allow-unknown KEY); else {new_file}"
 
 
 def described(system: Foreign) -> tuple[str, str]:
@@ -290,7 +288,7 @@ def script_kind(text: str, name: str) -> str:
 
 
 def command_kind(text: str) -> str:
-    """What a text is that cannot be read as keys: a script, a command line, words of one; "" for none of them."""
+    """The kind of a text that cannot be read as keys: a script, a command line, words of one; "" for any other."""
     code = _COMMENT.sub("", text)
     if _PYTHON.search(code) and not _SHELL.search(code):
         return "a Python script"
@@ -314,13 +312,13 @@ def script_problem(kind: str, text: str) -> tuple[str, str]:
         for system in SYSTEMS_WITHOUT_READER
         if system.script
     }
-    own = {"verl": _VERL_SCRIPT, "ROLL": _ROLL_SCRIPT, "cosmos-rl": _COSMOS_SCRIPT}
+    with_reader = {"verl": _VERL_SCRIPT, "ROLL": _ROLL_SCRIPT, "cosmos-rl": _COSMOS_SCRIPT}
     of_verl = [
         system.title
         for system in SYSTEMS_WITHOUT_READER
         if counts.get(system.title) and system.is_made_from_verl
     ]
-    counts |= {title: len(pattern.findall(code)) for title, pattern in own.items()}
+    counts |= {title: len(pattern.findall(code)) for title, pattern in with_reader.items()}
     title = max(counts, key=lambda name: counts[name]) if any(counts.values()) else ""
     if title == "verl" and of_verl:
         title = of_verl[0]

@@ -62,11 +62,11 @@ def convert_source(
         source = replace(source, data=data)
     context = ConversionContext(reader, kind, source, rules)
     context.helpers = helpers
-    found = [(path, dotted(path), value) for path, value in leaves(source.data)]
-    context.values = {key: value for _, key, value in found}
+    written = [(path, dotted(path), value) for path, value in leaves(source.data)]
+    context.values = {key: value for _, key, value in written}
     entries = [
         _entry(context, reader, KeyPath(key, value, line=source.line(path)), key in allow_unknown)
-        for path, key, value in found
+        for path, key, value in written
     ]
     refuse_strangers(context, entries)
     check_accepted(context, entries, allow_unknown)
@@ -78,7 +78,7 @@ def convert_source(
         context.warn(text)
     reader.finish(context)
     final, added, config = _assemble(context, entries, _additions(context, entries))
-    keys = tuple(key for _, key, _ in found)
+    keys = tuple(key for _, key, _ in written)
     conversion = Conversion(
         reader.system, kind, source.name, keys, final, added, config, tuple(context.warnings)
     )

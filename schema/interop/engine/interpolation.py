@@ -190,18 +190,18 @@ class _Resolver:
             if not isinstance(table, Mapping):
                 raise _Unresolvable(f"{arguments} in ${{{inner}}} is not a table")
             return list(table if resolver == "oc.dict.keys" else table.values())
-        if resolver == _HYDRA and (found := self._of_hydra(path, arguments)) is not _ABSENT:
-            return found
+        if resolver == _HYDRA and (value := self._of_hydra(path, arguments)) is not _ABSENT:
+            return value
         raise _Unresolvable(f"`{resolver}` in ${{{inner}}} cannot be resolved here; write the value itself")
 
     def _named(self, path: Path, key: str) -> Any:
         """The value of the key that a reference names."""
         if not _KEY.fullmatch(key):
             raise _Unresolvable(f"${{{key}}} is not of the form ${{a.b.c}}")
-        found = self._select(path, key)
-        if found is _ABSENT:
+        value = self._select(path, key)
+        if value is _ABSENT:
             raise _AbsentError(f"${{{key}}} names a key that is not in the file")
-        return found
+        return value
 
     def _of_hydra(self, path: Path, key: str) -> Any:
         if key == "runtime.cwd":
@@ -210,7 +210,7 @@ class _Resolver:
         return self._select(path, f"{_HYDRA}.{key}") if _KEY.fullmatch(key) else _ABSENT
 
     def _decoded(self, text: Any) -> Any:
-        """What YAML reads in a text. Raises _Unresolvable where it reads nothing."""
+        """Read a text as YAML. Raises _Unresolvable where it is none."""
         if not isinstance(text, str):
             return text
         try:
@@ -231,10 +231,10 @@ class _Resolver:
         return scalar(text) if text[:1] not in ("'", '"') else text.strip("'\"")
 
     def _maybe(self, path: Path, name: str, default: Any) -> Any:
-        found = self._select(path, name.strip())
-        if found is _ABSENT:
+        value = self._select(path, name.strip())
+        if value is _ABSENT:
             return None if default is _ABSENT else default
-        return found
+        return value
 
     def _env(self, path: Path, name: str, default: Any) -> Any:
         if name in self.env:

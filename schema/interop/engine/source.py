@@ -105,7 +105,7 @@ def _toml(text: str, name: str) -> Source:
 
 
 def not_read(defaults: Any, system: str = "") -> tuple[str, str]:
-    """What to say of Hydra's list of defaults, and the remedy; ("", "") where it names no other file.
+    """A sentence on Hydra's list of defaults, and the remedy; ("", "") where it names no other file.
 
     system: whose file it is; "" where that is not known.
     """

@@ -50,8 +50,8 @@ def without_rule(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _same_name(name: str, known: Sequence[str]) -> str | None:
     """The one known key whose last part is the same: a key in the wrong table."""
-    found = [key for key in known if split_key(key)[-1] == name]
-    return found[0] if len(found) == 1 else None
+    same_named = [key for key in known if split_key(key)[-1] == name]
+    return same_named[0] if len(same_named) == 1 else None
 
 
 _PLUMBING = re.compile(

@@ -196,12 +196,12 @@ def _clip_side(words: str, *sides: str) -> Converter:
         keys = {side: f"{POLICY}.epsilon_{side}" for side in (own if len(sides) > 1 else sides)}
         if not keys:
             return implicit("clip_ratio_low and clip_ratio_high are both set")
-        found = to.clip_sides(leaf.value, keys.get("low", ""), keys.get("high", ""))
-        if found.note and loss == "geo_mean":
+        clip = to.clip_sides(leaf.value, keys.get("low", ""), keys.get("high", ""))
+        if clip.note and loss == "geo_mean":
             raise BadValue(
                 f"geo_mean bounds the ratio's logarithm, which {shown(leaf.value)} does not leave open"
             )
-        return found
+        return clip
 
     return convert
 

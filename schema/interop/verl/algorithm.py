@@ -207,7 +207,7 @@ def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _of_one(context: ConversionContext, name: str) -> Result:
-    """What verl computes of a prompt's only sample, where an estimator compares the samples of a prompt."""
+    """Convert an estimator that compares the samples of a prompt, where each prompt has one, as verl does."""
     if name in _NOT_ALONE:
         raise BadValue(f"{_NOT_ALONE[name]}; write a larger rollout.n")
     if context.flag("algorithm.use_kl_in_reward"):

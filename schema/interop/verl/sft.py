@@ -216,8 +216,8 @@ def _truncation(context: ConversionContext, leaf: KeyPath) -> Result:
     keys = [f"{POLICY}.dataset.overlong_prompts"]
     if validates(context):
         keys.append("validation.dataset.overlong_prompts")
-    found = truncated(leaf, keys)
+    as_written = truncated(leaf, keys)
     newer = "no_padding" if context.below("engine") else "right"
-    if context.get("data.pad_mode", newer) != "no_padding" or not found.targets:
-        return found
+    if context.get("data.pad_mode", newer) != "no_padding" or not as_written.targets:
+        return as_written
     return mapped(*((key, "right") for key in keys), note="pad_mode = no_padding always cuts on the right")
