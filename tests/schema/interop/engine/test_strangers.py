@@ -37,6 +37,12 @@ REFUSED = {
     "words of a command line": (_VERL + "+algorithm.mine: 1", '"+algorithm.mine"'),
     "a fork's trainer": (_VERL + "trainer: {rejection_sample: true}", "trainer.rejection_sample"),
     "a fork's samples": (_VERL + "trainer: {use_log_prob_filter: true}", "trainer.use_log_prob_filter"),
+    "a fork's asynchronous trainer": (_VERL + "async_training: {min_ess: 1.1}", "async_training.min_ess"),
+    "a fork's sampler": (_VERL + "trainer: {v1: {sampler: {tau: 8}}}", "trainer.v1.sampler.tau"),
+    "another engine": (
+        _VERL + "actor_rollout_ref: {actor: {torchtitan: {mine: 1}}}",
+        "actor_rollout_ref.actor.torchtitan.mine",
+    ),
     "a fork's SFT trainer": (_SFT + "trainer: {dynamic_sampling: true}", "trainer.dynamic_sampling"),
     "a fork's loss": (_SFT + "loss: {focal_gamma: 2}", "loss.focal_gamma"),
     "a fork's adapters": (_SFT + "lora: {r: 8}", "lora.r"),
