@@ -1,6 +1,5 @@
 """Tokenizers of cosmos-launch: every process of a job loads them alike, compared with their files.
 
-`loading` loads one, and writes it out for programs that load by themselves; `comparison` has the probe texts and says
-what two tokenizers differ in. Without torch of its own: where a class of transformers is needed, transformers may
-import it.
+`loading` loads one, and writes it out for programs that load by themselves. Without torch of its own: where a class
+of transformers is needed, transformers may import it.
 """

@@ -69,9 +69,9 @@ class PromptTokenizer:
         thinking: what prompts tell the template about its thinking mode.
         """
         try:
-            self._tokenizer = load(name, revision, trust_remote_code=trust_remote_code)
+            self._tokenizer = load(name, revision, trust_remote_code=trust_remote_code, key=key)
         except TokenizerError as error:
-            raise DataError(f"{key} = {name!r}: its tokenizer cannot be loaded: {error}") from error
+            raise DataError(str(error)) from error
         if not getattr(self._tokenizer, "is_fast", False):  # mistral-common's has no such attribute
             raise DataError(
                 f"{key} = {name!r}: its tokenizer is Python code without a tokenizer.json; convert it, or name a "
@@ -92,8 +92,7 @@ class PromptTokenizer:
     def of(cls, config: Config) -> PromptTokenizer:
         """The tokenizer of `[policy]`, its own or the model's, with the job's chat template. Raises `DataError`."""
         policy, turns = config.policy, config.rollout.multi_turn_config
-        named = policy.tokenizer_name_or_path is not None
-        key = "policy.tokenizer_name_or_path" if named else "policy.model_name_or_path"
+        key = policy.tokenizer_key
         path = turns.custom_chat_template_path
         tokenizer = cls(
             *policy.tokenizer,

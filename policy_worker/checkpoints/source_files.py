@@ -27,7 +27,7 @@ from schema.config.end_tokens import eos_token_ids
 from schema.config.fetched import fetched_by
 from schema.config.model_facts import FindFile, read_config
 from schema.config.vocabulary import stop_tokens
-from tokenization.loading import TokenizerError, load, special_tokens
+from tokenization.loading import TokenizerError, policy_tokenizer, special_tokens
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +121,9 @@ def _tokens(policy: PolicyConfig) -> tuple[int | None, dict[str, int]]:
     """The id of the tokenizer's end token, which its class may name, and its special tokens; none where it does not
     load."""
     try:
-        tokenizer = load(*policy.tokenizer, trust_remote_code=policy.trust_remote_code)
+        tokenizer = policy_tokenizer(policy)
     except TokenizerError as error:
-        log.warning(
-            "%s has no tokenizer that loads: its end token is not known: %s", policy.tokenizer[0], error
-        )
+        log.warning("exports say nothing of the tokenizer's end token: %s", error)
         return None, {}
     end = tokenizer.eos_token_id
     return None if end is None else int(end), special_tokens(tokenizer)

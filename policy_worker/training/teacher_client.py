@@ -30,7 +30,7 @@ from policy_worker.model.micro_batch import TrainSample
 from schema.config.sections.teacher import TeacherConfig
 from schema.util.backoff import Backoff
 from schema.util.proxies import passed_over, proxy_of
-from tokenization import comparison
+from tokenization.loading import comparison
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from policy_worker.training.teacher_client import TeacherClient
 from schema.config import Config
 from schema.config.sections.teacher import TeacherConfig
 from schema.wire.batch import StepTable
-from tokenization.loading import TokenizerError, load
+from tokenization.loading import TokenizerError, policy_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -299,11 +299,10 @@ class Teachers:
 
 def tokenizer_of(config: Config) -> Callable[[str], list[int]]:
     """How the policy's tokenizer cuts a text. Raises `SettingsError`: it cannot be loaded."""
-    name, revision = config.policy.tokenizer
     try:
-        tokenizer = load(name, revision, trust_remote_code=config.policy.trust_remote_code)
+        tokenizer = policy_tokenizer(config.policy)
     except TokenizerError as error:
-        raise SettingsError(f"{name} has no tokenizer that loads: {error}") from error
+        raise SettingsError(str(error)) from error
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 

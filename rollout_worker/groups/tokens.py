@@ -18,7 +18,7 @@ from schema.config.rules.engine import never_stops
 from schema.config.vocabulary import never_found
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
-from tokenization.loading import TokenizerError, load, special_tokens
+from tokenization.loading import TokenizerError, policy_tokenizer, special_tokens
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +47,10 @@ def refuse_models(config: Config) -> None:
 
 def load_tokenizer(policy: PolicyConfig) -> Any:
     """The policy's tokenizer: its own, or the model's. Raises `EngineConfigError`."""
-    path, revision = policy.tokenizer
     try:
-        return load(path, revision, trust_remote_code=policy.trust_remote_code)
+        return policy_tokenizer(policy)
     except TokenizerError as error:
-        own = policy.tokenizer_name_or_path is not None
-        key = "policy.tokenizer_name_or_path" if own else "policy.model_name_or_path"
-        raise EngineConfigError(f"{key} = {path!r} has no tokenizer that can be loaded: {error}") from error
+        raise EngineConfigError(str(error)) from error
 
 
 def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:

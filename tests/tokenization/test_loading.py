@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken
 
 from tests.support.own_code import code_kept_in
@@ -187,6 +188,57 @@ def test_without_the_file_words_and_indentation_must_survive(tmp_path: Path) -> 
     assert read(tokenizer, TEXT)[1] == TEXT
     with pytest.raises(TokenizerError, match="to compare it with, and BertTokenizer loses text: "):
         load(str(without_file(tmp_path / "bert", "word_piece", "BertTokenizer")))
+
+
+PLAIN = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "vocab_size": 420}
+PLAIN |= {"remove_extra_whitespaces": False}
+LLAMA = "LlamaTokenizer"
+PIECES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # name: (how the model is made, settings, why it is refused)
+    "the family's class": ({}, {"tokenizer_class": LLAMA}, ""),
+    "a class that puts no blank before a text": ({}, {}, r"ids .* at token 0 instead.*LlamaTokenizer\.from_"),
+    "a class that puts one": (
+        {"add_dummy_prefix": False},
+        {"tokenizer_class": LLAMA},
+        "ids .* at token 0 instead",
+    ),
+    "a model without": ({"add_dummy_prefix": False}, {}, ""),
+    "settings without": ({}, {"tokenizer_class": LLAMA, "add_prefix_space": False}, ""),
+    "symbols": ({"user_defined_symbols": ["[INST]"]}, {"tokenizer_class": LLAMA}, ""),
+    "symbols of blanks": ({"user_defined_symbols": ["    "]}, {"tokenizer_class": LLAMA}, "ids .* instead"),
+    "composed characters": (
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"tokenizer_class": LLAMA},
+        "ids .* instead",
+    ),
+    "no bytes": (
+        {"byte_fallback": False, "vocab_size": 90},
+        {"tokenizer_class": LLAMA},
+        "loses text: .*indentation",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_ids_without_the_file_are_those_of_the_sentencepiece_model(case: str, tmp_path: Path) -> None:
+    made, settings, refused = PIECES[case]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    label = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED, **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(label))
+    corpus = iter(["The answer is 18 [INST] def f(x): return x", "isn't it? 0123456789 + 24    if"] * 99)
+    model = {"model_prefix": str(tmp_path / "tokenizer"), "minloglevel": 2, "hard_vocab_limit": False}
+    SentencePieceTrainer.train(sentence_iterator=corpus, **model | PLAIN | made)
+    if refused:
+        with pytest.raises(TokenizerError, match=refused):
+            load(str(tmp_path))
+        return
+    tokenizer, whole = (
+        load(str(tmp_path)),
+        SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")),
+    )
+    for text in ("The answer is 18.", "a [INST] b", "if x:\n    é"):
+        ids = whole.encode(f"a{text}")[1:] if "add_prefix_space" in settings else whole.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
 
 
 BROKEN = {

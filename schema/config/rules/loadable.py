@@ -169,10 +169,9 @@ def _beyond(config: Config, find: FindFile) -> _Beyond | None:
     tokens = {number: token for token, number in vocabulary.ids.items() if number >= rows}
     if not tokens:
         return None
-    key = _MODEL if config.policy.tokenizer_name_or_path is None else "policy.tokenizer_name_or_path"
     template = _template(config, find)
     used = any(_is_used(token, vocabulary, template) for token in tokens.values())
-    return _Beyond(key, name, facts.name, rows, tokens, used)
+    return _Beyond(config.policy.tokenizer_key, name, facts.name, rows, tokens, used)
 
 
 def _is_used(token: str, vocabulary: Vocabulary, template: str) -> bool:

@@ -246,3 +246,9 @@ class PolicyConfig(CheckpointingKeys, ModelKeys):
         if self.tokenizer_name_or_path is not None:
             return self.tokenizer_name_or_path, None
         return self.model_name_or_path, self.model_revision
+
+    @property
+    def tokenizer_key(self) -> str:
+        """The key of the configuration that names the tokenizer."""
+        named = "model" if self.tokenizer_name_or_path is None else "tokenizer"
+        return f"policy.{named}_name_or_path"

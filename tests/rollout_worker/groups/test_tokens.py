@@ -121,5 +121,7 @@ def test_end_of_text_tokens_of_generation_config_and_tokenizer(tmp_path: Path) -
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineConfigError, match="no tokenizer"):
+    with pytest.raises(
+        EngineConfigError, match=r"policy\.model_name_or_path = .*its tokenizer cannot be loaded"
+    ):
         load_tokenizer(PolicyConfig(model_name_or_path=str(tmp_path)))

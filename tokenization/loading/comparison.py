@@ -45,9 +45,9 @@ class Codec:
             return [], f"({error})"
 
 
-def difference(codec: Codec, reference: Codec, more: Iterable[str] = ()) -> str:
-    """The first probe text, or text of `more`, that the two encode or decode otherwise, as a phrase; "": none."""
-    for text in (*PROBE.values(), *more):
+def difference(codec: Codec, reference: Codec, texts: Iterable[str]) -> str:
+    """The first of these texts that the two encode or decode otherwise, as a phrase; "": none."""
+    for text in texts:
         (ids, back), (right, expected) = codec.round_trip(text), reference.round_trip(text)
         if back != expected:
             show = ascii if _composed(back) == _composed(expected) else repr
