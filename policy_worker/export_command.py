@@ -25,7 +25,7 @@ import torch
 
 from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import found_at
-from policy_worker.checkpoints.layout import EXPORT, Found, faults, state_files
+from policy_worker.checkpoints.layout import EXPORT, Found, faults, state_files, template_of
 from policy_worker.checkpoints.load import check_base
 from policy_worker.checkpoints.state import model_state, weights_from
 from policy_worker.checkpoints.storage import StateFiles, differences
@@ -35,6 +35,8 @@ from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.pretrained import skeleton
 from schema.config import Config, ConfigError, check_config, overrides
+from schema.config.chat_template import FILE as TEMPLATE
+from schema.config.chat_template import KEY, TemplateError, read_template
 from schema.config.modules import CANNOT_LOAD, remedy
 from schema.util.atomic_file import replacing_directory
 from weight_sync.hf_names import Gather
@@ -119,15 +121,16 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
     files = [path.name for path in state_files(found.path, MODEL)]
     _check_whole(found, files)
     config = _config_of(found, dtype, model, config_file)
+    template = _template(found, config)
     with StateFiles(state_files(found.path, MODEL)) as saved:
         if config.policy.lora is None:
             model, gather = PolicyModel(_skeleton(config), {}), weights_from(saved)
             _check_names(found, model)
         else:
             model, gather = _with_adapters(found, saved, config)
-        total, copied = len(list(model.lm.parameters())), prepare_export(model, config)
+        total, copied = len(list(model.lm.parameters())), prepare_export(model, config, template)
         write_export(
-            ExportNames(model), gather, config, target, lambda tensors: _progress(tensors, total), copied
+            ExportNames(model), gather, config, target, copied, lambda tensors: _progress(tensors, total)
         )
 
 
@@ -193,6 +196,20 @@ def _config_of(found: Found, dtype: str | None, model: str, file: Path | None) -
         raise
 
 
+def _template(found: Found, config: Config) -> str | None:
+    """The chat template that training used. Raises `SettingsError`, `DamagedCheckpointError`: it cannot be read."""
+    if TEMPLATE in found.manifest.files:
+        _check_whole(found, [TEMPLATE])
+        return template_of(found)
+    try:
+        template = read_template(config)
+    except TemplateError as error:
+        raise SettingsError(str(error)) from error
+    if template is not None:
+        log.warning("%s has not kept its chat template: the export gets that of %s today", found.path, KEY)
+    return template
+
+
 def _skeleton(config: Config) -> Any:
     """The model without its weights. Raises `SettingsError`."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -202,7 +219,7 @@ def _skeleton(config: Config) -> Any:
     try:
         facts = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
         overrides.apply(facts, "policy.override_config", config.policy.override_config)
-        lm = skeleton(AutoModelForCausalLM, facts, DTYPES[config.train.master_dtype], name, revision, trust)
+        lm = skeleton(AutoModelForCausalLM, facts, DTYPES[config.train.master_dtype], revision, trust)
     except overrides.OverrideError as error:
         raise SettingsError(str(error)) from error
     except CANNOT_LOAD as error:

@@ -62,6 +62,7 @@ from controller.data.sources import Source, open_source, optional_column, requir
 from controller.data.tokenizer import PromptTokenizer
 from controller.data.values import jsonable, without_nulls
 from schema.config import SOURCE_SCORERS, Config, DatasetConfig
+from schema.config.chat_template import keep_template, kept_template
 from schema.config.dataset_files import Role, files_of
 from schema.config.end_tokens import eos_token_ids
 from schema.config.fetched import fetched_by
@@ -83,7 +84,13 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[st
     report_only: write nothing else.
     """
     with reported(run_dir) as report:
-        ready = list(_ready(config))
+        template, ready = _ready(config)
+        if not report_only and (earlier := run_dir / "data" / "train.safetensors").exists():
+            earlier.unlink()  # however this ends, it is not data of this configuration
+            if kept_template(run_dir) != template:
+                logger.warning(
+                    "earlier steps of this run were trained with another chat template of the job's own"
+                )
         report.files |= {role: prepared.report for role, prepared in ready}
         _note_trained(dict(ready))
         refuse_bad(report)
@@ -94,6 +101,7 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[st
             logger.info("%s", text)
         report.write(run_dir)
         if not report_only:
+            keep_template(run_dir, template)
             # The training data last: where it is, everything is, however this process may have ended.
             for role, prepared in reversed(ready):
                 _write(run_dir / "data" / f"{role}.safetensors", prepared)
@@ -127,18 +135,17 @@ def refuse_unknown_ids(config: Config, role: Role, prepared: Prepared) -> None:
         )
 
 
-def _ready(config: Config) -> Iterator[tuple[Role, Prepared]]:
-    """The prepared rows of each file."""
+def _ready(config: Config) -> tuple[str | None, list[tuple[Role, Prepared]]]:
+    """The job's own chat template, and the prepared rows of each file."""
     source, held_out = training_source(config)
     jobs: list[tuple[Role, Source, Keep]] = [("train", source, lambda i: i not in held_out)]
     if config.validation.enable:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
     tokenizer = tokenizer_of(config)
-    for role, rows, keep in jobs:
-        if config.is_grpo:
-            yield role, prepare_prompts(config, tokenizer, rows, keep, role)
-        else:
-            yield role, prepare_conversations(config, tokenizer, rows, keep, role)
+    prepared = prepare_prompts if config.is_grpo else prepare_conversations
+    return tokenizer.own_template, [
+        (role, prepared(config, tokenizer, rows, keep, role)) for role, rows, keep in jobs
+    ]
 
 
 def _note_trained(ready: dict[Role, Prepared]) -> None:

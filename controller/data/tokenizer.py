@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from controller.data.loss_masks import (
     marked_template,
 )
 from schema.config import Config
+from schema.config.chat_template import TemplateError, read_template
 from tokenization.loading import TokenizerError, load
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class PromptTokenizer:
             )
         if template is not None:
             self._tokenizer.chat_template = template
+        self.own_template = template
         self._template: str | None = self._tokenizer.chat_template
         self._thinking = thinking
         self._tools: list[Any] | None = None
@@ -94,11 +95,15 @@ class PromptTokenizer:
         policy, turns = config.policy, config.rollout.multi_turn_config
         key = policy.tokenizer_key
         path = turns.custom_chat_template_path
+        try:
+            template = read_template(config)
+        except TemplateError as error:
+            raise DataError(str(error)) from error
         tokenizer = cls(
             *policy.tokenizer,
             trust_remote_code=policy.trust_remote_code,
             key=key,
-            template=_read_template(path),
+            template=template,
             thinking=turns.enable_thinking,
         )
         system = config.train.train_policy.system_prompt
@@ -406,15 +411,3 @@ def _some(messages: list[Message]) -> list[Message]:
 
 def _contents(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt)
-
-
-def _read_template(path: str | None) -> str | None:
-    """The file's text; None: no file is named. Raises `DataError`."""
-    if not path:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{_TURNS}custom_chat_template_path = {path!r} cannot be read ({error}); it must name a text file"
-        ) from error

@@ -37,6 +37,7 @@ from launcher.processes.signals import note_signals
 from launcher.resolved_config import values
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config import Config, ConfigError, Problem, check_warnings
+from schema.config.chat_template import changed_since
 from schema.config.loading.load import load
 from schema.util.tls import server_context
 
@@ -235,6 +236,10 @@ def _run(
     tokens = Tokens.fresh()
     run.write_tokens(tokens, trainers=config.policy.parallelism.n_init_replicas > 1)
 
+    reuses = goes_on and _same_data(before, written, run)
+    if reuses and (warning := changed_since(config, run.path)):
+        screen.event(f"warning: {warning}")
+
     def planned(host: str, port: int, url: str, address: str, others: Sequence[Machine]) -> Plan:
         try:
             workers, reserve = place_elastic(config, checked.machine, *others, rollouts=rollouts)
@@ -250,7 +255,7 @@ def _run(
             redis=redis_server.named(config.redis, env) or redis_server.embedded(run.redis),
             workers=workers,
             reserve=reserve,
-            reuse_data=goes_on and _same_data(before, written, run),
+            reuse_data=reuses,
             continued=goes_on,
             env=env,
             address=address,

@@ -25,6 +25,7 @@ from launcher.processes.private_directory import make_private
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.util.host import has_address
+from schema.util.proxies import is_loopback
 from schema.wire.store_url import is_url
 
 DEFAULT_PORT = 29600
@@ -63,9 +64,7 @@ class HeadAddress:
         """What the head listens at; None, all of its addresses, where its own name means the loopback one to it."""
         try:
             return (
-                None
-                if not _is_address(self.host) and all(map(_is_loopback, self._addresses()))
-                else self.host
+                None if not _is_address(self.host) and all(map(is_loopback, self._addresses())) else self.host
             )
         except OSError:
             return self.host
@@ -133,10 +132,6 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def place_of(config: Config, head: HeadAddress) -> Path:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from schema.config import Config, Problem
-from schema.config.rules.tls import is_this_machine
-from schema.util.proxies import proxy_of
+from schema.util.proxies import is_loopback, proxy_of
 from schema.wire.store_url import is_url
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def unencrypted_addresses(config: Config, env: Mapping[str, str]) -> list[Proble
         if host and (proxy := proxy_of(addresses[name], env, reads_all=name not in FOR_BOTO)):
             message = f"{name} is an http:// address: {sent} go in the clear through {proxy}"
             warnings.append(Problem("", message, None, f"name {host} in NO_PROXY, or an https:// address"))
-        elif host and not is_this_machine(host):
+        elif host and not is_loopback(host):
             message = f"{name} is an http:// address: {sent} go in the clear to whatever listens there"
             hint = "name an https:// address, unless the network is trusted"
             warnings.append(Problem("", message, None, hint))

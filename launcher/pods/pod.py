@@ -38,6 +38,7 @@ import typer
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_by_exit
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role, is_hung
+from schema.config.chat_template import changed_since
 from schema.util.file_lock import open_lock, release, try_lock
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ def _controller(config: Config) -> NoReturn:
         _keep_config(run, config)
         if not (run.path / "data" / "train.safetensors").exists():
             _prepare(run, config)
+        elif warning := changed_since(config, run.path):
+            sys.stderr.write(f"warning: {warning}\n")
     write_text(run.path / AGREEMENT, json.dumps(_facts(config)))
     (spec,) = placement.controller(str(run.path), ANY, config.controller.port).processes
     own = {

@@ -48,11 +48,11 @@ SHARD_BYTES = 4 * 1024**3
 
 
 def export_model(
-    trainer: Trainer, config: Config, target: Path, *, average: bool = False, files: Files | None = None
+    trainer: Trainer, config: Config, target: Path, files: Files, *, average: bool = False
 ) -> None:
     """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
 
-    average: with the moving average of its weights. files: as of `write_export`.
+    files: as of `write_export`, on rank 0. average: with the moving average of its weights.
 
     Raises:
         ExportError: `target` cannot be written; nothing there was changed.
@@ -66,7 +66,7 @@ def export_model(
         return
     try:
         remove_unfinished(target)
-        write_export(names, gather, config, target, files=files)
+        write_export(names, gather, config, target, files)
     except (OSError, SafetensorError) as error:
         raise ExportError(
             f"the model could not be exported to {target}: {error}. Nothing there was changed, and checkpoints are "
@@ -98,14 +98,16 @@ class ExportNames:
         return iter(()) if self._adapter is None else self._adapter.tensors(gather)
 
 
-def prepare_export(model: PolicyModel, config: Config) -> Files:
+def prepare_export(model: PolicyModel, config: Config, template: str | None) -> Files:
     """What `write_export` copies. Before training: proves that all but weights can be written, too.
+
+    template: the job's own, that training uses.
 
     Raises:
         SettingsError: it cannot.
     """
     try:
-        files = source_files(config, model.lm.config)
+        files = source_files(config, model.lm.config, template)
         with TemporaryDirectory(prefix="export-") as scratch:
             _write_settings(model, config, files, Path(scratch))
             if (settings := _adapter_settings(model)) is not None:
@@ -120,24 +122,16 @@ def prepare_export(model: PolicyModel, config: Config) -> Files:
 
 
 def write_export(
-    names: ExportNames,
-    gather: Gather,
-    config: Config,
-    target: Path,
-    progress: Progress = iter,
-    files: Files | None = None,
+    names: ExportNames, gather: Gather, config: Config, target: Path, files: Files, progress: Progress = iter
 ) -> None:
     """Write a model in `train.transfer_dtype`, with all that makes it one; in one process.
 
-    progress: passes the model's tensors on. files: what `prepare_export` has found; None: they are read now.
+    files: what `prepare_export` has found. progress: passes the model's tensors on.
 
     Raises:
         OSError: `target` cannot be written; nothing there was changed.
-        ValueError: a file of the model that it began with cannot be read.
     """
     dtype = DTYPES[config.train.effective_transfer_dtype]
-    if files is None:
-        files = source_files(config, names.model.lm.config)
     with replacing_directory(target) as unfinished:
         write_shards(progress(names.tensors(gather, dtype)), unfinished)
         _write_settings(names.model, config, files, unfinished)

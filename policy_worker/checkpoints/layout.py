@@ -7,6 +7,7 @@
         ema-00000.safetensors        and of the moving average, where there is one
         rng-00000.safetensors        random states of rank 0 (`rng`)
         ledger.json                  LedgerSnapshot: frontier and untrained positions
+        chat_template.jinja          the job's own, with which its data are prepared
         export/                      the model for transformers, with `train.ckpt.export_safetensors`
         manifest.json                sizes and hashes of all that, written last
       latest                       name of the newest one, moved last
@@ -33,6 +34,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
+from schema.config.chat_template import FILE as TEMPLATE
 
 FORMAT = 2
 MANIFEST, LEDGER, EXPORT = "manifest.json", "ledger.json", "export"
@@ -133,6 +135,11 @@ class Found:
     def step(self) -> int:
         """Committed steps that it covers."""
         return self.manifest.step
+
+
+def template_of(found: Found) -> str | None:
+    """The job's own chat template that a checkpoint was trained with; None: none. Raises OSError, ValueError."""
+    return (found.path / TEMPLATE).read_bytes().decode() if TEMPLATE in found.manifest.files else None
 
 
 def checkpoints_of(run_dir: Path) -> Path:

@@ -20,7 +20,7 @@ from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of
+from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of, template_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.source_files import Files
@@ -41,6 +41,7 @@ from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
 from policy_worker.trainer import TrainedModel, Trainer
 from schema.config import Config
+from schema.config.chat_template import kept_template
 from schema.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ class Checkpointer:
         self._uploader: Uploader | None = None
         self._housekeeper = Housekeeper(self._directory, self._settings)
         self._reply = reply
-        self.export_files: Files | None = None
+        self._template: str | None = None
+        self.export_files: Files = {}
         """Rank 0, where the model will be exported: what each export copies."""
         if leads:
             self.lead()
@@ -129,8 +131,9 @@ class Checkpointer:
         """Rank 0: clean up after the dead, and find out now whether saving, exporting and uploading will work."""
         if self.enabled:
             self._prepare_directory()
+        self._template = kept_template(Path(reply.run_dir))
         if self._config.launcher.export_final or (self.enabled and self._settings.export_safetensors):
-            self.export_files = prepare_export(self._trainer.model, self._config)
+            self.export_files = prepare_export(self._trainer.model, self._config, self._template)
         self._uploader = make_uploader(self._config, Path(reply.run_dir))
         self._uploader.probe(strict=reply.committed_steps == 0)
         if self._session is not None:
@@ -156,6 +159,12 @@ class Checkpointer:
             CheckpointError: the checkpoint is of another model or data, or lacks what is asked for.
         """
         load(resumption, self._trainer, self._config, self._data)
+        if self._trainer.group.leads and template_of(resumption.found) != self._template:
+            log.warning(
+                "checkpoint %s was trained with another chat template of the job's own than this run's data are "
+                "prepared with",
+                resumption.path,
+            )
         manifest = resumption.found.manifest
         if resumption.step == manifest.step:
             self._epochs = manifest.epochs
@@ -235,6 +244,7 @@ class Checkpointer:
             states=capture_rng(group.device),
             manifest=manifest,
             ledger=ledger,
+            template=self._template,
             exporter=self._exporter() if group.leads and manifest.exported else None,
         )
 
@@ -268,7 +278,7 @@ class Checkpointer:
     def _exporter(self) -> Exporter:
         """Names are collected now, while no step runs; the weights come from the files."""
         names, config, files = ExportNames(self._trainer.model), self._config, self.export_files
-        return lambda gather, target: write_export(names, gather, config, target, files=files)
+        return lambda gather, target: write_export(names, gather, config, target, files)
 
     def _write(self, draft: Draft) -> None:
         """In the main thread or in the background: the checkpoint, then everybody who has to know."""

@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import cached_file
 
 from schema.config import Config, PolicyConfig, local_path
+from schema.config.chat_template import FILE as TEMPLATE
 from schema.config.end_tokens import eos_token_ids
 from schema.config.fetched import fetched_by
 from schema.config.model_facts import FindFile, read_config
@@ -34,11 +35,7 @@ log = logging.getLogger(__name__)
 Files = Mapping[str, bytes]
 """By name relative to an export."""
 GENERATION, TOKENIZER_CONFIG, README = "generation_config.json", "tokenizer_config.json", "README.md"
-TEMPLATE, OLDER_TEMPLATE, FURTHER_TEMPLATES = (
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-)
+OLDER_TEMPLATE, FURTHER_TEMPLATES = "chat_template.json", "additional_chat_templates"
 _NAMES = (
     "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
@@ -54,8 +51,8 @@ _OF_TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_template
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-def source_files(config: Config, model_config: PretrainedConfig) -> Files:
-    """All of them. model_config: that of the loaded model.
+def source_files(config: Config, model_config: PretrainedConfig, template: str | None) -> Files:
+    """All of them. model_config: that of the loaded model. template: the job's own, that training uses.
 
     Raises:
         OSError, ValueError: one of them cannot be read; the text names it.
@@ -68,13 +65,12 @@ def source_files(config: Config, model_config: PretrainedConfig) -> Files:
     copied = _tokenizer(*tokenizer, find)
     if not any(_OF_TOKENIZER.fullmatch(name) for name in copied):
         log.warning("exports are without a tokenizer: %s has no files of one", tokenizer[0])
-    template = _own_template(config)
     files |= copied if template is None else _with_template(copied, template)
     own_end, special = _tokens(policy)
     ends = _stop_ids(config, own_end, special, find)
     files[GENERATION] = _generation(config, model_config, ends, find)
     strings = [text for text in config.rollout.sampling_config.stop if text not in special]
-    files[README] = _readme(config, files, ends, strings).encode()
+    files[README] = _readme(config, files, ends, strings, template).encode()
     return files
 
 
@@ -169,19 +165,6 @@ def _files_in(place: Path) -> dict[str, Path | None]:
     return {path.relative_to(place).as_posix(): path for path in paths if path.is_file()}
 
 
-def _own_template(config: Config) -> str | None:
-    name = config.rollout.multi_turn_config.custom_chat_template_path
-    if not name:
-        return None
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"rollout.multi_turn_config.custom_chat_template_path = {name!r} cannot be read here ({error}), and "
-            f"exports carry it: put it where trainers see it, too"
-        ) from error
-
-
 def _with_template(files: Files, template: str) -> dict[str, bytes]:
     """The same tokenizer with this chat template in `chat_template.jinja`, and in the place of every other."""
     kept = {name: data for name, data in files.items() if not _OF_TEMPLATE.fullmatch(name)}
@@ -240,8 +223,10 @@ def _texts(value: Any) -> Iterator[str]:
 # ---- README.md -------------------------------------------------------------------------------------------------
 
 
-def _readme(config: Config, files: Files, ends: Iterable[int], strings: Iterable[str]) -> str:
-    """ends, strings: ids and texts that ended answers."""
+def _readme(
+    config: Config, files: Files, ends: Iterable[int], strings: Iterable[str], template: str | None
+) -> str:
+    """ends, strings: ids and texts that ended answers. template: the job's own."""
     policy = config.policy
     name, revision = policy.model_name_or_path, policy.model_revision
     head = ["library_name: transformers"] + ([f"base_model: {name}"] if local_path(name) is None else [])
@@ -249,7 +234,7 @@ def _readme(config: Config, files: Files, ends: Iterable[int], strings: Iterable
     facts = [f"Base model: `{_public(name)}`" + (f", revision `{revision}`" if revision else "")]
     if policy.tokenizer_name_or_path:
         facts.append(f"Tokenizer: that of `{_public(policy.tokenizer_name_or_path)}`")
-    facts += _prompts(config, files)
+    facts += _prompts(config, files, template)
     facts.append(f"Token ids that end an answer: {', '.join(map(str, ends)) or 'none'} (`{GENERATION}`)")
     if stops := ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in strings):
         facts.append(f"Strings that end an answer, which no file here carries: {stops}")
@@ -285,14 +270,14 @@ def _public(name: str) -> str:
     return name if place is None else place.resolve().name
 
 
-def _prompts(config: Config, files: Files) -> Iterator[str]:
+def _prompts(config: Config, files: Files, template: str | None) -> Iterator[str]:
     turns = config.rollout.multi_turn_config
     listed = (_object(files.get(TOKENIZER_CONFIG, b"")) or {}).get("chat_template")
     templates = [
         data.decode(errors="replace") for name, data in files.items() if _OF_TEMPLATE.fullmatch(name)
     ]
     templates += [*_texts(listed)]
-    if turns.custom_chat_template_path:
+    if template is not None:
         yield f"Chat template: the job's own, in `{TEMPLATE}`"
     elif templates:
         yield "Chat template: that of the tokenizer"

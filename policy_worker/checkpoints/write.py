@@ -25,6 +25,7 @@ from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.layout import (
     EXPORT,
     LEDGER,
+    TEMPLATE,
     FileFacts,
     Found,
     Manifest,
@@ -52,7 +53,8 @@ class Draft:
     """A checkpoint that is to be written.
 
     pieces: by kind; the model's also where only its export is kept, those of a frozen base only for an export.
-    manifest: without its files. ledger, exporter: rank 0's alone.
+    manifest: without its files. ledger, exporter: rank 0's alone. template: the job's own chat template, if it has
+    one.
     """
 
     unfinished: Path
@@ -61,6 +63,7 @@ class Draft:
     states: RngStates
     manifest: Manifest
     ledger: str | None
+    template: str | None
     exporter: Exporter | None
 
 
@@ -142,9 +145,10 @@ def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> Found:
             del files[path.name]
         exported = (path for path in (unfinished / EXPORT).rglob("*") if path.is_file())
         files |= {str(path.relative_to(unfinished)): hash_of_file(path) for path in exported}
-    if draft.ledger is not None:
-        (unfinished / LEDGER).write_text(draft.ledger)
-        files[LEDGER] = hash_of_file(unfinished / LEDGER)
+    for name, text in ((LEDGER, draft.ledger), (TEMPLATE, draft.template)):
+        if text is not None:
+            (unfinished / name).write_bytes(text.encode())
+            files[name] = hash_of_file(unfinished / name)
     manifest = draft.manifest.model_copy(update={"files": files, "written_at": time.time()})
     _check_all_there(unfinished, files)
     write_manifest(unfinished, manifest)

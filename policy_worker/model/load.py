@@ -289,7 +289,7 @@ class Source:
             quantized = getattr(config, "quantization_config", None) is not None
             weights = None
             if files and not quantized and not whole:
-                lm = skeleton(auto, config, dtype, name, revision, self.trust)
+                lm = skeleton(auto, config, dtype, revision, self.trust)
                 weights = Weights(self.what, lm, files, dtype)
                 missing, surplus = weights.missing, weights.surplus
             else:

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -42,7 +42,6 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from policy_worker.memory.offload import mapped
 from policy_worker.model.lora import plain_name
-from schema.config.modules import CANNOT_LOAD
 from weight_sync.publishing.gather import Box, box_at
 from weight_sync.stored import StoredTensor, all_of, blocks, stored_tensors
 
@@ -56,25 +55,17 @@ def skeleton(
     auto: type[AutoModel | AutoModelForCausalLM],
     config: PretrainedConfig,
     dtype: torch.dtype,
-    name: str,
     revision: str | None,
     trust: bool,
 ) -> PreTrainedModel:
     """The model of a configuration on the meta device, tensors that are to be tied still apart.
 
-    name, revision: where the settings of its generation are. trust: whether its own code may run.
+    revision: of its own code. trust: whether that may run.
     """
     its_own = trust and auto.__name__ in (getattr(config, "auto_map", None) or {})
     more = {"code_revision": revision} if its_own and revision is not None else {}
     with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
         lm: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=trust, **more)
-    if lm.can_generate():
-        try:
-            lm.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-        except OSError:
-            log.info("%s has no generation config: the one that follows from its config is taken", name)
-        except CANNOT_LOAD as error:  # training has no use for it, and exports copy the file
-            log.warning("%s: transformers refuses its generation_config.json: %s", name, error)
     return lm
 
 

@@ -333,10 +333,10 @@ class Loop:
             self._say("exporting the model")
             final = Path(self._reply.run_dir) / "final"
             files = self._checkpointer.export_files
-            export_model(self._trainer, self._config, final, files=files)
+            export_model(self._trainer, self._config, final, files)
             if self._trainer.ema is not None:
                 averaged = final.with_name("final_ema")
-                export_model(self._trainer, self._config, averaged, average=True, files=files)
+                export_model(self._trainer, self._config, averaged, files, average=True)
             self._checkpointer.offer_final(final, step)
         self._say("waiting for publications, checkpoints and uploads")
         published = self._settle()

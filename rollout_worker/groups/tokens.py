@@ -14,8 +14,8 @@ from rollout_worker.engines.base import EngineConfigError, Generation, SamplingS
 from schema.config import Config, PolicyConfig, end_tokens, vocabulary
 from schema.config.fetched import fetched_by, of_policy, refusal
 from schema.config.modules import ExternalModuleError, import_external
-from schema.config.rules.engine import never_stops
-from schema.config.vocabulary import never_found
+from schema.config.rules.engine import never_stops, rarely_stops
+from schema.config.vocabulary import never_found, shares
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
 from tokenization.loading import TokenizerError, policy_tokenizer, special_tokens
@@ -66,7 +66,7 @@ def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:
 
 
 def stop_tokens(config: Config, tokenizer: Any) -> dict[int, str]:
-    """The stop strings that are special tokens, by id.
+    """The stop strings that are special tokens, by id; a warning of those that are a part of one.
 
     Raises:
         EngineConfigError: a string holds a special token and more, so that no text contains it.
@@ -74,6 +74,8 @@ def stop_tokens(config: Config, tokenizer: Any) -> dict[int, str]:
     strings, special = config.rollout.sampling_config.stop, special_tokens(tokenizer)
     if faults := [never_stops(*pair).render() for pair in never_found(strings, special).items()]:
         raise EngineConfigError("\n".join(faults))
+    for pair in shares(strings, special).items():
+        log.warning("%s", rarely_stops(*pair).render())
     return vocabulary.stop_tokens(strings, special)
 
 

@@ -137,6 +137,32 @@ def never_found(strings: Iterable[str], special: Collection[str]) -> dict[str, s
     return {string: token for string in texts for token in special if token and token in string}
 
 
+def shares(strings: Iterable[str], special: Collection[str]) -> dict[str, str]:
+    """The stop strings that share their begin or end with a special token, or lie in one: each with such a token.
+
+    Text has them only where other tokens spell them out. Words, and single characters, are left out.
+    """
+    found = {}
+    for string in strings:
+        tokens = (
+            ()
+            if string in special or never_found([string], special)
+            else sorted(special, key=lambda token: (len(token), token))
+        )
+        token = next((token for token in tokens if _shares(string, token)), None)
+        if token is not None:
+            found[string] = token
+    return found
+
+
+def _shares(string: str, token: str) -> bool:
+    parts = [string] if string in token else []
+    for size in range(2, min(len(string), len(token))):
+        parts += [string[-size:]] if string[-size:] == token[:size] else []
+        parts += [string[:size]] if string[:size] == token[-size:] else []
+    return any(len(part) > 1 and not part.strip().isalnum() and part.strip() for part in parts)
+
+
 def _listed(vocabulary: Any) -> dict[str, int]:
     """Of a table token = id, or a list of [token, score] in the order of ids."""
     if isinstance(vocabulary, Mapping):

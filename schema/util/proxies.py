@@ -77,12 +77,11 @@ def spared(env: Mapping[str, str]) -> dict[str, str]:
 
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine by its name or number alone."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
     try:
-        return ip_address(host).is_loopback
+        number = ip_address(host.partition("%")[0])
     except ValueError:
-        return False
+        return host == "localhost" or host.endswith(".localhost")
+    return (getattr(number, "ipv4_mapped", None) or number).is_loopback
 
 
 def is_private(host: str) -> bool:

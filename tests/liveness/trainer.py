@@ -26,7 +26,6 @@ from transformers import dynamic_module_utils
 
 from controller.client import Refused
 from controller.client import calls as api
-from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.find import Resumption, _resumption, candidates
 from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
@@ -75,6 +74,7 @@ from tests.policy_worker.checkpoint_material import make_checkpoint, save_state
 from tests.policy_worker.material import (
     cut_short,
     encode_step,
+    export_whole,
     from_sources,
     random_samples,
     tiny_critic,
@@ -1573,7 +1573,7 @@ watch(
 def exported_type(config: Config, place: Place) -> set[str]:
     """The type of the exported tensors."""
     target = place.directory() / "final"
-    export_model(_trainer(config, place), config, target)
+    export_whole(_trainer(config, place), config, target)
     with safe_open(target / "model.safetensors", framework="pt") as file:
         return {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
@@ -1595,7 +1595,7 @@ def averaged_weight(config: Config, place: Place) -> list[float]:
     for parameter in trainer.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     trainer.step(0)
-    export_model(trainer, config, target, average=True)
+    export_whole(trainer, config, target, average=True)
     with safe_open(target / "model.safetensors", framework="pt") as file:
         return [file.get_tensor("model.norm.weight").flatten()[0].item()]
 

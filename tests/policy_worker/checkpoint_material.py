@@ -19,6 +19,7 @@ from policy_worker.checkpoints.layout import (
     write_manifest,
 )
 from policy_worker.checkpoints.load import load, schedule_facts
+from policy_worker.checkpoints.source_files import source_files
 from policy_worker.checkpoints.state import BASE, base_digests, capture_rng, loss_scales, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
@@ -81,11 +82,14 @@ def save_state(
             bases=base_digests(trainer),
         ),
         ledger="{}",
+        template=None,
         exporter=None,
     )
     if exports is not None and group.leads:
-        names = ExportNames(trainer.model)
-        draft = replace(draft, exporter=lambda gather, path: write_export(names, gather, exports, path))
+        names, files = ExportNames(trainer.model), source_files(exports, trainer.model.lm.config, None)
+        draft = replace(
+            draft, exporter=lambda gather, path: write_export(names, gather, exports, path, files)
+        )
     return write(draft, group)
 
 

@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from policy_worker.checkpoints.export import export_model
+from policy_worker.checkpoints.source_files import source_files
 from policy_worker.model import lora
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
@@ -27,6 +29,7 @@ from policy_worker.parallel.group import Group
 from policy_worker.trainer import Critic, Trainer
 from policy_worker.training.loop import Algorithm
 from schema.config import Config
+from schema.config.chat_template import read_template
 from schema.wire.batch import StepTable, encode_batch
 from schema.wire.sample import Sample, SampleHeader, encode_sample
 from tests.support.metric_names import undocumented
@@ -142,6 +145,12 @@ def write_model(directory: Path, seed: int = 0) -> Path:
 
 
 _OF_BOTH = ("param_dtype", "optm_lr", "optm_impl", "optm_warmup_steps")
+
+
+def export_whole(trainer: Trainer, config: Config, target: Path, *, average: bool = False) -> None:
+    """Export a model with the files that belong to it. A collective."""
+    files = source_files(config, trainer.model.lm.config, read_template(config))
+    export_model(trainer, config, target, files, average=average)
 
 
 def make_config(

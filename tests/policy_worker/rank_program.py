@@ -30,7 +30,6 @@ import torch
 from safetensors.torch import save, save_file
 from torch.distributed.fsdp import FSDPModule
 
-from policy_worker.checkpoints.export import export_model
 from policy_worker.model.load import kept_activations
 from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
 from policy_worker.model.routing import replay_in
@@ -47,6 +46,7 @@ from schema.wire.sample import encode_sample
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import (
     cut_short,
+    export_whole,
     from_sources,
     make_config,
     make_table,
@@ -199,7 +199,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
         )
     if "export" in options:
-        export_model(
+        export_whole(
             trainer, config, Path(options["export"]), average="ema_decay" in options.get("train", {})
         )
     weights = dict(hub_tensors(trainer.model.lm))

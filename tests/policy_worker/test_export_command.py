@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from policy_worker.checkpoints.layout import hash_of_file, look, write_manifest
 from policy_worker.export_command import main
 from policy_worker.parallel.group import Group
 from tests.policy_worker.material import make_config, tiny_lm
@@ -142,6 +143,27 @@ def test_what_cannot_be_exported_is_said(run_dir: Path, tmp_path: Path, export: 
     assert (damaged.code, f"{file.name} has" in damaged.err) == (2, True)
     assert not (tmp_path / "damaged-out").exists()
     assert not list(tmp_path.glob(".*out*")), "nothing half-written stays"
+
+
+def test_an_export_has_the_template_of_training(
+    run_dir: Path, tmp_path: Path, export: Callable[..., Said], caplog: pytest.LogCaptureFixture
+) -> None:
+    copy, template = copy_of(run_dir, tmp_path), tmp_path / "own.jinja"
+    (checkpoint,) = (copy / "checkpoints").glob("step-*")
+    config = json.loads((copy / "config.json").read_text())
+    config["rollout"]["multi_turn_config"]["custom_chat_template_path"] = str(template)
+    (copy / "config.json").write_text(json.dumps(config))
+    template.write_text("edited since")
+    assert export(copy, tmp_path / "today").code == 0
+    assert "has not kept its chat template" in caplog.text
+    (checkpoint / "chat_template.jinja").write_text("as trained")
+    manifest = look(checkpoint).manifest
+    files = manifest.files | {"chat_template.jinja": hash_of_file(checkpoint / "chat_template.jinja")}
+    write_manifest(checkpoint, manifest.model_copy(update={"files": files}))
+    template.unlink()
+    assert export(copy, tmp_path / "kept").code == 0
+    shown = [(tmp_path / name / "chat_template.jinja").read_text() for name in ("today", "kept")]
+    assert shown == ["edited since", "as trained"]
 
 
 def test_help_teaches() -> None:

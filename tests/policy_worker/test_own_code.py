@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from policy_worker.checkpoints.export import export_model
 from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_model
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
 from schema.config import Config
-from tests.policy_worker.material import make_config, tiny_lm
+from tests.policy_worker.material import export_whole, make_config, tiny_lm
 from tests.rollout_worker.tiny import tokenizer
 from tests.support.own_code import bring_own_code, code_kept_in, importable, need_module
 
@@ -42,7 +41,7 @@ def config(model: Path, **policy: object) -> Config:
 
 def export(config: Config, group: Group, target: Path) -> Trainer:
     trainer = Trainer(load_model(config), config, group, Schedule(1))
-    export_model(trainer, config, target)
+    export_whole(trainer, config, target)
     return trainer
 
 

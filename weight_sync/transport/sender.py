@@ -8,7 +8,6 @@ each with a deadline, so that no connection can hold up publishing or other repl
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import mmap
 import secrets
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from schema.util.proxies import is_loopback
 from schema.wire.weights import Offer, Piece
 from weight_sync.errors import WeightError
 from weight_sync.manifest import parse_manifest
@@ -52,7 +52,7 @@ def own_address(controller_url: str, controller_host: str) -> str:
     """
     parts = urlsplit(controller_url)
     found = _towards(parts.hostname or "localhost", parts.port or 80)
-    if _is_loopback(found) and not _is_loopback(controller_host):
+    if is_loopback(found) and not is_loopback(controller_host):
         try:
             return _towards(_ELSEWHERE, 80)
         except OSError:  # a machine without a network
@@ -66,13 +66,6 @@ def _towards(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as way:
         way.connect(address)
         return str(way.getsockname()[0])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

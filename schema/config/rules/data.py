@@ -8,18 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from schema.config.chat_template import TemplateError, read_template
 from schema.config.columns import Columns, columns_of, flat
 from schema.config.dataset_files import FileId, Role, UnreadableDataError, files_of
 from schema.config.loading.explain import closest
-from schema.config.paths import (
-    DATA_SUFFIXES,
-    address_fault,
-    exists,
-    home_hint,
-    is_file,
-    local_path,
-    read_regular,
-)
+from schema.config.paths import DATA_SUFFIXES, address_fault, exists, home_hint, is_file, local_path
 from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.batch import longest_sequence
@@ -29,7 +22,6 @@ from schema.config.sections.evaluation import EvaluationConfig
 
 _POLICY = "train.train_policy"
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
-_MOST_TEMPLATE = 1024 * 1024  # bytes; the longest of the hub have some tens of kilobytes
 _SYNTHETIC = "synthetic:addition"
 _SYNTHETIC_SPLITS = ("train", "held_out")
 _SYNTHETIC_COLUMNS = frozenset({"prompt", "answer", "a", "b", "data_source"})
@@ -368,16 +360,10 @@ def places_can_be_used(config: Config) -> Iterator[Problem]:
 
 def template_can_be_read(config: Config) -> Iterator[Problem]:
     """The file of a chat template is there; whether it renders is seen before the first row is."""
-    name = config.rollout.multi_turn_config.custom_chat_template_path
-    if not name or not config.is_grpo:
-        return
     try:
-        read_regular(Path(name), _MOST_TEMPLATE).decode("utf-8")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        hint = home_hint(name) or "name a text file in Jinja's language, relative to the current directory"
-        key = "rollout.multi_turn_config.custom_chat_template_path"
-        yield Problem(key, f"the chat template {name} cannot be read: {why}", name, hint)
+        read_template(config)
+    except TemplateError as error:
+        yield error.problem
 
 
 DATA_RULES = (

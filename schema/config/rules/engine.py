@@ -10,7 +10,7 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.vocabulary import never_found, numbered
+from schema.config.vocabulary import never_found, numbered, shares
 
 _SAMPLING = "rollout.sampling_config"
 
@@ -362,6 +362,23 @@ def never_stops(string: str, token: str) -> Problem:
     return Problem(f"{_SAMPLING}.stop", message, string, hint)
 
 
+def stop_strings_are_whole(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
+    """Warning: a stop string that is a part of a special token, at which no answer ends."""
+    strings = config.rollout.sampling_config.stop
+    vocabulary = numbered(*config.policy.tokenizer, find) if strings else None
+    for string, token in shares(strings, vocabulary.special if vocabulary else ()).items():
+        yield rarely_stops(string, token)
+
+
+def rarely_stops(string: str, token: str) -> Problem:
+    """What is to be said of a stop string that is a part of a special token, or overlaps one."""
+    message = (
+        f"it has a part of the special token {token!r}, which the text of an answer leaves out: this ends an answer "
+        "only where other tokens spell it out, never at that token"
+    )
+    return Problem(f"{_SAMPLING}.stop", message, string, f"write {token!r} if the token is meant")
+
+
 ENGINE_RULES = (
     temperatures_agree,
     temperatures_can_be_computed,
@@ -376,4 +393,4 @@ ENGINE_RULES = (
     group_fits_replica,
     stop_strings_can_be_found,
 )
-ENGINE_WARNINGS = (raw_log_probs_are_another_policy,)
+ENGINE_WARNINGS = (raw_log_probs_are_another_policy, stop_strings_are_whole)

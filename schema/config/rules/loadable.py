@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from schema.config.chat_template import TemplateError, read_template
 from schema.config.model_facts import FindFile, ModelFacts, local_file
 from schema.config.paths import NotAFileError, read_regular
 from schema.config.problem import Problem
@@ -181,9 +182,12 @@ def _is_used(token: str, vocabulary: Vocabulary, template: str) -> bool:
 def _template(config: Config, find: FindFile) -> str:
     """The chat template of the job, or the texts of those that come with the tokenizer."""
     name, revision = config.policy.tokenizer
-    own = config.rollout.multi_turn_config.custom_chat_template_path
-    if own:
-        return _text_of(Path(own))
+    try:
+        own = read_template(config)
+    except TemplateError:
+        own = ""  # another rule reports it
+    if own is not None:
+        return own
     settings = _text_of(find(name, revision, "tokenizer_config.json"))
     try:
         listed = str(json.loads(settings or "{}").get("chat_template", ""))

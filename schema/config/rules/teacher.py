@@ -12,9 +12,9 @@ from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
 from schema.config.rules.model import directory_problems
-from schema.config.rules.tls import is_this_machine
 from schema.config.sections.teacher import TeacherConfig
 from schema.config.vocabulary import difference, vocabulary_of
+from schema.util.proxies import is_loopback
 
 _OF_URL = ("served_model", "key_variable", "timeout")
 _OF_MODEL = ("offload", "mini_batch", "max_token_len_per_mini_batch")
@@ -137,7 +137,7 @@ def keys_travel_encrypted(config: Config) -> Iterator[Problem]:
     """Warning: what is sent to an http address can be read on its way."""
     for key, teacher in _numbered(config):
         parts = urlsplit(teacher.url or "")
-        if teacher.key_variable and parts.scheme == "http" and not is_this_machine(parts.hostname or ""):
+        if teacher.key_variable and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             message = f"the API key of {teacher.key_variable} is sent unencrypted, to whatever listens there"
             yield Problem(f"{key}.url", message, teacher.url, "write https://")
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
-from schema.config.sections.controller import ControllerConfig
+from schema.util.proxies import is_loopback
 
 
 def redis_address_is_one(config: Config) -> Iterator[Problem]:
@@ -82,7 +82,7 @@ def redis_is_not_overheard(config: Config) -> Iterator[Problem]:
         host = (urlsplit(url).hostname or "") if url.startswith("redis://") else ""
     except ValueError:
         return  # `redis_address_is_one` says so
-    if not host or is_this_machine(host):
+    if not host or is_loopback(host):
         return
     message = (
         f"without TLS the password and every sample go in the clear to whatever listens at {host}, and whatever "
@@ -95,7 +95,7 @@ def redis_is_not_overheard(config: Config) -> Iterator[Problem]:
 def tokens_are_not_overheard(config: Config) -> Iterator[Problem]:
     """Warning: an address that others can reach, and no encryption."""
     host = config.controller.host
-    if config.controller.tls_cert or is_this_machine(host):
+    if config.controller.tls_cert or is_loopback(host):
         return
     message = (
         f"{host} can be reached from other machines, and without TLS tokens and samples travel in the clear"
@@ -104,18 +104,6 @@ def tokens_are_not_overheard(config: Config) -> Iterator[Problem]:
         "write controller.tls_cert, controller.tls_key and controller.tls_ca, unless the network is trusted"
     )
     yield Problem("controller.host", message, host, hint, related=("controller.tls_cert",))
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether a host is a loopback address, by its name or number."""
-    if host in ("localhost", ControllerConfig.model_fields["host"].default):
-        return True
-    from ipaddress import ip_address  # 10 ms that the default need not spend
-
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 TLS_RULES = (redis_address_is_one, redis_files_act, controller_files_act)

@@ -14,6 +14,7 @@ from controller.data.errors import DataError
 from controller.data.prepare import main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import SOURCE_SCORERS, Config
+from schema.config.chat_template import changed_since, kept_template
 from schema.wire import data_report
 from schema.wire.prompts import PromptFile
 from tests.controller.data.conftest import PLAIN_TEMPLATE, save_tokenizer, write
@@ -348,7 +349,7 @@ def test_a_template_of_ones_own_and_its_thinking(
 @pytest.mark.parametrize(
     ("template", "system", "message"),
     [
-        (b"\xff", "", "own.jinja' cannot be read"),
+        (b"\xff", "", "own.jinja cannot be read: .*can't decode"),
         (b"{% if %}", "", "own.jinja': the chat template refuses .*; mend it, it gets messages"),
         (b"{{ missing.thing }}", "", "own.jinja': the chat template refuses .* undefined; mend it"),
         (b"Hello!", "", "own.jinja': the chat template leaves the prompt out"),
@@ -382,6 +383,24 @@ def test_a_template_names_each_row_that_it_refuses(model_dir: Path, tmp_path: Pa
         DataError, match=r"2 rows cannot be used; the first: .*row 2: the chat template refuses"
     ):
         prepare(config(model_dir, path, {}, rollout=rollout), tmp_path)
+
+
+def test_a_run_keeps_the_template_that_its_data_were_prepared_with(model_dir: Path, tmp_path: Path):
+    template = tmp_path / "own.jinja"
+    template.write_text(PLAIN_TEMPLATE)
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}])
+    rollout = {"max_response_length": 40, "multi_turn_config": {"custom_chat_template_path": str(template)}}
+    cfg = config(model_dir, path, {}, rollout=rollout)
+    prepare(cfg, tmp_path)
+    assert (kept_template(tmp_path), changed_since(cfg, tmp_path)) == (PLAIN_TEMPLATE, "")
+    for text, words in ((PLAIN_TEMPLATE + " ", "has changed since"), (None, "cannot be read any more")):
+        template.write_text(text) if text else template.unlink()
+        assert words in changed_since(cfg, tmp_path)
+    prepare(config(model_dir, path, {}, rollout={"max_response_length": 40}), tmp_path)
+    report = data_report.read(tmp_path)
+    assert kept_template(tmp_path) is None
+    assert report is not None
+    assert any("trained with another chat template" in text for text in report.warnings)
 
 
 QUERIES: list[tuple[dict[str, Any], str]] = [

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from policy_worker.checkpoints.export import export_model, write_shards
+from policy_worker.checkpoints.export import write_shards
 from policy_worker.model.load import load_model
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.trainer import Trainer
 from schema.config import Config
-from tests.policy_worker.material import make_config, tiny_lm
+from tests.policy_worker.material import export_whole, make_config, tiny_lm
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, gr
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(0.01)
-    export_model(trainer, config, tmp_path / "final")
+    export_whole(trainer, config, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").to(group.device)
     ids = torch.arange(3, 20, device=group.device)[None]
     trainer.model.lm.eval()
@@ -62,7 +62,7 @@ def test_sharded_or_not_it_is_exported_in_the_transfer_type(
     tmp_path: Path, model: Path, group: Group, param_dtype: str
 ):
     trainer, config = trainer_of(model, group, param_dtype=param_dtype, transfer_dtype="bfloat16")
-    export_model(trainer, config, tmp_path / "final")
+    export_whole(trainer, config, tmp_path / "final")
     tensors = load_file(tmp_path / "final" / "model.safetensors")
     original = load_file(model / "model.safetensors")
     assert tensors.keys() == original.keys()  # hub names, tied aliases left out
@@ -76,7 +76,7 @@ def test_an_older_export_is_replaced_whole(tmp_path: Path, model: Path, group: G
     target = tmp_path / "out" / "final"
     target.mkdir(parents=True)
     (target / "left-over").touch()
-    export_model(trainer, config, target)
+    export_whole(trainer, config, target)
     assert "left-over" not in {path.name for path in target.iterdir()}
     assert [path.name for path in target.parent.iterdir()] == ["final"]
 
@@ -84,11 +84,11 @@ def test_an_older_export_is_replaced_whole(tmp_path: Path, model: Path, group: G
 def test_a_failed_export_leaves_the_older_one(tmp_path: Path, model: Path, group: Group):
     trainer, config = trainer_of(model, group)
     target = tmp_path / "out" / "final"
-    export_model(trainer, config, target)
+    export_whole(trainer, config, target)
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     trainer.model.dropout = {"a_key": object()}  # type: ignore[dict-item]  (cannot be written as JSON)
     with pytest.raises(TypeError):
-        export_model(trainer, config, target)
+        export_whole(trainer, config, target)
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert [path.name for path in target.parent.iterdir()] == ["final"]
 

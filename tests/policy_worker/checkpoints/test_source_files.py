@@ -15,6 +15,7 @@ from policy_worker.checkpoints.export import prepare_export
 from policy_worker.checkpoints.source_files import source_files
 from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_model
+from schema.config.chat_template import read_template
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.schema.config.rules.test_loadable import GENERIC, tokenizer_json
 from tests.schema.remedies import config_of
@@ -39,7 +40,7 @@ def copied(model: Path, **values: Any) -> dict[str, bytes]:
     """What exports of this model copy, with these values of the configuration."""
     config = make_config(policy={"model_name_or_path": str(model)})
     config = config_of(config.to_dict(), {key.replace("__", "."): value for key, value in values.items()})
-    return dict(source_files(config, tiny_lm().config))
+    return dict(source_files(config, tiny_lm().config, read_template(config)))
 
 
 # ---- generation_config.json ------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_a_generation_config_is_copied(tmp_path: Path, settings: dict[str, Any])
     written = json.dumps(settings, indent=4)
     model = model_at(tmp_path / "m", generation_config__json=written)
     config = make_config(policy={"model_name_or_path": str(model)})
-    data = prepare_export(load_model(config), config)["generation_config.json"].decode()
+    data = prepare_export(load_model(config), config, None)["generation_config.json"].decode()
     assert json.loads(data) == {"eos_token_id": 2} | settings
     assert (data == written) == ("eos_token_id" in settings)
 
@@ -155,7 +156,7 @@ def test_files_of_a_hub_are_those_of_the_revision_in_its_cache(
         files = {"own__tiktoken": revision, "additional_chat_templates___a__jinja": "a"}
         model_at(model / "snapshots" / f"hash-of-{revision}", generation_config__json=generation, **files)
     config = make_config(policy={"model_name_or_path": "owner/name", "model_revision": "v2"})
-    files = source_files(config, tiny_lm().config)
+    files = source_files(config, tiny_lm().config, read_template(config))
     assert json.loads(files["generation_config.json"]) == {"eos_token_id": 2}
     assert files["own.tiktoken"] == b"v2"
     assert {"tokenizer.json", "additional_chat_templates/a.jinja"} < files.keys()
@@ -250,16 +251,9 @@ def test_the_readme_says_what_no_file_carries(tmp_path: Path, caplog: pytest.Log
 def test_what_cannot_be_exported_is_found_before_training(tmp_path: Path) -> None:
     model = model_at(tmp_path / "m")
     trained = load_model(make_config(policy={"model_name_or_path": str(model)}))
-    values: list[tuple[dict[str, Any], str]] = [
-        ({"rollout": {"multi_turn_config": {"custom_chat_template_path": str(tmp_path / "none")}}}, "none")
-    ]
-    for more, words in values:
-        config = make_config(policy={"model_name_or_path": str(model)}, **more)
-        with pytest.raises(SettingsError, match=words):
-            prepare_export(trained, config)
     trained.dropout = {"a_key": object()}  # type: ignore[dict-item]  (cannot be written as JSON)
     with pytest.raises(SettingsError, match="could not be exported"):
-        prepare_export(trained, make_config(policy={"model_name_or_path": str(model)}))
+        prepare_export(trained, make_config(policy={"model_name_or_path": str(model)}), None)
     (model / "generation_config.json").write_text("{")
     with pytest.raises(SettingsError, match=r"generation_config\.json"):
-        prepare_export(trained, make_config(policy={"model_name_or_path": str(model)}))
+        prepare_export(trained, make_config(policy={"model_name_or_path": str(model)}), None)

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from policy_worker import export_command
-from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.layout import look, state_files
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError, SettingsError
@@ -32,6 +31,7 @@ from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import (
     encode_step,
+    export_whole,
     make_config,
     make_trainer,
     random_samples,
@@ -311,7 +311,7 @@ def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: G
     lm.save_pretrained(tmp_path / "model")
     config = config_of(tmp_path / "model", CASES.get(case, embeddings))
     trainer, _ = trained(group, config)
-    export_model(trainer, config, tmp_path / "final")
+    export_whole(trainer, config, tmp_path / "final")
     found = save_state(trainer, tmp_path / "saved", 2, exports=config)
     assert found is not None
     assert not list(found.path.glob("base-*"))

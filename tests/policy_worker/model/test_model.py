@@ -298,7 +298,7 @@ def test_entries_of_its_configuration_are_replaced(tmp_path: Path):
     config = overridden(rms_norm_eps=0.1, attention_dropout=0.0)
     model = load_model(config).read_weights(CPU)
     assert model.lm.model.norm.variance_epsilon == 0.1
-    write_export(ExportNames(model), gather_full, config, tmp_path / "export")
+    write_export(ExportNames(model), gather_full, config, tmp_path / "export", {})
     assert json.loads((tmp_path / "export" / "config.json").read_text())["rms_norm_eps"] == 0.1
     with pytest.raises(
         SettingsError, match=r"policy\.override_config\.rms_norm_epz(?s:.*)did you mean 'rms_norm_eps'"

@@ -13,7 +13,7 @@ from rollout_worker.engines.base import EngineConfigError, Generation, SamplingS
 from rollout_worker.groups.leasing import training_settings, validation_settings
 from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, stop_tokens, texts, tokens_at
 from schema.config import PolicyConfig
-from schema.config.rules.engine import stop_strings_can_be_found
+from schema.config.rules.engine import stop_strings_are_whole, stop_strings_can_be_found
 from tests.launcher.samples import config
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 
@@ -86,6 +86,24 @@ def test_a_stop_string_with_a_special_token_and_more_is_refused(string: str, tmp
         stop_tokens(settings, tokenizer())
     (problem,) = stop_strings_can_be_found(settings)
     assert (problem.key, problem.value) == ("rollout.sampling_config.stop", string)
+
+
+PARTS = {"<|pa": "<|pad|>", "|>": "<|end|>", "\n<|p": "<|pad|>", "ad|>\n": "<|pad|>"}
+WHOLE = ["<|pad|>", "pad", "<", "</answer>", "\n\n", "a|"]
+
+
+def test_a_stop_string_that_is_a_part_of_a_special_token_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    sampling = {"sampling_config": {"stop": [*PARTS, *WHOLE]}}
+    settings = config(policy={"model_name_or_path": str(tmp_path)}, rollout=sampling)
+    stop_tokens(settings, tokenizer())
+    warned = list(stop_strings_are_whole(settings))
+    assert [problem.value for problem in warned] == [*PARTS]
+    for problem, token in zip(warned, PARTS.values(), strict=True):
+        assert token in problem.message
+        assert problem.render() in caplog.text
 
 
 def test_characters_are_found_in_their_tokens() -> None:
