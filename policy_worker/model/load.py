@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -308,7 +309,7 @@ class Source:
                     log.warning("%s: each rank has read all weights, since %s", self.what, reason)
         except overrides.OverrideError as error:
             raise SettingsError(str(error)) from error
-        except (*CANNOT_LOAD, RuntimeError, SafetensorError, WeightError) as error:
+        except (*CANNOT_LOAD, RuntimeError, SafetensorError, StrictDataclassError, WeightError) as error:
             raise SettingsError(f"{self.what} cannot be loaded: {error}{remedy(error)}") from error
         if missing:  # transformers would fill them with random numbers
             raise SettingsError(f"{self.what} lacks weights: {', '.join(missing[:5])}, …")

@@ -42,6 +42,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from policy_worker.memory.offload import mapped
 from policy_worker.model.lora import plain_name
+from weight_sync.errors import WeightError
 from weight_sync.publishing.gather import Box, box_at
 from weight_sync.stored import StoredTensor, all_of, blocks, stored_tensors
 
@@ -70,7 +71,11 @@ def skeleton(
 
 
 def weight_files(name: str, revision: str | None) -> list[Path]:
-    """The safetensors files of a model, fetched where they are not here; none: it has none that are read in parts."""
+    """The safetensors files of a model, fetched where they are not here; none: it has none that are read in parts.
+
+    Raises:
+        WeightError: it comes with adapters.
+    """
 
     def found(file: str) -> str | None:
         path: str | None = cached_file(
@@ -79,8 +84,10 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
         return path
 
     single = found(SAFE_WEIGHTS_NAME)
-    if found(ADAPTER) is not None:  # transformers would load it as well
-        return []
+    if found(ADAPTER) is not None:  # transformers would load them as well
+        raise WeightError(
+            f"it comes with adapters ({ADAPTER}), which are not read: merge them into their base"
+        )
     if single is not None:
         return [Path(single)]
     index = found(SAFE_WEIGHTS_INDEX_NAME)

@@ -28,6 +28,6 @@ def _content(policy: PolicyConfig, file: str, find: FindFile) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> set[int]:
-    """The token ids of an entry, which holds one, several or none."""
+    """The token ids of an entry, which holds one, several or none: −1 stands for none."""
     several = value if isinstance(value, list) else [value]
-    return {token for token in several if isinstance(token, int) and not isinstance(token, bool)}
+    return {token for token in several if type(token) is int and token >= 0}

@@ -89,8 +89,9 @@ class ModelFacts:
     possible at all; learned positions simply end. experts: 0 when the model has none, None when that is not sure.
     mixtures: layers of experts. chosen: experts of one mixture that a token is sent to.
     quantised: by which method, or "". model_type: that of the whole config.json; `kind` is its text model's.
-    own_code: the classes that come as code with the model. senses: parts of it that take images or sound, as
-    config.json names them. has_encoder: its answers are those of a decoder that reads an encoder.
+    own_code: the classes that come as code with the model. senses, architectures: parts of it that take images or
+    sound, and classes, as config.json names them. has_encoder: its answers are those of a decoder that reads an
+    encoder.
     carries_state: a layer carries state from token to token along a row, whatever their positions. deep_head: logits
     come of several layers after the last hidden state.
     """
@@ -111,6 +112,7 @@ class ModelFacts:
     model_type: str = ""
     own_code: frozenset[str] = frozenset()
     senses: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
     has_encoder: bool = False
     carries_state: bool = False
     deep_head: bool = False
@@ -196,6 +198,7 @@ def _facts(name: str, data: Mapping[str, Any], text: Mapping[str, Any]) -> Model
         model_type=_text(data, "model_type"),
         own_code=frozenset(own) if isinstance(own := data.get("auto_map"), dict) else frozenset(),
         senses=tuple(name for name in data if name.startswith(_SENSES) and isinstance(data[name], dict)),
+        architectures=tuple(map(str, named)) if isinstance(named := data.get("architectures"), list) else (),
         has_encoder=data.get("is_encoder_decoder") is True,
         carries_state=_carries_state(text, str(kind)),
         deep_head=kind in _DEEP_HEADS if isinstance(kind, str) else False,

@@ -36,7 +36,7 @@ def write_job(directory: Path, extra: str = "") -> Path:
     """A sound TOML file with a model directory and a dataset next to it; paths in it are absolute."""
     model = directory / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
     (directory / "data.jsonl").write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n')
     path = directory / "run.toml"
     path.write_text(

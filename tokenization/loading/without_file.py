@@ -38,7 +38,15 @@ def of_class(source: Source) -> Any:
     """
     if any(map(source.path_of, _MODELS)):
         _check_libraries()
-    tokenizer = source.by_class()
+    try:
+        tokenizer = source.by_class()
+    except ValueError as error:
+        if "backend tokenizer" not in str(error):
+            raise
+        raise TokenizerError(
+            f"it has no {FILE}, and none of the files (tokenizer.model, vocab.json with merges.txt, …) of the class "
+            "that its settings or its model's type name"
+        ) from error
     remedy = f"convert it to a {FILE}, or name a tokenizer that has one in policy.tokenizer_name_or_path"
     kind, losses = type(tokenizer).__name__, lost(codec_of(tokenizer, skip_special_tokens=True))
     if necessary := {kind: back for kind, back in losses.items() if kind in NECESSARY}:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from rollout_worker.engines.base import (
     EngineConfigError,
@@ -76,7 +77,7 @@ def load_model(
             )
     except overrides.OverrideError as error:
         raise EngineConfigError(str(error)) from error
-    except CANNOT_LOAD as error:
+    except (*CANNOT_LOAD, StrictDataclassError) as error:
         raise EngineConfigError(
             f"policy.model_name_or_path = {path!r} cannot be loaded: {error}{remedy(error)}"
         ) from error

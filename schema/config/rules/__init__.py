@@ -34,7 +34,7 @@ from schema.config.rules.checkpoint import CHECKPOINT_RULES
 from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS, stop_strings_can_be_found
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
-from schema.config.rules.loadable import LOADABLE_RULES, LOADABLE_WARNINGS, unused_tokens_without_rows
+from schema.config.rules.loadable import LOADABLE_RULES, LOADABLE_WARNINGS
 from schema.config.rules.mesh import MESH_RULES
 from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS, READING_RULES, model_warnings
 from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
@@ -97,7 +97,8 @@ def check_models(config: Config, find: FindFile = local_file) -> list[Problem]:
 
 def check_model_warnings(config: Config, find: FindFile = local_file) -> list[Problem]:
     """Of the warnings those that a worker has to give again: see `check_models`."""
-    return [*model_warnings(config, find), *unused_tokens_without_rows(config, find)]
+    loadable = [problem for rule in LOADABLE_WARNINGS for problem in rule(config, find)]
+    return [*model_warnings(config, find), *loadable]
 
 
 def master_weights_are_wide(config: Config) -> Iterator[Problem]:

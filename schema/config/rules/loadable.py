@@ -52,7 +52,7 @@ def models_are_of_text(config: Config, find: FindFile = local_file) -> Iterator[
     """Each model that the trainer loads is of a kind that `AutoModelForCausalLM` loads and that trains on text."""
     policy = config.policy
     for key, (facts, _) in named_models(config, find).items():
-        if facts is None or not facts.model_type:
+        if facts is None:
             continue
         of_critic = key == "critic.model_name_or_path"
         keys, section = (config.critic, "critic") if of_critic else (policy, "policy")
@@ -71,7 +71,28 @@ def models_are_of_text(config: Config, find: FindFile = local_file) -> Iterator[
             elif reason.startswith(_UNKNOWN):
                 hint += f", or the module that registers this kind in {section}.external_modules"
             message = f'{facts.name} is a model of model_type = "{facts.model_type}", {reason}'
+            if not facts.model_type:
+                message = f"config.json of {facts.name} names no model_type, by which {reason}"
+                hint = 'write the "model_type" of its family into it, in a copy of the model where it is not yours'
             yield Problem(key, message, facts.name, hint)
+
+
+def classes_are_those_of_the_kind(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
+    """Warning: config.json names a class, which other programs go by, and its model_type leads to another."""
+    facts, _ = policy_facts(config, find)
+    if facts is None or not facts.architectures or facts.own_code or facts.senses:
+        return
+    kinds, version = _kinds()
+    classes = kinds.get(facts.model_type)
+    if classes is None or set(classes) & set(facts.architectures):
+        return
+    message = (
+        f"config.json of {facts.name} names the class {', '.join(facts.architectures)}; training loads "
+        f'{classes[0]}, by model_type = "{facts.model_type}" (transformers{version}), and leaves out tensors that it '
+        "has no place for"
+    )
+    hint = "vLLM goes by `architectures`: correct it, in a copy of the model where it is not yours"
+    yield Problem(_MODEL, message, facts.name, hint)
 
 
 _UNKNOWN = "which AutoModelForCausalLM"
@@ -80,6 +101,8 @@ _UNKNOWN = "which AutoModelForCausalLM"
 def _unfit(facts: ModelFacts, *, registers: bool) -> str:
     """Why a model cannot be trained on text; "" where it can. registers: whether modules of the job add kinds."""
     kind = facts.model_type
+    if not kind:
+        return "transformers chooses a class"
     if kind in _UNFIT:
         return _UNFIT[kind]
     if facts.has_encoder:
@@ -94,25 +117,27 @@ def _unfit(facts: ModelFacts, *, registers: bool) -> str:
 
 
 @cache
-def _kinds() -> tuple[frozenset[str], str]:
-    """The kinds that `AutoModelForCausalLM` of the installed transformers loads, and its version; none without it."""
+def _kinds() -> tuple[dict[str, tuple[str, ...]], str]:
+    """The kinds that `AutoModelForCausalLM` of the installed transformers loads, with their classes, and its version;
+    none without it."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
-        return frozenset(), ""
+        return {}, ""
     root = Path(spec.origin).parent
     try:
         tree = ast.parse(read_regular(root / "models" / "auto" / "modeling_auto.py", _MAX_BYTES))
         lines = read_regular(root / "__init__.py", _MAX_BYTES).decode().splitlines()
     except (OSError, NotAFileError, SyntaxError, ValueError):
-        return frozenset(), ""
+        return {}, ""
     version = next((line.split('"')[1] for line in lines if line.startswith('__version__ = "')), "")
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
             if names == ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]:
                 pairs = ast.literal_eval(node.value.args[0])
-                return frozenset(kind for kind, _ in pairs), f" {version}" if version else ""
-    return frozenset(), ""
+                classes = {kind: (made,) if isinstance(made, str) else tuple(made) for kind, made in pairs}
+                return classes, f" {version}" if version else ""
+    return {}, ""
 
 
 # ---- the tokenizer ---------------------------------------------------------------------------------------------
@@ -205,4 +230,4 @@ def _text_of(path: Path | None) -> str:
 
 LOADABLE_RULES = (models_are_of_text, tokens_have_rows)
 """All of them read files of models."""
-LOADABLE_WARNINGS = (unused_tokens_without_rows,)
+LOADABLE_WARNINGS = (unused_tokens_without_rows, classes_are_those_of_the_kind)

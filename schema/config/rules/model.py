@@ -484,6 +484,9 @@ def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -
     if not path.is_dir():
         hint = f"name the directory of the {kind}"
         return [Problem(key, f"{name} is a file, not a {kind}'s directory", name, hint)]
+    if kind == "model" and exists(path / "adapter_config.json"):
+        hint = "merge them into their base (`merge_and_unload` of peft), save that and name it"
+        return [Problem(key, f"{name} holds adapters (adapter_config.json), which are not read", name, hint)]
     if not any(exists(path / file) for file in files):
         hint = "name the directory that `save_pretrained` wrote"
         return [Problem(key, f"{name} is not a {kind}: it has no {' or '.join(files)}", name, hint)]

@@ -210,7 +210,7 @@ def test_the_prompt_asks_for_what_the_reward_checks(here: Path, name: str) -> No
     begin(name, gpus=0, engine="transformers")
     row = {"question": "Natalia sold 48 and then 24. In all?", "answer": "48 + 24 = 72\n#### 72"}
     model, data = save_tokenizer(here / "model", PLAIN_TEMPLATE), write(here / "rows.jsonl", [row])
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
     dataset = f'{{ name = "{data}" }}'
     config = load_config(
         "run.toml",

@@ -80,6 +80,7 @@ STOPS: list[tuple[dict[str, Any] | None, str, dict[str, Any], Any]] = [
     ({"eos_token_id": 2}, "w2", {"stop_token_ids": [8]}, [2, 8]),
     ({"eos_token_id": 2}, "w2", {"stop_token_ids": [8], "ignore_eos": True}, 8),
     ({"eos_token_id": 2}, "w2", {"ignore_eos": True}, 2),
+    ({"eos_token_id": -1}, "w3", {}, [2, 3]),
     ({"eos_token_id": 2}, "w2", {"stop": ["w3", "<a>"]}, [2, 10]),
     (None, "w2", {}, 2),
     (None, "w4", {}, [2, 4]),

@@ -248,7 +248,7 @@ def test_local_models() -> None:
     assert (problem.key, problem.message) == (key, "./nope does not exist")
     Path("model").mkdir()
     assert "no config.json" in only(policy__model_name_or_path="model").message
-    Path("model/config.json").write_text("{}")
+    Path("model/config.json").write_text('{"model_type": "qwen3"}')
     assert problems(policy__model_name_or_path="model") == []
     assert "is a file" in only(policy__model_name_or_path="model/config.json").message
     revised = only(policy__model_name_or_path="./model", policy__model_revision="v1")

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from schema.config.rules.loadable import models_are_of_text, tokens_have_rows, unused_tokens_without_rows
+from schema.config.rules.loadable import (
+    classes_are_those_of_the_kind,
+    models_are_of_text,
+    tokens_have_rows,
+    unused_tokens_without_rows,
+)
+from schema.config.rules.model import model_is_there
 from schema.config.vocabulary import numbered
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO
@@ -21,7 +27,8 @@ KINDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model_type": "gpt2"}, {}, ""),
     ({"model_type": "gemma3", "text_config": QWEN, "vision_config": {"x": 1}}, {}, ""),
     ({"model_type": "qwen3_5", "text_config": QWEN, "vision_config": {"x": 1}}, {}, ""),
-    ({}, {}, ""),
+    ({}, {}, "names no model_type, by which transformers chooses a class"),
+    ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, {"policy.trust_remote_code": True}, ""),
     ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}}, {}, "images or sound are not built yet"),
     ({"model_type": "qwen3_vl", "text_config": QWEN, "vision_config": {"depth": 1}}, {}, "images or sound are not"),
     ({"model_type": "llava", "vision_config": {}}, {}, "does not load"),
@@ -60,7 +67,40 @@ def test_models_that_do_not_load_as_text_models_are_refused(
     assert [problem.key for problem in problems] == ["policy.model_name_or_path"] * bool(words)
     for problem in problems:
         assert words in problem.render()
-        assert f'model_type = "{config["model_type"]}"' in problem.message
+        assert f'model_type = "{config.get("model_type")}"' in problem.message or "model_type" not in config
+
+
+CLASSES: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"architectures": ["Qwen3ForCausalLM"]}, ""),
+    ({"architectures": None}, ""),
+    (
+        {"architectures": ["LlamaForCausalLM"]},
+        "the class LlamaForCausalLM; training loads Qwen3ForCausalLM, by",
+    ),
+    (
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        "the class Qwen3ForSequenceClassification; training",
+    ),
+    ({"architectures": ["X"], "auto_map": {"AutoModelForCausalLM": "m.M"}}, ""),
+    ({"architectures": ["X"], "model_type": "own"}, ""),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), CLASSES)
+def test_a_class_that_is_not_trained_is_said(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    name = model_at(tmp_path / "m", {"model_type": "qwen3", **config})
+    said = [
+        w.message for w in classes_are_those_of_the_kind(config_of(GRPO, {"policy.model_name_or_path": name}))
+    ]
+    assert len(said) == bool(words)
+    assert all(words in message for message in said)
+
+
+def test_a_directory_with_adapters_is_refused(tmp_path: Path) -> None:
+    name = model_at(tmp_path / "m", {"model_type": "qwen3"}, adapter_config={})
+    (problem,) = model_is_there(config_of(GRPO, {"policy.model_name_or_path": name}))
+    assert "holds adapters" in problem.message
 
 
 def test_each_model_that_a_trainer_loads_is_asked(tmp_path: Path) -> None:
