@@ -1,6 +1,6 @@
 """Proxies of the environment: which requests pass one, and which go straight.
 
-    loopback                                    straight, always
+    loopback, and 0.0.0.0                       straight, always
     private address, NO_PROXY is not set        straight
     private address, NO_PROXY is set            as it says: `NO_PROXY=` sends private addresses to the proxy
     any other                                   as it says
@@ -31,6 +31,7 @@ _PRIVATE_NAMES = (
     ".svc",
     ".cluster.local",
 )
+_UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104 - nothing is bound
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -53,7 +54,7 @@ def proxy_of(url: str, env: Mapping[str, str] = os.environ, *, reads_all: bool =
     reads_all: whether the client reads ALL_PROXY.
     """
     proxy, host = _named(url, env, reads_all), _host(url)
-    if proxy is None or is_loopback(host) or (_spares_private(env) and is_private(host)):
+    if proxy is None or _is_here(host) or (_spares_private(env) and is_private(host)):
         return None
     return None if _is_excepted(host, _exceptions(env) or "") else proxy
 
@@ -69,7 +70,7 @@ def spared(env: Mapping[str, str]) -> dict[str, str]:
     if not any(value for name, value in env.items() if name.lower() in _VARIABLES):
         return {}
     exceptions = _exceptions(env)
-    hosts = [host for host in _hosts(env) if is_loopback(host) or (_spares_private(env) and is_private(host))]
+    hosts = [host for host in _hosts(env) if _is_here(host) or (_spares_private(env) and is_private(host))]
     networks = PRIVATE_NETWORKS if exceptions is None else ()
     value = ",".join(dict.fromkeys([*filter(None, [exceptions]), *_LOOPBACK, *networks, *hosts]))
     return {"no_proxy": value, "NO_PROXY": value}
@@ -82,6 +83,12 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return (getattr(number, "ipv4_mapped", None) or number).is_loopback
+
+
+def _is_here(host: str) -> bool:
+    """Whether a request to a host stays on this machine: one to `0.0.0.0` does, although who listens there is reached
+    from anywhere."""
+    return is_loopback(host) or host in _UNSPECIFIED
 
 
 def is_private(host: str) -> bool:

@@ -20,6 +20,8 @@ TABLE: list[tuple[str, str | None, str]] = [
     ("http://[::1]:9000", "", ""),
     ("http://LOCALHOST", "", ""),
     ("http://a.localhost", "", ""),
+    ("http://0.0.0.0:9000", "", ""),
+    ("http://[::ffff:127.0.0.1]:9000", "", ""),
     ("http://10.1.2.3:9000", None, ""),
     ("https://172.31.0.1", None, ""),
     ("https://172.32.0.1", None, TLS),
