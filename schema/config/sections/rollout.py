@@ -152,7 +152,7 @@ class SamplingConfig(Section):
     stop: list[str] = key(
         [],
         "Strings that end an answer. One that is a special token of the tokenizer ends it at that token; one that "
-        "holds such a token and more text is refused.",
+        "holds such a token and more text is refused, one that is a part of such a token a warning.",
         acts="sampling parameter: `stop`; ids of special tokens.",
         example=["</answer>"],
     )
