@@ -14,8 +14,8 @@ from rollout_worker.engines.base import EngineConfigError, Generation, SamplingS
 from schema.config import Config, PolicyConfig, end_tokens, vocabulary
 from schema.config.fetched import fetched_by, of_policy, refusal
 from schema.config.modules import ExternalModuleError, import_external
-from schema.config.rules.engine import never_stops, rarely_stops
-from schema.config.vocabulary import never_found, shares
+from schema.config.rules.engine import never_stops, rarely_stops, tags_are_hidden
+from schema.config.vocabulary import hidden_tags, never_found, shares
 from schema.wire import sample_file
 from schema.wire.messages import MOST_PIECES, LeasedGroup, SampleText
 from tokenization.loading import TokenizerError, policy_tokenizer, special_tokens
@@ -46,11 +46,15 @@ def refuse_models(config: Config) -> None:
 
 
 def load_tokenizer(policy: PolicyConfig) -> Any:
-    """The policy's tokenizer: its own, or the model's. Raises `EngineConfigError`."""
+    """The policy's tokenizer: its own, or the model's; a warning of tags that are special tokens. Raises
+    `EngineConfigError`."""
     try:
-        return policy_tokenizer(policy)
+        tokenizer = policy_tokenizer(policy)
     except TokenizerError as error:
         raise EngineConfigError(str(error)) from error
+    if tags := hidden_tags(special_tokens(tokenizer)):
+        log.warning("%s", tags_are_hidden(policy, tags).render())
+    return tokenizer
 
 
 def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:

@@ -137,6 +137,12 @@ def never_found(strings: Iterable[str], special: Collection[str]) -> dict[str, s
     return {string: token for string in texts for token in special if token and token in string}
 
 
+def hidden_tags(special: Collection[str]) -> list[str]:
+    """Names of tags, `think` of `<think>` and `</think>`, of which both ends are special tokens: no text has them."""
+    names = (token[1:-1] for token in special if token.startswith("<") and token.endswith(">"))
+    return sorted(name for name in names if len(name) > 1 and name.isidentifier() and f"</{name}>" in special)
+
+
 def shares(strings: Iterable[str], special: Collection[str]) -> dict[str, str]:
     """The stop strings that share their begin or end with a special token, or lie in one: each with such a token.
 

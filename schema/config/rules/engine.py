@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.vocabulary import never_found, numbered, shares
+from schema.config.sections.policy import PolicyConfig
+from schema.config.vocabulary import hidden_tags, never_found, numbered, shares
 
 _SAMPLING = "rollout.sampling_config"
 
@@ -379,6 +380,24 @@ def rarely_stops(string: str, token: str) -> Problem:
     return Problem(f"{_SAMPLING}.stop", message, string, f"write {token!r} if the token is meant")
 
 
+def rewards_read_tags(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
+    """Warning: tags that are special tokens, which the text of an answer leaves out."""
+    vocabulary = numbered(*config.policy.tokenizer, find) if config.is_grpo else None
+    if tags := hidden_tags(vocabulary.special if vocabulary else ()):
+        yield tags_are_hidden(config.policy, tags)
+
+
+def tags_are_hidden(policy: PolicyConfig, tags: Sequence[str]) -> Problem:
+    """What is to be said of tags, such as `think`, that are special tokens of the policy's tokenizer."""
+    named = ", ".join(f"<{tag}>…</{tag}>" for tag in tags)
+    message = (
+        f"its special tokens include {named}, and the text of an answer leaves special tokens out: reward functions "
+        'and recorded samples never show these tags, and the reward "format" stays 0 without its <think>'
+    )
+    hint = 'write "special": false for them in tokenizer.json and tokenizer_config.json if rewards are to read them'
+    return Problem(policy.tokenizer_key, message, policy.tokenizer[0], hint)
+
+
 ENGINE_RULES = (
     temperatures_agree,
     temperatures_can_be_computed,
@@ -393,4 +412,4 @@ ENGINE_RULES = (
     group_fits_replica,
     stop_strings_can_be_found,
 )
-ENGINE_WARNINGS = (raw_log_probs_are_another_policy, stop_strings_are_whole)
+ENGINE_WARNINGS = (raw_log_probs_are_another_policy, stop_strings_are_whole, rewards_read_tags)

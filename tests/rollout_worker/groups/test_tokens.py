@@ -13,7 +13,7 @@ from rollout_worker.engines.base import EngineConfigError, Generation, SamplingS
 from rollout_worker.groups.leasing import training_settings, validation_settings
 from rollout_worker.groups.tokens import eos_token_ids, load_tokenizer, stop_tokens, texts, tokens_at
 from schema.config import PolicyConfig
-from schema.config.rules.engine import stop_strings_are_whole, stop_strings_can_be_found
+from schema.config.rules.engine import rewards_read_tags, stop_strings_are_whole, stop_strings_can_be_found
 from tests.launcher.samples import config
 from tests.rollout_worker.tiny import random_model, save_model, tokenizer
 
@@ -104,6 +104,33 @@ def test_a_stop_string_that_is_a_part_of_a_special_token_is_said(
     for problem, token in zip(warned, PARTS.values(), strict=True):
         assert token in problem.message
         assert problem.render() in caplog.text
+
+
+TAGS = [
+    (["<think>", "</think>", "<answer>", "</answer>"], ["answer", "think"]),
+    (
+        ["<s>", "</s>", "<tool>", "<|x|>", "</|x|>", "<im age>", "</im age>"],
+        [],
+    ),  # ends of texts, no pair, no tags
+]
+
+
+@pytest.mark.parametrize(("special", "hidden"), TAGS)
+def test_tags_that_are_special_tokens_are_said(
+    special: list[str], hidden: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = tokenizer()
+    known.add_special_tokens({"additional_special_tokens": special})
+    known.save_pretrained(tmp_path)
+    settings = config(policy={"model_name_or_path": str(tmp_path)})
+    shown = load_tokenizer(settings.policy).decode(known.encode("".join(special)), skip_special_tokens=True)
+    assert shown == ""
+    warned = list(rewards_read_tags(settings))
+    assert len(warned) == bool(hidden)
+    for problem in warned:
+        assert all(f"<{tag}>…</{tag}>" in problem.message for tag in hidden)
+        assert problem.render() in caplog.text
+    assert ("never show these tags" in caplog.text) == bool(hidden)
 
 
 def test_characters_are_found_in_their_tokens() -> None:
