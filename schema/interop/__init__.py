@@ -14,16 +14,19 @@ and `foreign` recognises systems that have none. A system is a folder with a `RE
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from schema.config.problem import Problem
     from schema.interop.engine.model import Conversion
 
 SYSTEMS = {"verl": "schema.interop.verl", "roll": "schema.interop.roll", "cosmos-rl": "schema.interop.cosmos"}
 """The name of a system on the command line -> its folder."""
+_TOML_LINE = re.compile(r"^[ \t]*(?:\[\[?[\w.\"-]+\]|[\w.-]+ = )", re.MULTILINE)
 
 
 def convert(
@@ -70,3 +73,36 @@ def convert_text(
         warning = f"this looks like a file of {other.title}; its keys are read as {chosen.title}'s{why}"
         conversion = replace(conversion, warnings=(warning, *conversion.warnings))
     return conversion
+
+
+def recognise(text: str, name: str) -> Problem | None:
+    """What a text that is not TOML is: YAML or JSON of a system, a script, a command line; None: none of these.
+
+    name: its file. The hint has the command that converts it, or what can be done where none does.
+    """
+    from schema.config.problem import ConfigError, Problem
+    from schema.interop.engine.registry import detect, readers
+    from schema.interop.engine.source import read_source
+    from schema.interop.foreign import command_kind, other_system, script_kind
+
+    is_json, is_toml = text.lstrip().startswith("{"), name.endswith(".toml")
+    source = None
+    try:
+        source = read_source(text, name.removesuffix(".toml"))
+        chosen, _ = detect(source, readers())
+    except ConfigError as error:
+        if source is None:
+            is_known = script_kind(text, name) != "" or (
+                _TOML_LINE.search(text) is None
+                and (name.endswith((".yaml", ".yml")) or (not is_toml and command_kind(text) != ""))
+            )
+        else:
+            is_known = not is_json or other_system(source.data) is not None
+        problem = error.problems[0]
+        return replace(problem, message=f"not TOML: {problem.message}", file=name) if is_known else None
+    if is_json and chosen.system == "cosmos-rl":  # most of its keys are ours
+        return None
+    target, yaml = Path(name).with_suffix(".toml"), Path(name).with_suffix(".yaml")
+    hint = f"convert it: cosmos-launch convert {yaml if is_toml else name} -o {target}"
+    rename = f"rename it to {yaml}, and " if is_toml else ""
+    return Problem("", f"not TOML: a file of {chosen.title}", hint=rename + hint, file=name)

@@ -77,10 +77,19 @@ def load(
         missing = [found for found in problems if isinstance(found[1](), Absent)]
         problems = [found for found in problems if not isinstance(found[1](), Absent)]
     if config is None or problems or layers.problems:
-        shown = layers.problems + layers.placed(problems)
-        raise ConfigError(shown, len(layers.problems) + len(problems) - len(shown))
+        general, placed = [*_of_another_system(files, layers.data), *layers.problems], layers.placed(problems)
+        raise ConfigError(general + placed, len(problems) - len(placed))
     warnings = layers.placed(missing) + layers.warnings + without_effect(env or {})
     return Loaded(config, layers, warnings)
+
+
+def _of_another_system(files: Sequence[Path | str], data: Mapping[str, Any]) -> Iterator[Problem]:
+    """What a faulty configuration looks like, where it has the keys of a system that `convert` does not read."""
+    from schema.interop.foreign import described, other_system  # only needed here
+
+    if (system := other_system(data)) is not None:
+        message, hint = described(system)
+        yield Problem("", message, hint=hint, file=", ".join(map(str, files)))
 
 
 def load_config(paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Config:

@@ -170,7 +170,9 @@ def _parse(text: str, file: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
     except ValueError as error:
-        raise ConfigError([_broken(str(error), text, file)]) from None
+        from schema.interop import recognise  # the readers of other systems are only needed here
+
+        raise ConfigError([recognise(text, file) or _broken(str(error), text, file)]) from None
 
 
 _SMALLER = "write numbers below 2^63"
@@ -190,19 +192,13 @@ def _broken(message: str, text: str, file: str) -> Problem:
     else:
         return Problem("", f"broken TOML: {message}", file=file)
     written = lines[line - 1] if line <= len(lines) else ""
-    hint = _foreign_hint(text) or _toml_hint(written)
+    hint = _json_hint(text) or _toml_hint(written)
     return Problem("", f"broken TOML: {message}", hint=hint, file=file, line=line, column=column)
 
 
-def _foreign_hint(text: str) -> str:
-    """A whole file of another format, recognised by how its first line begins."""
-    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
-    if first.lstrip().startswith("{"):
-        return "this is JSON; the configuration is TOML (cosmos-launch init writes one to start from)"
-    if re.match(r"^(---|[A-Za-z_][\w.-]*:(\s|$))", first):
-        convert = "cosmos-launch convert reads the YAML of verl and of ROLL"
-        return f"TOML writes key = value, not key: value; {convert}"
-    return ""
+def _json_hint(text: str) -> str:
+    is_json = text.lstrip().startswith("{")
+    return "this is JSON; the configuration is TOML (cosmos-launch init begins one)" if is_json else ""
 
 
 def _toml_hint(line: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,34 @@ def test_every_broken_file_is_named(tmp_path: Path, base: Path) -> None:
     assert [p.where for p in found] == [f"{broken}:1:7", str(tmp_path / "absent.toml")]
 
 
+VERL = "actor_rollout_ref: {model: {path: x}}\nalgorithm: {adv_estimator: grpo}\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "hint"),
+    ("name", "text", "message", "hint"),
     [
-        ("actor:\n  model: x\n", "cosmos-launch convert reads the YAML"),
-        ("---\na: 1\n", "cosmos-launch convert reads the YAML"),
-        ('{"train": {}}', "this is JSON"),
+        ("x.yaml", VERL, "not TOML: a file of verl", "convert it: cosmos-launch convert {}/x.yaml -o {}/x.toml"),
+        ("x.yml", "actor_train: {a: 1}\n", "a file of ROLL", "cosmos-launch convert {}/x.yml -o {}/x.toml"),
+        ("x.toml", VERL, "a file of verl", "rename it to {}/x.yaml, and convert it: cosmos-launch convert {}/x.yaml"),
+        ("x.json", json.dumps({"actor_rollout_ref": {}}), "a file of verl", "convert {}/x.json -o {}/x.toml"),
+        ("x.json", '{"train": {}}', "broken TOML", "this is JSON"),
+        ("x.json", '{"zero_optimization": {}}', "this looks like a file of DeepSpeed", "cosmos-launch init"),
+        ("x.yaml", "base_model: x\ndatasets: []\n", "this looks like a file of axolotl", "cosmos-launch init"),
+        ("x.yaml", "a: 1\n", "no configuration of verl or ROLL or cosmos-rl (its keys: a)", "cosmos-launch init"),
+        ("x.yaml", "a: [\n", "not TOML: not YAML", "indentation"),
+        ("x.yaml", "[train]\nepoch = \n", "broken TOML: Invalid value", ""),
+        ("x.sh", "python3 -m verl.trainer.main_ppo a.b=1\n", "a shell script of verl", "--cfg job --resolve"),
+        ("x.py", "x = 1\nfrom trl import GRPOTrainer\n", "a Python script of TRL", "cosmos-launch init"),
+        ("x.toml", "epoch = python train.py --a 1 --b\n", "broken TOML: Invalid value", "a string needs quotes"),
+        ("x.toml", "[trainer]\n[orchestrator]\n[inference]\n", "this looks like a file of prime-rl", "cosmos-launch"),
     ],
-)
-def test_files_of_other_formats_are_recognised(tmp_path: Path, text: str, hint: str) -> None:
-    (problem,) = refused(load, write(tmp_path, "x.yaml", text))
-    assert hint in problem.hint
+)  # fmt: skip
+def test_files_of_others_are_recognised(
+    tmp_path: Path, name: str, text: str, message: str, hint: str
+) -> None:
+    problem, *_ = refused(load, write(tmp_path, name, text))
+    assert message in problem.message
+    assert hint.replace("{}", str(tmp_path)) in problem.hint
 
 
 def test_a_directory_names_a_file_in_it(tmp_path: Path, base: Path) -> None:
