@@ -1,4 +1,4 @@
-"""Which files of a directory are a dataset's, and to which of its splits each belongs. Only `state.json` is opened.
+"""Which files of a directory are a dataset's, and to which of its splits each belongs. No data file is opened.
 
     choose(directory, splits, role, apart) ─▶ Choice: the files that are read, and why each of the others is not
 
@@ -7,7 +7,8 @@ digits or `set` behind the word (`train.jsonl`, `data/test-00000-of-00002.parque
 glued to another count where a file next to it differs by them alone (`mathtrain.jsonl`, `mathtest.jsonl`). One whose
 name tells splits of two kinds belongs to none. So no file is of two splits, and another split never takes the place
 of one whose files are there and cannot be read. Of a folder that `datasets` saved, the Arrow files that its
-`state.json` lists are read, and no others.
+`state.json` lists are read, and no others. Where `dataset_dict.json`, or the `configs` of the dataset card
+(`README.md`), say which files are a split's, their word counts instead of names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from schema.config.paths import DATA_SUFFIXES
+from schema.config.paths import DATA_SUFFIXES, read_regular
 from schema.config.sections.dataset import DatasetConfig
 
 Role = Literal["train", "validation"]
@@ -49,9 +50,11 @@ _OTHER_FORMATS = (
     ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".msgpack", ".tfrecord", ".mds", ".lance", ".pq", ".xml", ".db",
     ".sqlite",
 )  # fmt: skip
-_DICT = "dataset_dict.json"
+_DICT, _CARD = "dataset_dict.json", "README.md"
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", _DICT)
 _STATE = "state.json"
+_MOST_OF_CARD = 1024 * 1024  # bytes; long cards have some tens of kilobytes
+_FRONT = re.compile(r"---[ \t]*\r?\n(.*?)\n---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 _UNPACK, _DEAD_LINK = "compressed: unpack it", "a link to nothing"
 _OTHER_FORMAT = f"only {', '.join(DATA_SUFFIXES)} can be read"
 
@@ -162,18 +165,23 @@ def choose(
     """
     unread: dict[str, list[Path]] = {}
     every = sorted(_data_files(directory, unread), key=lambda file: file.path)
+    declared = _saved_splits(directory, every) or _card_splits(directory, every)
+    if declared:
+        listed = {path for paths in declared.values() for path in paths}
+        others = [file.path for file in every if file.path not in listed]
+        unread |= {f"of no split that {_DICT} or {_CARD} declares": others} if others else {}
+        every = [file for file in every if file.path in listed]
     files = _with_glued(list(_distinct(every, unread)))
     if not files:
-        others = f"; not read: {_described(directory, unread)}" if unread else ""
+        not_read = f"; not read: {_described(directory, unread)}" if unread else ""
         raise UnreadableDataError(
-            f"{directory} holds no data file ({', '.join(DATA_SUFFIXES)}){others}",
+            f"{directory} holds no data file ({', '.join(DATA_SUFFIXES)}){not_read}",
             "write the rows as one of these",
         )
-    saved = _saved_splits(directory)
-    if saved:
-        chosen = splits or [default_split(str(directory), saved, role)]
-        wanted = _folders(directory, files, saved, chosen)
-        how = "" if splits else f"no split is named: {chosen[0]} of {', '.join(saved)}"
+    if declared:
+        chosen = splits or [default_split(str(directory), list(declared), role)]
+        wanted = _declared(directory, files, declared, chosen)
+        how = "" if splits else f"no split is named: {chosen[0]} of {', '.join(declared)}"
     else:
         wanted, how = _named(directory, files, splits) if splits else _default(directory, files, role, unread)
     read = [file for file in wanted if file.id not in apart]
@@ -188,7 +196,7 @@ def choose(
     read_ids, wanted_ids = {file.id for file in read}, {file.id for file in wanted}
     for file in files:
         if file.id not in read_ids:
-            reason = f"{other} reads it" if file.id in wanted_ids else _why_not(file, how)
+            reason = f"{other} reads it" if file.id in wanted_ids else _why_not(file, how, declared)
             unread.setdefault(reason, []).append(file.path)
     return Choice([file.path for file in read], unread, how)
 
@@ -207,25 +215,84 @@ def default_split(name: str, splits: Sequence[str], role: Role) -> str:
     raise UnreadableDataError(f"dataset `{name}` has the splits {', '.join(splits)}", "name one with `split`")
 
 
-def _saved_splits(directory: Path) -> list[str]:
-    """The splits of a `DatasetDict` that was saved in a directory, each of them a folder; empty: it is none."""
+def _saved_splits(directory: Path, files: Sequence[_File]) -> dict[str, set[Path]]:
+    """The files of each split of a `DatasetDict` that was saved in a directory; empty: it is none."""
     try:
-        found = json.loads((directory / _DICT).read_text(encoding="utf-8"))["splits"]
+        names = json.loads((directory / _DICT).read_text(encoding="utf-8"))["splits"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    return [str(split) for split in found] if isinstance(found, list) else []
+        return {}
+    return {
+        str(name): {file.path for file in files if Path(file.name).parts[0] == str(name)}
+        for name in (names if isinstance(names, list) else ())
+    }
 
 
-def _folders(directory: Path, files: list[_File], saved: list[str], splits: Sequence[str]) -> list[_File]:
-    """The files of splits that are folders, split by split."""
-    if unknown := [split for split in splits if split not in saved]:
+def _card_splits(directory: Path, files: Sequence[_File]) -> dict[str, set[Path]]:
+    """The files of each split that the card of a dataset declares (`configs`); empty: it declares none.
+
+    Raises `UnreadableDataError` where it declares several configurations and says of none that it is the default.
+    """
+    configs = [entry for entry in _card_configs(directory) if entry.get("data_files")]
+    if not configs:
+        return {}
+    defaults = [entry for entry in configs if entry.get("default") is True] or [
+        entry for entry in configs if len(configs) == 1 or entry.get("config_name") == "default"
+    ]
+    if not defaults:
+        names = _list([str(entry.get("config_name")) for entry in configs])
         raise UnreadableDataError(
-            f"{directory} holds no data file of split {unknown[0]!r}; it has the splits {', '.join(saved)}"
+            f"{directory / _CARD} declares several configurations ({names}), which are datasets of their own",
+            "name the folder of one, or its files in `files`",
         )
-    wanted = [file for split in splits for file in files if Path(file.name).parts[0] == split]
+    splits: dict[str, set[Path]] = {}
+    for entry in _as_list(defaults[0]["data_files"]):
+        part = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
+        paths = splits.setdefault(str(part.get("split")), set())
+        for glob in _as_list(part.get("path")):
+            pattern = _pattern(os.path.join(str(defaults[0].get("data_dir") or ""), str(glob)))
+            paths.update(file.path for file in files if pattern.fullmatch(file.name))
+    return splits
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _card_configs(directory: Path) -> list[dict[str, Any]]:
+    """The entries of `configs` in the card of a dataset; none where it has none that can be read."""
+    from schema.config.problem import ConfigError
+    from schema.interop.engine.yamlfile import read_yaml  # only few directories have a card
+
+    try:
+        head = _FRONT.match(read_regular(directory / _CARD, _MOST_OF_CARD).decode("utf-8-sig"))
+        configs = read_yaml(head[1], _CARD).data.get("configs") if head else None
+    except (OSError, ValueError, ConfigError):
+        return []
+    return [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
+
+
+_WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    """A pattern of a card for paths below its directory: `*` stays in one folder, `**` does not."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", os.path.normpath(glob))
+    return re.compile("".join(_WILD.get(part, re.escape(part)) for part in parts))
+
+
+def _declared(
+    directory: Path, files: list[_File], declared: Mapping[str, set[Path]], splits: Sequence[str]
+) -> list[_File]:
+    """The files of declared splits, split by split."""
+    if unknown := [split for split in splits if split not in declared]:
+        raise UnreadableDataError(
+            f"{directory} holds no data file of split {unknown[0]!r}; it has the splits {', '.join(declared)}",
+            "name one of these, or the files in `files`",
+        )
+    wanted = {file.id: file for split in splits for file in files if file.path in declared[split]}
     if not wanted:
-        raise UnreadableDataError(f"{directory}: the folder of the split {_list(splits)} holds no data file")
-    return wanted
+        raise UnreadableDataError(f"{directory}: no file of the split {_list(splits)} can be read")
+    return list(wanted.values())
 
 
 def _default(
@@ -262,7 +329,7 @@ def _default(
 
 def _refuse_lost(directory: Path, kind: str, files: list[_File], unread: Mapping[str, list[Path]]) -> None:
     """Raise `UnreadableDataError` where files of a kind of split are there and none of them is read."""
-    lost = {file.name: _why_not(file, "") for file in files if kind in file.kinds}
+    lost = {file.name: _why_not(file, "", {}) for file in files if kind in file.kinds}
     for reason, paths in unread.items():
         for path in paths if reason in (_UNPACK, _OTHER_FORMAT, _DEAD_LINK) else ():
             relative = path.relative_to(directory)
@@ -300,7 +367,10 @@ def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[
     return list(chosen.values()), ""
 
 
-def _why_not(file: _File, how: str) -> str:
+def _why_not(file: _File, how: str, declared: Mapping[str, Collection[Path]]) -> str:
+    """Why a file that could be read is not. how: as in `Choice`. declared: the files of splits that are declared."""
+    if split := next((split for split, paths in declared.items() if file.path in paths), ""):
+        return f"of the split {split}"
     if len(file.kinds) > 1:
         return f"its name tells splits of two kinds, {_list(sorted(file.kinds))}"
     if file.word:

@@ -201,3 +201,41 @@ def test_splits_that_datasets_saved(
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
     assert chosen(tmp_path, "train", named).startswith(train.format(tmp_path))
     assert chosen(tmp_path, "validation", named).startswith(validation.format(tmp_path))
+
+
+CARD = "---\nlicense: mit\nconfigs:\n{}\n---\n# Data\n"
+ONE = "- config_name: {}\n  data_files: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "configs", "train", "validation"),
+    [
+        ("good.jsonl raw.jsonl old.jsonl",
+         ONE.format("x", "[{split: train, path: good.jsonl}, {split: test, path: raw.jsonl}]"),
+         "good.jsonl", "raw.jsonl"),
+        ("d/train-0.parquet d/train-1.parquet d/sub/train-2.parquet d/test-0.parquet",
+         ONE.format("x", "[{split: train, path: d/train-*}, {split: test, path: ['./d/test-0.parquet']}]"),
+         "d/train-0.parquet d/train-1.parquet", "d/test-0.parquet"),
+        ("a/test.jsonl a/b/c.jsonl", ONE.format("x", "'**/*.jsonl'"),
+         "a/b/c.jsonl a/test.jsonl", "a/b/c.jsonl a/test.jsonl"),
+        ("a.jsonl a/b.jsonl a/c/d.jsonl", ONE.format("x", "['a/**']"),
+         "a/b.jsonl a/c/d.jsonl", "a/b.jsonl a/c/d.jsonl"),
+        ("a.jsonl a.parquet test.jsonl", ONE.format("x", "[{split: train, path: a.jsonl}]"), "a.jsonl", "a.jsonl"),
+        ("main/train.jsonl more/train.jsonl", ONE.format("main", "main/*") + ONE.format("more", "more/*"),
+         "error: {}/README.md declares several configurations (main, more)", "error: {}/README.md declares several"),
+        ("a.jsonl b.jsonl", ONE.format("b", "b.jsonl") + ONE.format("default", "a.jsonl"), "a.jsonl", "a.jsonl"),
+        ("a.jsonl b.jsonl", ONE.format("a", "a.jsonl") + ONE.format("b", "b.jsonl") + "  default: true\n",
+         "b.jsonl", "b.jsonl"),
+        ("d/a.jsonl a.jsonl", ONE.format("x", "a.jsonl") + "  data_dir: d\n", "d/a.jsonl", "d/a.jsonl"),
+        ("a.csv test.jsonl", ONE.format("x", "[{split: train, path: a.csv}, {split: test, path: test.jsonl}]"),
+         "error: {}: no file of the split train can be read", "test.jsonl"),
+        ("train.jsonl b.jsonl", "- config_name: x", "train.jsonl", "b.jsonl"),
+        ("train.jsonl b.jsonl", "- [", "train.jsonl", "b.jsonl"),
+    ],
+)  # fmt: skip
+def test_splits_that_a_card_declares(
+    tmp_path: Path, names: str, configs: str, train: str, validation: str
+) -> None:
+    (make(tmp_path, names) / "README.md").write_text(CARD.format(configs.rstrip()), encoding="utf-8")
+    assert chosen(tmp_path, "train").startswith(train.format(tmp_path))
+    assert chosen(tmp_path, "validation").startswith(validation.format(tmp_path))
