@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from controller.data.errors import DataError
 from controller.data.synthetic import SPLITS, AdditionSource, read_options
 from controller.data.tables import BATCH, Unreadable, read_table, row_name, rows_of, table_shape
 from schema.config import DatasetConfig
+from schema.config.columns import folder_columns
 from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose, default_split
 from schema.config.paths import DATA_SUFFIXES
 
@@ -88,24 +89,10 @@ def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collec
     except OSError as error:
         raise DataError(f"directory {path} cannot be read: {error}") from None
     unread = {reason: list(map(_shown, files)) for reason, files in choice.unread.items()}
-    sources = [FileSource(file) for file in choice.read]
-    remarks = _partitions(path, choice.read, sources)
+    sources = [FileSource(file, folder_columns(path, file)) for file in choice.read]
+    names = dict.fromkeys(name for source in sources for name in source.of_folders)
+    remarks = [f"column `{name}`: text from names of folders, as {name}=…" for name in names]
     return _chain(sources, Coverage(list(map(_shown, choice.read)), unread, choice.how, remarks))
-
-
-def _partitions(directory: Path, paths: Sequence[Path], sources: Sequence[FileSource]) -> list[str]:
-    """A remark for each column that folders alone hold, as `level=3/part.parquet` does."""
-    folders = {
-        name: folder
-        for path, source in zip(paths, sources, strict=True)
-        for folder in path.relative_to(directory).parts[:-1]
-        if (name := folder.partition("=")[0]) != folder and name and name not in source.columns
-    }
-    return [
-        f"column `{name}`: folders as {_shown(Path(folder))} have its values, and rows do not get them; write it "
-        "into the files if a prompt or reward needs it"
-        for name, folder in folders.items()
-    ]
 
 
 def _chain(sources: Sequence[FileSource], coverage: Coverage) -> Chain:
@@ -155,9 +142,12 @@ def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
 
 
 class FileSource:
-    """One parquet, Arrow, JSONL or JSON file."""
+    """One parquet, Arrow, JSONL or JSON file.
 
-    def __init__(self, path: Path) -> None:
+    of_folders: columns that all of its rows have by its path, unless the file has a column of that name.
+    """
+
+    def __init__(self, path: Path, of_folders: Mapping[str, str | None] | None = None) -> None:
         self.name = _shown(path)
         self._path = path
         self._is_table = path.suffix.lower() in (".parquet", ".arrow")
@@ -167,6 +157,9 @@ class FileSource:
             self.columns, self._length = _json_shape(path)
         else:
             raise DataError(f"{path}: of the files only {', '.join(DATA_SUFFIXES)} can be read")
+        given = (of_folders or {}).items()
+        self.of_folders = {name: value for name, value in given if name not in self.columns}
+        self.columns += self.of_folders
 
     def __len__(self) -> int:
         return self._length
@@ -175,11 +168,9 @@ class FileSource:
         return row_name(self.name, i)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        if self._is_table:
-            yield from read_table(self._path)
-            return
-        absent = dict.fromkeys(self.columns)
-        for row in _json_rows(self._path):
+        rows = read_table(self._path) if self._is_table else _json_rows(self._path)
+        absent = dict.fromkeys(self.columns) | self.of_folders
+        for row in rows:
             yield row if isinstance(row, Unreadable) else absent | row
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint
@@ -61,16 +62,33 @@ def columns_of(
         raise UnreadableDataError(f"{path} does not exist", home_hint(str(path)))
     try:
         if path.is_dir():
-            path = choose(path, splits, role, apart).read[0]
-        if not path.is_file():
-            raise UnreadableDataError(f"{path} is a pipe or a device", "write the data to a file first")
-        suffix = path.suffix.lower()
-        if suffix in (".parquet", ".arrow"):
-            return _arrow_columns(path, suffix)
-        if suffix in DATA_SUFFIXES:
-            return _json_columns(path)
+            file = choose(path, splits, role, apart).read[0]
+            columns = _file_columns(file)
+            return columns and Columns(flat([*folder_columns(path, file)]).fields | columns.fields)
+        return _file_columns(path)
     except OSError as error:
         raise UnreadableDataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def folder_columns(directory: Path, file: Path) -> dict[str, str | None]:
+    """The columns that folders between a directory and a file in it hold, as text: `lang` of `lang=en/a.parquet`."""
+    pairs = (folder.partition("=") for folder in file.relative_to(directory).parts[:-1])
+    values = {name: unquote(value) for name, equals, value in pairs if name and equals}
+    return {name: None if value == _NO_VALUE else value for name, value in values.items()}
+
+
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+
+
+def _file_columns(path: Path) -> Columns | None:
+    """Columns of one file. Raises UnreadableDataError, OSError."""
+    if not path.is_file():
+        raise UnreadableDataError(f"{path} is a pipe or a device", "write the data to a file first")
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".arrow"):
+        return _arrow_columns(path, suffix)
+    if suffix in DATA_SUFFIXES:
+        return _json_columns(path)
     raise UnreadableDataError(f"{path} is not a dataset", f"a data file ends in {', '.join(DATA_SUFFIXES)}")
 
 

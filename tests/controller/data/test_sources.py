@@ -12,6 +12,7 @@ from controller.data.errors import DataError
 from controller.data.rows import report_of
 from controller.data.sources import column, open_hub, open_source, require_column
 from schema.config import DatasetConfig
+from schema.config.columns import columns_of
 from tests.controller.data.conftest import write
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i), "extra": {"level": i % 3}} for i in range(5)]
@@ -155,12 +156,18 @@ def test_an_empty_shard_has_no_rows(tmp_path: Path, name: str, text: str):
     assert report_of(source).remarks == [f"{tmp_path / name} holds no row"]
 
 
-def test_columns_that_folders_hold_are_named(tmp_path: Path):
-    write(tmp_path / "level=1" / "lang=en" / "part-0.parquet", ROWS[:2])
-    write(tmp_path / "level=2" / "answer=x" / "part-0.parquet", ROWS[2:])
+@pytest.mark.parametrize("name", ["part-0.parquet", "part-0.jsonl"])
+def test_columns_that_folders_hold_are_read(tmp_path: Path, name: str):
+    write(tmp_path / "level=1" / "lang=e%20n" / name, ROWS[:2])
+    write(tmp_path / "level=__HIVE_DEFAULT_PARTITION__" / "answer=x" / name, ROWS[2:])
     source = open_source(DatasetConfig(name=str(tmp_path)), "train", 0)
-    named = [text.partition(" have its values")[0] for text in report_of(source).remarks]
-    assert named == ["column `level`: folders as level=2", "column `lang`: folders as lang=en"]
+    folders = [{"level": "1", "lang": "e n"}] * 2 + [{"level": None, "lang": None}] * 3
+    assert list(source.rows()) == [row | folder for row, folder in zip(ROWS, folders, strict=True)]
+    named = [text.partition(":")[0] for text in report_of(source).remarks]
+    assert named == ["column `level`", "column `lang`"]
+    columns = columns_of(tmp_path)
+    assert columns is not None
+    assert {"level", "lang", "prompt", "answer"} <= columns.fields.keys()
 
 
 def test_files_come_in_the_order_named_and_rows_know_their_file(tmp_path: Path):
