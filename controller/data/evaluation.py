@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from controller.data.errors import DataError
-from controller.data.prepare import check_source
+from controller.data.prompts import check_source
 from controller.data.rows import (
     command,
     judged,

@@ -17,14 +17,8 @@ from pathlib import Path
 from controller.data.conversations import read_prompt, read_tools
 from controller.data.errors import DataError
 from controller.data.media import refuse_media
-from controller.data.prepare import (
-    dataset_of,
-    prompt_forms,
-    prompt_row,
-    tokenizer_of,
-    training_source,
-    with_system,
-)
+from controller.data.prepare import tokenizer_of, training_source
+from controller.data.prompts import dataset_of, prompt_forms, prompt_row, with_system
 from controller.data.rows import Row, command, report_of, value
 from schema.config import Config
 
