@@ -39,7 +39,7 @@ Render = Callable[..., str]
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Texts → their token ids, without tokens that the tokenizer puts around a text."""
 
-_MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
+MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 _BEGIN, _END = "\u2063«\u2063", "\u2063»\u2063"
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn by which published data has its thoughts apart from its content."""
@@ -228,8 +228,8 @@ class Turns:
             seen = any(all(word in text for word in words) for text in learnt)
             if turn["role"] == "assistant" or not _content(turn).strip() or not seen:
                 continue
-            changed = self._try(self._with(i, {**turn, "content": _MARKER + _content(turn)}))
-            place = _shared(self._text, changed) if changed and _MARKER in changed else -1
+            changed = self._try(self._with(i, {**turn, "content": MARKER + _content(turn)}))
+            place = _shared(self._text, changed) if changed and MARKER in changed else -1
             if any(start <= place < end for start, end in spans):
                 raise DataError(
                     f"the chat template puts message {i} ({turn['role']}) into a turn of the assistant, which would "
@@ -250,11 +250,11 @@ class Turns:
         shown = False
         for marked in _marked_starts(self._messages[i]):
             changed = self._try(self._with(i, marked))
-            if changed is None or _MARKER not in changed:
+            if changed is None or MARKER not in changed:
                 continue
             shown = True
             start = _shared(self._text, changed, self._tokens.added)
-            says, asks = _MARKER in _content(marked), first is None or first != before
+            says, asks = MARKER in _content(marked), first is None or first != before
             begins = self._begins(i, first, (least, start)) if asks or not says else None
             if begins is not None:
                 return begins, first
@@ -269,7 +269,7 @@ class Turns:
 
     def _asked(self, i: int) -> str | None:
         """The rendering up to turn i with a question in its place."""
-        return self._try([*self._messages[:i], {"role": "user", "content": _MARKER}])
+        return self._try([*self._messages[:i], {"role": "user", "content": MARKER}])
 
     def _begins(self, i: int, prompt: str | None, span: Span) -> int | None:
         """Find where turn i begins in `span`, by what its generation prompt ends with; None: unknown.
@@ -299,20 +299,20 @@ class Turns:
     @cached_property
     def _header_of_answer(self) -> str:
         """The text that the generation prompt for a question adds, in place of a footer if there is one (Phi-3)."""
-        asked = [{"role": "user", "content": _MARKER}]
+        asked = [{"role": "user", "content": MARKER}]
         before, prompt = self._try(asked) or "", self._try(asked, add_generation_prompt=True) or ""
         at = _shared(before, prompt, self._tokens.added)
-        return prompt[at:] if _MARKER in before[:at] else ""
+        return prompt[at:] if MARKER in before[:at] else ""
 
     def _content_end(self, messages: list[Message], i: int, **variables: Any) -> int:
         """Find the end of message i's content in a rendering; 0: it is not there."""
         if i < 0:
             return 0
-        marked = {**messages[i], "content": _content(messages[i]) + _MARKER}
+        marked = {**messages[i], "content": _content(messages[i]) + MARKER}
         text, changed = (
             self._try(asked, **variables) for asked in (messages, [*messages[:i], marked, *messages[i + 1 :]])
         )
-        return _shared(text, changed) if text and changed and _MARKER in changed else 0
+        return _shared(text, changed) if text and changed and MARKER in changed else 0
 
     def _end(self, i: int, start: int, prompt: str | None) -> int:
         """Find where the visible text of turn i ends, from `start` on. prompt: the generation prompt for it."""
@@ -323,7 +323,7 @@ class Turns:
                 return len(seen)
         for marked in _marked_ends(turn):
             changed = self._try(self._with(i, marked))
-            if changed is None or _MARKER not in changed:
+            if changed is None or MARKER not in changed:
                 continue
             shown = True
             end = _shared(self._text, changed)
@@ -345,7 +345,7 @@ class Turns:
         if asked.startswith(upto):
             return end
         changes = [self._try([*self._messages[:i], marked]) for marked in _marked_ends(self._messages[i])]
-        said = max((_shared(upto, text) for text in changes if text and _MARKER in text), default=len(upto))
+        said = max((_shared(upto, text) for text in changes if text and MARKER in text), default=len(upto))
         common = upto[: _shared(upto, asked, self._tokens.added)]
         common = common.removesuffix(max(filter(common.endswith, self._begun_headers), key=len)).rstrip()
         return max(said, len(common)) if said <= len(common) and self._text.startswith(common) else end
@@ -354,10 +354,10 @@ class Turns:
     def _begun_headers(self) -> list[str]:
         """The beginnings of the header of the first message, the empty one too, without tokens that begin a text."""
         turn = self._messages[0]
-        marked = self._try(self._with(0, {**turn, "content": _MARKER + _content(turn)})) or ""
+        marked = self._try(self._with(0, {**turn, "content": MARKER + _content(turn)})) or ""
         header = (
             self._text[: _shared(self._text, marked)].rstrip().rsplit("\n", 1)[-1]
-            if _MARKER in marked
+            if MARKER in marked
             else ""
         )
         headers = [header]
@@ -372,7 +372,7 @@ class Turns:
         for upto, other in zip(
             self._renderings(i, turn, prompt), self._renderings(i, marked, prompt), strict=True
         ):
-            if upto is not None and other is not None and _MARKER in other:
+            if upto is not None and other is not None and MARKER in other:
                 tails.append(upto[_shared(upto, other) :])
                 if tails[-1].strip() and rest.startswith(tails[-1]):
                     break
@@ -401,7 +401,7 @@ class Turns:
         if not words or any(word in text for word in words):
             return True
         renderings = [self._try(self._with(i, marked)) for marked in _marked_ends(turn)]
-        return any(_MARKER in changed for changed in renderings if changed is not None)
+        return any(MARKER in changed for changed in renderings if changed is not None)
 
     def _behind(self, rest: str, tails: list[str], *, calls: bool) -> int | None:
         """How many characters of `rest`, which follows a turn's content, belong to the turn; None: unknown.
@@ -487,21 +487,21 @@ def _named(call: dict[str, Any]) -> dict[str, Any]:
 
 def _marked_starts(turn: Message) -> Iterator[Message]:
     """The turn with a marker for all it says, before its content, then before the name of its first tool call."""
-    yield {"role": turn["role"], "content": _MARKER}
-    yield {**turn, "content": _MARKER + _content(turn)}
+    yield {"role": turn["role"], "content": MARKER}
+    yield {**turn, "content": MARKER + _content(turn)}
     if calls := _calls(turn):
-        yield {**turn, "tool_calls": [_renamed(calls[0], f"{_MARKER}{_named(calls[0])['name']}"), *calls[1:]]}
+        yield {**turn, "tool_calls": [_renamed(calls[0], f"{MARKER}{_named(calls[0])['name']}"), *calls[1:]]}
 
 
 def _marked_ends(turn: Message) -> Iterator[Message]:
     """The turn with a marker behind its content, then behind the name of its last tool call, if it has them."""
     calls = _calls(turn)
     if _content(turn).strip() or not calls:
-        yield {**turn, "content": _content(turn) + _MARKER}
+        yield {**turn, "content": _content(turn) + MARKER}
     if calls:
         yield {
             **turn,
-            "tool_calls": [*calls[:-1], _renamed(calls[-1], f"{_named(calls[-1])['name']}{_MARKER}")],
+            "tool_calls": [*calls[:-1], _renamed(calls[-1], f"{_named(calls[-1])['name']}{MARKER}")],
         }
 
 

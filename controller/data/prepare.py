@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -186,17 +185,12 @@ def _validation_source(config: Config, train: Source, held_out: frozenset[int]) 
 
 
 def _check_columns(config: Config, source: Source, role: Role) -> None:
+    where = "" if role == "train" else " (dataset of [validation])"
     if not config.is_grpo:
-        sft = config.sft
-        names = (
-            ["prompt_column_name", "response_column_name"] if sft.has_pairs else ["conversation_column_name"]
-        )
-        names += ["query_column_name"] if sft.has_pairs and sft.query_column_name else []
-        for name in names:
-            where = "" if role == "train" else " (dataset of [validation])"
-            require_column(source, getattr(sft, name), f"{_POLICY}.{name}{where}")
+        for key, name in config.sft.columns.items():
+            require_column(source, name, f"{_POLICY}.{key}{where}")
         return
-    grpo, where = config.grpo, "" if role == "train" else " (dataset of [validation])"
+    grpo = config.grpo
     require_column(source, grpo.prompt_column, f"{_POLICY}.prompt_column_name{where}")
     if grpo.response_column_name:
         require_column(source, grpo.response_column_name, f"{_POLICY}.response_column_name{where}")

@@ -7,7 +7,8 @@ Supervised conversations share what is noted of a row's columns, its tools and i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from controller.data.conversations import Message, as_messages, has_system, read_prompt, read_tools
@@ -107,10 +108,19 @@ _NOT_IN_PROMPT = {
 """Columns that published data keeps beside the prompt, for a prompt that has them too; and what to do instead."""
 
 
-def note_not_in_prompt(raw: Row, read: Collection[str], where: str, out: Prepared) -> None:
-    """Note columns of a row that others would put into its prompt. read: the columns that the config names."""
+def note_not_in_prompt(
+    raw: Row,
+    read: Collection[str],
+    where: str,
+    out: Prepared,
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Note columns of a row that other systems would put into its prompt.
+
+    read: the columns that the config names. others: columns to look at too, with what to do instead.
+    """
     names = {name.partition(".")[0] for name in read}
-    for name, remedy in _NOT_IN_PROMPT.items():
+    for name, remedy in {**_NOT_IN_PROMPT, **others}.items():
         if name not in names and not _is_blank(without_nulls(raw.get(name))):
             note(out, f"have a column `{name}`, which is not put into the prompt; {remedy}", where)
 

@@ -21,7 +21,7 @@ from controller.data.errors import DataError
 from controller.data.synthetic import SPLITS, AdditionSource, read_options
 from controller.data.tables import BATCH, Unreadable, read_table, row_name, rows_of, table_shape
 from schema.config import DatasetConfig
-from schema.config.columns import folder_columns
+from schema.config.columns import TABLES, folder_columns
 from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose, default_split
 from schema.config.paths import DATA_SUFFIXES
 
@@ -150,7 +150,7 @@ class FileSource:
     def __init__(self, path: Path, of_folders: Mapping[str, str | None] | None = None) -> None:
         self.name = _shown(path)
         self._path = path
-        self._is_table = path.suffix.lower() in (".parquet", ".arrow")
+        self._is_table = path.suffix.lower() in TABLES
         if self._is_table:
             self.columns, self._length = table_shape(path)
         elif path.suffix.lower() in DATA_SUFFIXES:

@@ -45,71 +45,20 @@ from schema.config.fetched import fetched_by
 logger = logging.getLogger("controller.data.prepare")  # one name for all of the preparation
 
 
+_OF_PAIRS = dict.fromkeys(("input", "query"), "query_column_name puts it behind the question")
+"""Columns that published pairs keep beside the question, for a prompt that has them too; and what to do."""
+
+
 def prepare_conversations(
-    config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role = "train"
+    config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role
 ) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
-    sft, out = config.sft, Prepared(report_of(source, "conversation"))
-    section, dataset = dataset_of(config, role)
-    longest, rule = config.policy.model_max_length, dataset.overlong_prompts
-    bound = Bound(longest, "a conversation", "policy.model_max_length", section, rule)
-    read = (
-        [sft.prompt_column_name, sft.response_column_name]
-        if sft.has_pairs
-        else [sft.conversation_column_name]
-    )
-    stops, shows_tools = _stops(config, tokenizer), tokenizer.shows_tools()
+    conversations = _Conversations(config, tokenizer, source, role)
     for batch in batches(source, keep):
-        out.report.read += len(batch)
-        good: list[_Talk] = []
-        for i, raw in batch:
-            with judged(out.report.bad):
-                talk = put_system(config, _conversation(config, source, i, raw), source.where(i), out)
-                refuse_media(dataset, section, raw, talk, source.where(i))
-                messages, unlearnt = without_flags(as_messages(talk), source.where(i))
-                if unlearnt:
-                    how = f"have turns of the assistant that are not learnt, as a key says ({', '.join(LOSS_FLAGS)})"
-                    note(out, how, source.where(i))
-                note_not_in_prompt(raw, [*read, sft.query_column_name], source.where(i), out)
-                tools = tools_of(raw, source.where(i), shows_tools, out)
-                good.append(_Talk(i, raw, messages, unlearnt, tools))
-        for i, raw, learnt in _encoded(tokenizer, source, good, stops.ids, out):
-            with judged(out.report.bad):
-                ids, mask = learnt
-                kept = bound.fit(len(ids), source.where(i), out) if mask.any() else slice(None)
-                if kept is None:
-                    continue
-                if mask[kept].any():
-                    if learnt.differs:
-                        out.report.encoded_apart.add(source.where(i))
-                    if learnt.incomplete:
-                        out.report.incomplete.add(source.where(i))
-                    if not stops.stop(ids[kept], mask[kept], tokenizer.decode):
-                        out.report.without_stop.add(source.where(i))
-                    others = {name: content for name, content in raw.items() if name not in read}
-                    row = with_columns({"key": f"{role}/{i}"}, {}, others, source, i, out.report)
-                    out.add(ids[kept], row, mask[kept])
-                else:
-                    out.leave_out("nothing to learn that the assistant says", source.where(i))
-    if endless := out.report.without_stop.count:
-        logger.warning(
-            "%s: the last learnt token of %s conversations is none at which generation stops, so the model does not "
-            "learn from them where to end; let the chat template (or one of your own, in rollout.multi_turn_config."
-            "custom_chat_template_path) end the assistant's turns, and name that end in rollout.sampling_config."
-            "stop_token_ids or stop where the model's generation_config.json does not",
-            role,
-            f"{endless:,}",
-        )
-    return out.finish(bound, tokenizer.decode)
-
-
-def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
-    """Where generation of this run's samples stops."""
-    from transformers.utils import cached_file
-
-    sampling = config.rollout.sampling_config
-    ids = eos_token_ids(config.policy, tokenizer.eos_token_id, fetched_by(cached_file))
-    return Stops(ids.union(sampling.stop_token_ids), tuple(sampling.stop))
+        talks = list(conversations.talks(batch))
+        for talk, learnt in conversations.encoded(talks):
+            conversations.add(talk, learnt)
+    return conversations.finish()
 
 
 class _Talk(NamedTuple):
@@ -122,24 +71,92 @@ class _Talk(NamedTuple):
     tools: list[Any] | None
 
 
-def _encoded(
-    tokenizer: PromptTokenizer, source: Source, talks: list[_Talk], stops: frozenset[int], out: Prepared
-) -> Iterator[tuple[int, Row, Learnt]]:
-    """The rows with their tokens and loss masks; one by one where the template refuses some of them."""
-    for tools, group in groupby(talks, lambda talk: talk.tools):
-        own, same = tokenizer.with_tools(tools), list(group)
-        try:
-            unlearnt = [talk.unlearnt for talk in same]
-            encoded = own.conversations([talk.messages for talk in same], stops, unlearnt)
-        except DataError:
-            for talk in same:
-                with judged(out.report.bad):
-                    with named(source.where(talk.i)):
-                        (learnt,) = own.conversations([talk.messages], stops, [talk.unlearnt])
-                    yield talk.i, talk.raw, learnt
-            continue
-        for talk, learnt in zip(same, encoded, strict=True):
-            yield talk.i, talk.raw, learnt
+class _Conversations:
+    """The conversations of one file on their way into `Prepared`."""
+
+    def __init__(self, config: Config, tokenizer: PromptTokenizer, source: Source, role: Role) -> None:
+        self._config, self._tokenizer, self._source, self._role = config, tokenizer, source, role
+        self._out = Prepared(report_of(source, "conversation"))
+        self._section, self._dataset = dataset_of(config, role)
+        longest, rule = config.policy.model_max_length, self._dataset.overlong_prompts
+        self._bound = Bound(longest, "a conversation", "policy.model_max_length", self._section, rule)
+        self._columns = frozenset(config.sft.columns.values())
+        self._stops, self._shows_tools = _stops(config, tokenizer), tokenizer.shows_tools()
+
+    def talks(self, batch: list[tuple[int, Row]]) -> Iterator[_Talk]:
+        """The rows as conversations; those that are none are bad rows."""
+        config, out = self._config, self._out
+        out.report.read += len(batch)
+        for i, raw in batch:
+            where = self._source.where(i)
+            with judged(out.report.bad):
+                conversation = put_system(config, _conversation(config, self._source, i, raw), where, out)
+                refuse_media(self._dataset, self._section, raw, conversation, where)
+                messages, unlearnt = without_flags(as_messages(conversation), where)
+                if unlearnt:
+                    how = f"have turns of the assistant that are not learnt, as a key says ({', '.join(LOSS_FLAGS)})"
+                    note(out, how, where)
+                note_not_in_prompt(raw, self._columns, where, out, _OF_PAIRS if config.sft.has_pairs else {})
+                tools = tools_of(raw, where, self._shows_tools, out)
+                yield _Talk(i, raw, messages, unlearnt, tools)
+
+    def encoded(self, talks: list[_Talk]) -> Iterator[tuple[_Talk, Learnt]]:
+        """The conversations with tokens and loss masks; one by one where the template refuses some of them."""
+        for tools, group in groupby(talks, lambda talk: talk.tools):
+            tokenizer, same = self._tokenizer.with_tools(tools), list(group)
+            try:
+                unlearnt = [talk.unlearnt for talk in same]
+                every = tokenizer.conversations([talk.messages for talk in same], self._stops.ids, unlearnt)
+            except DataError:
+                for talk in same:
+                    with judged(self._out.report.bad), named(self._source.where(talk.i)):
+                        (learnt,) = tokenizer.conversations([talk.messages], self._stops.ids, [talk.unlearnt])
+                        yield talk, learnt
+                continue
+            for talk, learnt in zip(same, every, strict=True):
+                yield talk, learnt
+
+    def add(self, talk: _Talk, learnt: Learnt) -> None:
+        """Keep a conversation, or count why it is left out."""
+        out, where, (ids, mask) = self._out, self._source.where(talk.i), learnt
+        with judged(out.report.bad):
+            kept = self._bound.fit(len(ids), where, out) if mask.any() else slice(None)
+            if kept is None:
+                return
+            if not mask[kept].any():
+                out.leave_out("nothing to learn that the assistant says", where)
+                return
+            if learnt.differs:
+                out.report.encoded_apart.add(where)
+            if learnt.incomplete:
+                out.report.incomplete.add(where)
+            if not self._stops.stop(ids[kept], mask[kept], self._tokenizer.decode):
+                out.report.without_stop.add(where)
+            others = {name: content for name, content in talk.raw.items() if name not in self._columns}
+            key = {"key": f"{self._role}/{talk.i}"}
+            out.add(ids[kept], with_columns(key, {}, others, self._source, talk.i, out.report), mask[kept])
+
+    def finish(self) -> Prepared:
+        """What was prepared, with a complete report."""
+        if endless := self._out.report.without_stop.count:
+            logger.warning(
+                "%s: the last learnt token of %s conversations is none at which generation stops, so the model does "
+                "not learn from them where to end; let the chat template (or one of your own, in "
+                "rollout.multi_turn_config.custom_chat_template_path) end the assistant's turns, and name that end "
+                "in rollout.sampling_config.stop_token_ids or stop where the model's generation_config.json does not",
+                self._role,
+                f"{endless:,}",
+            )
+        return self._out.finish(self._bound, self._tokenizer.decode)
+
+
+def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
+    """Where generation of this run's samples stops."""
+    from transformers.utils import cached_file
+
+    sampling = config.rollout.sampling_config
+    ids = eos_token_ids(config.policy, tokenizer.eos_token_id, fetched_by(cached_file))
+    return Stops(ids.union(sampling.stop_token_ids), tuple(sampling.stop))
 
 
 def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Message]:

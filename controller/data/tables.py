@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.data.errors import DataError
+from schema.config.columns import open_table
+from schema.config.dataset_files import UnreadableDataError
 
 BATCH = 1024
 """Rows that are made at once."""
@@ -73,23 +75,11 @@ def rows_of(batches: Iterable[Any], name: str, start: int = 0) -> Iterator[dict[
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    is_parquet = path.suffix.lower() == ".parquet"
     try:
-        if is_parquet:
-            with pq.ParquetFile(path) as file:
-                yield file
-        else:
-            with pa.memory_map(str(path)) as memory:
-                opened = pa.ipc.open_file if memory.read(6) == b"ARROW1" else pa.ipc.open_stream
-                memory.seek(0)
-                with opened(memory) as file:
-                    yield file
-    except (pa.ArrowException, OSError) as error:
-        kind = "parquet" if is_parquet else "Arrow"
-        raise DataError(f"{path} is not a readable {kind} file: {error}") from None
+        with open_table(path) as table:
+            yield table
+    except (UnreadableDataError, OSError) as error:
+        raise DataError(str(error)) from None
 
 
 def _batches(table: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ import numpy as np
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
 from controller.data.loss_masks import (
+    MARKER,
     Ids,
     Learnt,
     Mode,
@@ -48,7 +49,6 @@ _TESTS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE
 _TURNS = "rollout.multi_turn_config."
 _TOOL = "name_of_a_tool"
 _marked_template = cache(marked_template)
-_MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or contain itself
 
 
 class PromptTokenizer:
@@ -112,14 +112,14 @@ class PromptTokenizer:
 
     def _prove(self, key: str, system: str) -> None:
         """One prompt with the system prompt, before any row: the template shows both. key: where it comes from."""
-        asked = [*([{"role": "system", "content": system}] if system else []), *as_messages(_MARKER)]
+        asked = [*([{"role": "system", "content": system}] if system else []), *as_messages(MARKER)]
         try:
             text = self.text(asked)
         except DataError as error:
             remedy = "mend it, it gets messages, add_generation_prompt and enable_thinking"
             remedy += ", or leave train.train_policy.system_prompt out" if system else ""
             raise DataError(f"{key}: {error}; {remedy}") from error
-        if _MARKER not in text:
+        if MARKER not in text:
             raise DataError(
                 f"{key}: the chat template leaves the prompt out; it must show each of `messages`"
             )

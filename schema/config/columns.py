@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from urllib.parse import unquote
 from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint
 
+TABLES = (".parquet", ".arrow")
+"""Endings of files that pyarrow reads; the other data files are JSON."""
 FIRST_ROW_BYTES = 4 * 1024 * 1024  # a first row longer than this is left for the loader to judge
 
 
@@ -84,35 +87,45 @@ def _file_columns(path: Path) -> Columns | None:
     """Columns of one file. Raises UnreadableDataError, OSError."""
     if not path.is_file():
         raise UnreadableDataError(f"{path} is a pipe or a device", "write the data to a file first")
-    suffix = path.suffix.lower()
-    if suffix in (".parquet", ".arrow"):
-        return _arrow_columns(path, suffix)
-    if suffix in DATA_SUFFIXES:
+    if path.suffix.lower() in TABLES:
+        return _arrow_columns(path)
+    if path.suffix.lower() in DATA_SUFFIXES:
         return _json_columns(path)
     raise UnreadableDataError(f"{path} is not a dataset", f"a data file ends in {', '.join(DATA_SUFFIXES)}")
 
 
-def _arrow_columns(path: Path, suffix: str) -> Columns | None:
-    """Columns of a parquet or Arrow file. Raises UnreadableDataError, OSError."""
-    with path.open("rb") as file:  # a clear system error before pyarrow's
-        if suffix == ".parquet" and file.read(4) != b"PAR1":
-            raise UnreadableDataError(f"{path} is not a parquet file")
-    from pyarrow import ipc, parquet  # a tenth of a second
+@contextmanager
+def open_table(path: Path) -> Iterator[Any]:
+    """A Parquet or Arrow file, open: pyarrow's reader of it.
 
-    empty = False
+    Raises UnreadableDataError where pyarrow cannot read it, now or later; OSError where the file cannot be opened.
+    """
+    is_parquet = path.suffix.lower() == ".parquet"
+    with path.open("rb") as file:  # a clear system error before pyarrow's
+        magic = file.read(6)
+    import pyarrow as pa  # a tenth of a second
+    import pyarrow.parquet as pq
+
     try:
-        if suffix == ".arrow":
-            with path.open("rb") as file:
-                opened = ipc.open_file if file.read(6) == b"ARROW1" else ipc.open_stream
-                file.seek(0)
-                schema = opened(file).schema
+        if is_parquet:
+            with pq.ParquetFile(path) as table:
+                yield table
         else:
-            metadata = parquet.read_metadata(path)
-            empty, schema = metadata.num_rows == 0, metadata.schema.to_arrow_schema()
-    except (ValueError, OSError) as error:
-        raise UnreadableDataError(f"{path} is a broken {suffix.removeprefix('.')} file: {error}") from None
-    if empty:
-        raise UnreadableDataError(f"{path} has no rows")
+            opened = pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream
+            with pa.memory_map(str(path)) as memory, opened(memory) as table:
+                yield table
+    except (pa.ArrowException, OSError) as error:
+        kind = "parquet" if is_parquet else "Arrow"
+        raise UnreadableDataError(f"{path} is not a readable {kind} file: {error}") from None
+
+
+def _arrow_columns(path: Path) -> Columns | None:
+    """Columns of a parquet or Arrow file. Raises UnreadableDataError, OSError."""
+    with open_table(path) as table:
+        is_parquet = hasattr(table, "metadata")
+        if is_parquet and table.metadata.num_rows == 0:
+            raise UnreadableDataError(f"{path} has no rows")
+        schema = table.schema_arrow if is_parquet else table.schema
     return Columns({item.name: _arrow_fields(item.type) for item in schema})
 
 

@@ -186,15 +186,8 @@ def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str
         yield from _evaluation_columns(config.evaluation)
         return
     if not config.is_grpo:
-        sft = config.sft
-        if sft.has_pairs:
-            yield f"{_POLICY}.prompt_column_name", sft.prompt_column_name, False
-            yield f"{_POLICY}.response_column_name", sft.response_column_name, False
-            if sft.query_column_name:
-                yield f"{_POLICY}.query_column_name", sft.query_column_name, False
-        else:
-            name = sft.conversation_column_name
-            yield f"{_POLICY}.conversation_column_name", name, name == "conversations"
+        for name, column in config.sft.columns.items():
+            yield f"{_POLICY}.{name}", column, column == "conversations"
         return
     policy = config.grpo
     yield f"{_POLICY}.prompt_column_name", policy.prompt_column, not policy.prompt_column_name

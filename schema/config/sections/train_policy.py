@@ -585,6 +585,14 @@ class SFTDataConfig(_DataloaderConfig):
         """Whether rows are a prompt and a response instead of a conversation."""
         return bool(self.prompt_column_name and self.response_column_name)
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that are read of a row, by the keys that name them."""
+        if not self.has_pairs:
+            return {"conversation_column_name": self.conversation_column_name}
+        names = ("prompt_column_name", "response_column_name", "query_column_name")
+        return {name: column for name in names if (column := getattr(self, name))}
+
 
 def _tag(value: Any) -> str:
     """The tag of a train policy as written; a table without `type` is grpo, the default."""

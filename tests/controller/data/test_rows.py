@@ -186,6 +186,13 @@ def test_columns_that_do_not_reach_the_prompt_are_noted(
         _, report = prepared(model_dir, path, policy)
         notes = list(report.noted)
         assert (len(notes), note in "".join(notes)) == (bool(note), True)
+    pair = {"type": "sft", "prompt_column_name": "q", "response_column_name": "a"}
+    path = write(
+        tmp_path / "rows.jsonl", [{"q": "Add.", "a": "2", "input": "1 1"}, {"q": "?", "a": "2", "input": ""}]
+    )
+    for named, count in ({}, [1]), ({"query_column_name": "input"}, []):
+        _, report = prepared(model_dir, path, pair | named)
+        assert [rows.count for how, rows in report.noted.items() if "column `input`" in how] == count
     _, report = prepared(model_dir, write(path, [{"system": "?"}]), {"prompt_column_name": "system"})
     assert not report.noted, "the prompt itself"
 

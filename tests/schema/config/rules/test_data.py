@@ -73,8 +73,8 @@ def test_lines_of_json_in_a_json_file() -> None:
         ("data.jsonl", b"3\n", "does not begin with a JSON object"),
         ("data.json", b'[{"prompt": ', "does not begin with a JSON object"),
         ("data.json", b"[" * 9999, "does not begin with a JSON object"),
-        ("data.parquet", b"", "is not a parquet file"),
-        ("data.parquet", b"PAR1 but no more", "is a broken parquet file"),
+        ("data.parquet", b"", "is not a readable parquet file"),
+        ("data.parquet", b"PAR1 but no more", "is not a readable parquet file"),
         ("./data.csv", b"prompt,answer\n", "is not a dataset"),
     ],
 )
