@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.data.errors import DataError
+from controller.data.values import key_text
 from schema.config.columns import open_table
 from schema.config.dataset_files import UnreadableDataError
 
@@ -115,8 +116,11 @@ def _decoder(kind: Any) -> Decode | None:
         if not fields:
             return None
         return _or_null(lambda struct: {k: fields[k](v) if k in fields else v for k, v in struct.items()})
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if is_list and (decode := _decoder(kind.value_type)) is not None:
+    if types.is_run_end_encoded(kind) or types.is_dictionary(kind):
+        return _decoder(kind.value_type)
+    if (
+        hasattr(kind, "value_type") and (decode := _decoder(kind.value_type)) is not None
+    ):  # lists of all kinds
         return _or_null(lambda items: [decode(item) for item in items])
     return None
 
@@ -127,7 +131,7 @@ def _or_null(decode: Decode) -> Decode:
 
 def _object(pairs: list[tuple[Any, Any]], decode: Decode | None) -> dict[str, Any]:
     """The object that a map is. Raises ValueError."""
-    found = {str(key): value if decode is None else decode(value) for key, value in pairs}
-    if len(found) < len(pairs):
+    fields = {key_text(key): value if decode is None else decode(value) for key, value in pairs}
+    if len(fields) < len(pairs):
         raise ValueError("a map has a key twice")
-    return found
+    return fields

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Callable
 from datetime import date, time, timedelta
@@ -25,10 +26,10 @@ import numpy as np
 
 from controller.data.errors import DataError
 
-Heard = Callable[[str], object]
+Note = Callable[[str], object]
 
 
-def jsonable(value: Any, note: Heard = lambda _: None) -> Any:
+def jsonable(value: Any, note: Note = lambda _: None) -> Any:
     """The value as JSON holds it. note: is called with what became of a value that JSON lacks.
 
     Raises `DataError` for a type that has no such form.
@@ -40,7 +41,7 @@ def jsonable(value: Any, note: Heard = lambda _: None) -> Any:
     if isinstance(value, (float, np.floating)):
         return _number(float(value), note)
     if isinstance(value, dict):
-        return {str(name): jsonable(inner, note) for name, inner in value.items()}
+        return {key_text(name): jsonable(inner, note) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(inner, note) for inner in value]
     if isinstance(value, np.ndarray):
@@ -52,7 +53,13 @@ def jsonable(value: Any, note: Heard = lambda _: None) -> Any:
     return text
 
 
-def _number(value: float, note: Heard) -> float | str:
+def key_text(key: Any) -> str:
+    """A key of a map as JSON writes it. Raises `DataError` for a type that has no such form."""
+    plain = key if isinstance(key, str) else jsonable(key)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _number(value: float, note: Note) -> float | str:
     if math.isfinite(value):
         return value
     note('numbers that are not finite as "NaN", "Infinity", "-Infinity"')

@@ -122,10 +122,10 @@ def open_table(path: Path) -> Iterator[Any]:
 def _arrow_columns(path: Path) -> Columns | None:
     """Columns of a parquet or Arrow file. Raises UnreadableDataError, OSError."""
     with open_table(path) as table:
-        is_parquet = hasattr(table, "metadata")
+        is_parquet = hasattr(table, "schema_arrow")
+        schema = table.schema_arrow if is_parquet else table.schema
         if is_parquet and table.metadata.num_rows == 0:
             raise UnreadableDataError(f"{path} has no rows")
-        schema = table.schema_arrow if is_parquet else table.schema
     return Columns({item.name: _arrow_fields(item.type) for item in schema})
 
 

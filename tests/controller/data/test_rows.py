@@ -17,8 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from controller.data.errors import DataError
 from controller.data.prepare import prepare
+from controller.data.tables import read_table
 from controller.data.values import jsonable
 from schema.config import Config
+from schema.config.columns import columns_of
 from schema.wire import data_report
 from schema.wire.prompts import PromptFile
 from tests.controller.data.conftest import save_tokenizer, write
@@ -271,6 +273,39 @@ def test_rows_that_lack_a_column_have_null_there(model_dir: Path, tmp_path: Path
 def test_what_json_lacks_becomes(value: Any, expected: Any) -> None:
     assert jsonable(value) == expected
     assert jsonable([{"a": value}]) == [{"a": expected}]
+
+
+def maps(*items: Any, key: pa.DataType | None = None) -> pa.Array:
+    return pa.array(items, pa.map_(key or pa.string(), pa.int64()))
+
+
+def json_texts(*texts: str) -> pa.Array:
+    return pa.array(texts).cast(pa.json_(pa.string()))
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (pa.ListArray.from_arrays([0, 1, 1], maps([("k", 1)])), [[{"k": 1}], []]),
+        (pa.ListViewArray.from_arrays([0, 1], [1, 0], maps([("k", 1)])), [[{"k": 1}], []]),
+        (pa.FixedSizeListArray.from_arrays(maps([("k", 1)], None), 1), [[{"k": 1}], [None]]),
+        (pa.RunEndEncodedArray.from_arrays([2], maps([("k", 1)])), [{"k": 1}, {"k": 1}]),
+        (pa.StructArray.from_arrays([json_texts('{"a": null}', "3")], ["j"]), [{"j": {"a": None}}, {"j": 3}]),
+        (pa.DictionaryArray.from_arrays([1, 0], pa.array(["x", None])), [None, "x"]),
+        (maps([(True, 1)], [(False, None)], key=pa.bool_()), [{"true": 1}, {"false": None}]),
+        (maps([(b"\xff", 1)], [], key=pa.binary()), [{"/w==": 1}, {}]),
+        (maps([(dt.date(2020, 1, 2), 1)], None, key=pa.date32()), [{"2020-01-02": 1}, None]),
+        (pa.array([2**64 - 1, None], pa.uint64()), [2**64 - 1, None]),
+    ],
+)
+def test_types_of_arrow_become(tmp_path: Path, column: pa.Array, expected: list[Any]) -> None:
+    table = pa.table({"prompt": ["a", "b"], "c": column})
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert [jsonable(row["c"]) for row in read_table(tmp_path / "x.arrow")] == expected
+    columns = columns_of(tmp_path / "x.arrow")
+    assert columns is not None
+    assert list(columns.fields) == ["prompt", "c"]
 
 
 @pytest.mark.parametrize("value", [{1}, object(), 1j])
