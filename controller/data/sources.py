@@ -22,7 +22,7 @@ from controller.data.synthetic import SPLITS, AdditionSource, read_options
 from controller.data.tables import BATCH, Unreadable, read_table, row_name, rows_of, table_shape
 from schema.config import DatasetConfig
 from schema.config.columns import TABLES, folder_columns
-from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose, default_split
+from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose, default_split, file_id
 from schema.config.paths import DATA_SUFFIXES
 
 
@@ -120,7 +120,16 @@ def _open_files(config: DatasetConfig) -> Source:
     for file in config.files:
         if not Path(file).is_file():
             raise DataError(f"dataset file {file} does not exist, or is not a file")
-    return _chain([FileSource(Path(file)) for file in config.files], Coverage(list(config.files)))
+    names: dict[FileId, list[str]] = {}
+    for file in config.files:
+        names.setdefault(file_id(Path(file)), []).append(file)
+    remarks = [
+        f"{first} is read {len(others) + 1} times, as {', '.join([first, *others])}"
+        for first, *others in names.values()
+        if others
+    ]
+    sources = [FileSource(Path(file)) for file in config.files]
+    return _chain(sources, Coverage(list(config.files), remarks=remarks))
 
 
 def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:

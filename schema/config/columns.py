@@ -1,4 +1,4 @@
-"""The columns of a local dataset, from its metadata or its first row: nothing is loaded whole.
+"""The columns of a local dataset, from its metadata or its first rows: nothing is loaded whole.
 
 A struct's fields count as columns, with dots (`reward_model.ground_truth`): fields of a parquet struct, keys of a
 JSON object, and keys of the JSON object that a text holds, as far as they can be seen from here.
@@ -7,8 +7,9 @@ JSON object, and keys of the JSON object that a text holds, as far as they can b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,16 @@ from urllib.parse import unquote
 from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint
 
+_BETWEEN = re.compile(r"[\s,]*")
 TABLES = (".parquet", ".arrow")
 """Endings of files that pyarrow reads; the other data files are JSON."""
+FIRST_ROWS = 64
+"""Rows of JSON that are looked at: a key may be missing in some."""
 FIRST_ROW_BYTES = 4 * 1024 * 1024  # a first row longer than this is left for the loader to judge
+
+
+class NoRowsError(UnreadableDataError):
+    """A file that can be read and holds no row."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,15 @@ class Columns:
             if fields is not None:
                 yield from (f"{name}.{inner}" for inner in fields.names())
 
+    def merged(self, other: Columns) -> Columns:
+        """The columns of both."""
+        both = {
+            name: None if (inner := self.fields[name]) is None or fields is None else inner.merged(fields)
+            for name, fields in other.fields.items()
+            if name in self.fields
+        }
+        return Columns(self.fields | other.fields | both)
+
 
 def flat(names: Sequence[str]) -> Columns:
     """Columns that hold no structs."""
@@ -57,18 +74,20 @@ def flat(names: Sequence[str]) -> Columns:
 def columns_of(
     path: Path, splits: Sequence[str] = (), role: Role = "train", apart: Collection[FileId] = frozenset()
 ) -> Columns | None:
-    """Columns of a data file, or of the first that is read of a directory (see `dataset_files.choose`).
+    """Columns of a data file, or of the first with rows that is read of a directory (see `dataset_files.choose`).
 
     None where they cannot be found cheaply. Raises UnreadableDataError for what is missing, empty or broken.
     """
     if not exists(path):
         raise UnreadableDataError(f"{path} does not exist", home_hint(str(path)))
     try:
-        if path.is_dir():
-            file = choose(path, splits, role, apart).read[0]
-            columns = _file_columns(file)
-            return columns and Columns(flat([*folder_columns(path, file)]).fields | columns.fields)
-        return _file_columns(path)
+        if not path.is_dir():
+            return _file_columns(path)
+        *others, last = choose(path, splits, role, apart).read
+        for file in others:
+            with suppress(NoRowsError):
+                return _with_folders(path, file)
+        return _with_folders(path, last)
     except OSError as error:
         raise UnreadableDataError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -78,6 +97,11 @@ def folder_columns(directory: Path, file: Path) -> dict[str, str | None]:
     pairs = (folder.partition("=") for folder in file.relative_to(directory).parts[:-1])
     values = {name: unquote(value) for name, equals, value in pairs if name and equals}
     return {name: None if value == _NO_VALUE else value for name, value in values.items()}
+
+
+def _with_folders(directory: Path, file: Path) -> Columns | None:
+    columns = _file_columns(file)
+    return columns and flat([*folder_columns(directory, file)]).merged(columns)
 
 
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -125,7 +149,7 @@ def _arrow_columns(path: Path) -> Columns | None:
         is_parquet = hasattr(table, "schema_arrow")
         schema = table.schema_arrow if is_parquet else table.schema
         if is_parquet and table.metadata.num_rows == 0:
-            raise UnreadableDataError(f"{path} has no rows")
+            raise NoRowsError(f"{path} has no rows")
     return Columns({item.name: _arrow_fields(item.type) for item in schema})
 
 
@@ -142,22 +166,26 @@ def _arrow_fields(kind: Any) -> Columns | None:
 
 
 def _json_columns(path: Path) -> Columns | None:
-    """Keys of the first object of a list, or of the first line."""
+    """Keys of the first objects of a list, or of the first lines."""
     with path.open("rb") as file:
         head = file.read(FIRST_ROW_BYTES)
-    text = head.decode("utf-8-sig", errors="replace").lstrip()
-    if not text:
-        raise UnreadableDataError(f"{path} is empty")
-    text = text[1:].lstrip() if text.startswith("[") else text
-    try:
-        row, _ = json.JSONDecoder().raw_decode(text)
-        if isinstance(row, dict):
-            return Columns({name: _json_fields(value) for name, value in row.items()})
-    except (ValueError, RecursionError) as error:
-        if len(head) == FIRST_ROW_BYTES:
-            return None
-        raise UnreadableDataError(f"{path} does not begin with a JSON object: {error}") from None
-    raise UnreadableDataError(f"{path} does not begin with a JSON object")
+    text = head.decode("utf-8-sig", errors="replace").strip()
+    if not text or (text[0] == "[" and text[1:].strip() == "]"):
+        raise NoRowsError(f"{path} is empty")
+    columns, at = Columns(), int(text[0] == "[")
+    for number in range(FIRST_ROWS):
+        try:
+            row, at = json.JSONDecoder().raw_decode(text, _BETWEEN.match(text, at).end())  # type: ignore[union-attr]
+            if not isinstance(row, dict):
+                raise ValueError(f"it is {type(row).__name__}")
+        except (ValueError, RecursionError) as error:
+            if number:
+                break  # the end, or what the loader reports
+            if len(head) == FIRST_ROW_BYTES:
+                return None
+            raise UnreadableDataError(f"{path} does not begin with a JSON object: {error}") from None
+        columns = columns.merged(Columns({name: _json_fields(value) for name, value in row.items()}))
+    return columns
 
 
 def _json_fields(value: Any) -> Columns | None:

@@ -174,6 +174,7 @@ def test_files_come_in_the_order_named_and_rows_know_their_file(tmp_path: Path):
     b, a = write(tmp_path / "b.parquet", ROWS[:3]), write(tmp_path / "a.jsonl", ROWS[3:])
     source = open_source(DatasetConfig(files=[str(b), str(a), str(b)]), "train", 0)
     assert list(source.rows()) == ROWS + ROWS[:3]
+    assert report_of(source).remarks == [f"{b} is read 2 times, as {b}, {b}"]
     where = [source.where(i) for i in (0, 2, 3, 7)]
     assert where == [f"{b}, row 1", f"{b}, row 3", f"{a}, row 1", f"{b}, row 3"]
     for wrong in (tmp_path, tmp_path / "nope.jsonl"):

@@ -69,7 +69,7 @@ def test_lines_of_json_in_a_json_file() -> None:
     ("name", "content", "message"),
     [
         ("data.jsonl", b"", "is empty"),
-        ("data.jsonl", b"[]", "does not begin with a JSON object"),
+        ("data.jsonl", b"[ ]", "is empty"),
         ("data.jsonl", b"3\n", "does not begin with a JSON object"),
         ("data.json", b'[{"prompt": ', "does not begin with a JSON object"),
         ("data.json", b"[" * 9999, "does not begin with a JSON object"),
@@ -83,6 +83,26 @@ def test_data_that_cannot_be_used(name: str, content: bytes, message: str) -> No
     (problem,) = data(name)
     assert problem.key == f"{P}.dataset.name"
     assert message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.jsonl": "", "b.json": "[]", "c.jsonl": '{"prompt": 1, "answer": 2}'}, ""),
+        ({"a.jsonl": '{"prompt": 1}\n{"answer": 2, "prompt": 1}\n'}, ""),
+        ({"a.json": '[{"prompt": 1},\n {"prompt": 1, "answer": 2}]'}, ""),
+        ({"a.json": '[{"prompt": 1},\n {"prompt": 1}]'}, "does not have the column `answer`"),
+        ({"answer=3/a.jsonl": '{"prompt": 1}'}, ""),
+        ({"a.jsonl": "", "b.json": "[]"}, "b.json is empty"),
+    ],
+)
+def test_columns_of_all_first_rows(files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    found = data(".")
+    assert message in "".join(problem.message for problem in found)
+    assert bool(found) == bool(message)
 
 
 def test_a_parquet_file_without_rows() -> None:
