@@ -68,21 +68,21 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
     for key, name in columns.items():
         if name:
             require_column(source, name, f"{_SECTION}.{key}")
-    found = report.files["evaluation"] = report_of(source)
+    rows = report.files["evaluation"] = report_of(source)
     reported_at = time.monotonic()
     for i, row in enumerate(source.rows()):
-        found.read = i + 1
-        with judged(found.bad):
-            line = read_row(config, source, i, row, found)
+        rows.read = i + 1
+        with judged(rows.bad):
+            line = read_row(config, source, i, row, rows)
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-            found.kept += 1
+            rows.kept += 1
         if time.monotonic() - reported_at > REPORT_EVERY_S:
             reported_at = time.monotonic()
-            logger.info("%s: %s of %s rows", source.name, f"{found.read:,}", f"{len(source):,}")
+            logger.info("%s: %s of %s rows", source.name, f"{rows.read:,}", f"{len(source):,}")
     refuse_bad(report)
-    if not found.read:
+    if not rows.read:
         raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
-    logger.info("%s rows of %s read", f"{found.read:,}", source.name)
+    logger.info("%s rows of %s read", f"{rows.read:,}", source.name)
 
 
 def read_row(
@@ -120,10 +120,10 @@ def _source_of(row: dict[str, Any], section: EvaluationConfig, source: Source, i
         check_source(name, source.where(i), f"{_SECTION}.reward_function")
         return str(name)
     try:
-        found = column(row, section.data_source_column_name)
+        name = column(row, section.data_source_column_name)
     except KeyError:
         return None
-    return None if found is None else str(found)
+    return None if name is None else str(name)
 
 
 def _responses(written: Any, section: EvaluationConfig, where: str) -> list[str]:

@@ -28,15 +28,15 @@ logger = logging.getLogger("controller.data.first_rows")  # run with -m, __name_
 def prepare(config: Config, run_dir: Path, rows: int) -> None:
     """Write the file. Raises `DataError`."""
     source, held_out = training_source(config)
-    found = list(islice(((i, raw) for i, raw in enumerate(source.rows()) if i not in held_out), rows))
-    if not found:
+    first = list(islice(((i, raw) for i, raw in enumerate(source.rows()) if i not in held_out), rows))
+    if not first:
         raise DataError(f"train.train_policy.dataset: {source.name} has no rows")
     column = config.grpo.prompt_column
-    prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in found]
+    prompts = [read_prompt(value(raw, column, source, i), source.where(i)) for i, raw in first]
     section, dataset = dataset_of(config, "train")
-    for (i, raw), prompt in zip(found, prompts, strict=True):
+    for (i, raw), prompt in zip(first, prompts, strict=True):
         refuse_media(dataset, section, raw, prompt, source.where(i))
-    forms: list[Row] = [{} for _ in found]
+    forms: list[Row] = [{} for _ in first]
     if config.reward.prompt_forms:
         tokenizer = tokenizer_of(config)
         shows_tools = tokenizer.shows_tools()
@@ -44,13 +44,13 @@ def prepare(config: Config, run_dir: Path, rows: int) -> None:
             tokenizer.with_tools(read_tools(raw.get("tools"), source.where(i)) if shows_tools else None).text(
                 with_system(config, prompt)
             )
-            for (i, raw), prompt in zip(found, prompts, strict=True)
+            for (i, raw), prompt in zip(first, prompts, strict=True)
         ]
         forms = prompt_forms(config, tokenizer, prompts, texts)
     report = report_of(source)
     with (run_dir / "data" / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for (i, raw), prompt, more in zip(found, prompts, forms, strict=True):
-            row = prompt_row(config, "train", source, i, raw, prompt, more, report)
+        for (i, raw), prompt, added in zip(first, prompts, forms, strict=True):
+            row = prompt_row(config, "train", source, i, raw, prompt, added, report)
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     for text in report.remarks:
         logger.info("%s", text)

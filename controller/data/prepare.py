@@ -216,8 +216,8 @@ def _check_left(role: Role, report: FileReport) -> None:
 def _write(path: Path, prepared: Prepared) -> None:
     report = prepared.report
     counted = {
-        name: json.dumps({reason: rows.count for reason, rows in found.items()})
-        for name, found in (("left_out", report.left_out), ("cut", report.cut))
+        name: json.dumps({reason: rows.count for reason, rows in reasons.items()})
+        for name, reasons in (("left_out", report.left_out), ("cut", report.cut))
     }
     metadata = {"source": report.source, **counted}
     write_prompts(path, prepared.token_ids, prepared.rows, prepared.masks or None, metadata)  # type: ignore[arg-type]

@@ -62,12 +62,12 @@ def prepare_prompts(
                     texts.append(tokenizer.with_tools(tools).text(asked))
                 good.append((i, raw, prompt))
         forms = prompt_forms(config, tokenizer, [prompt for _, _, prompt in good], texts)
-        for (i, raw, prompt), ids, more in zip(good, tokenizer.encode(texts), forms, strict=True):
+        for (i, raw, prompt), ids, added in zip(good, tokenizer.encode(texts), forms, strict=True):
             with judged(out.report.bad):
                 if not prompt or not len(ids):
                     out.leave_out("an empty prompt", source.where(i))
                 elif (kept := bound.fit(len(ids), source.where(i), out)) is not None:
-                    row = prompt_row(config, role, source, i, raw, prompt, more, out.report)
+                    row = prompt_row(config, role, source, i, raw, prompt, added, out.report)
                     if config.grpo.response_column_name and _is_blank(row["answer"]):
                         out.report.empty_references.add(source.where(i))
                     out.add(ids[kept], row)
@@ -79,8 +79,9 @@ def _is_blank(answer: Any) -> bool:
     return not answer.strip() if isinstance(answer, str) else answer in (None, [], {})
 
 
-def note(out: Prepared, how: str, where: str) -> None:
-    out.report.noted.setdefault(how, Rows()).add(where)
+def note(out: Prepared, what: str, where: str) -> None:
+    """Count the row at `where` as special. what: the words that say so, behind the number of rows."""
+    out.report.noted.setdefault(what, Rows()).add(where)
 
 
 def tools_of(raw: Row, where: str, shows_tools: bool, out: Prepared) -> list[Any] | None:
@@ -134,7 +135,7 @@ def with_system(config: Config, prompt: str | list[Message]) -> str | list[Messa
 
 
 def put_system(config: Config, prompt: str | list[Message], where: str, out: Prepared) -> str | list[Message]:
-    """As `with_system`; a row that keeps its own is noted."""
+    """Answer what `with_system` does; note a row that keeps a system message of its own."""
     if config.train.train_policy.system_prompt and has_system(as_messages(prompt)):
         out.report.own_system.add(where)
     return with_system(config, prompt)
@@ -163,15 +164,15 @@ def _prompt_bound(config: Config, role: Role) -> Bound:
 def prompt_forms(
     config: Config, tokenizer: PromptTokenizer, prompts: list[str | list[Message]], texts: list[str]
 ) -> list[Row]:
-    """What `reward.prompt_forms` adds to each row: the prompt's own tokens, its text in the template. Never cut."""
+    """Make what `reward.prompt_forms` adds to each row, never cut: the prompt's own tokens, its text."""
     rows: list[Row] = [{} for _ in prompts]
     forms = config.reward.prompt_forms
-    found: dict[str, list[Any]] = {
+    items: dict[str, list[Any]] = {
         "raw_prompt_ids": tokenizer.raw_ids(prompts) if "raw_prompt_ids" in forms else [],
         "full_prompt": texts,
     }
     for form in forms:
-        for row, item in zip(rows, found[form], strict=True):
+        for row, item in zip(rows, items[form], strict=True):
             row[form] = item
     return rows
 

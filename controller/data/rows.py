@@ -81,7 +81,7 @@ class Bound:
     rule: Literal["drop", "error", "left", "right"]
 
     def fit(self, length: int, where: str, out: Prepared) -> slice | None:
-        """Which tokens stay; None: the row is left out. Notes the length, and what it leaves out or cuts.
+        """Select the tokens that stay; None: the row is left out. Notes the length, and what it leaves out or cuts.
 
         Raises `DataError` naming the row when the rule is `error`.
         """
@@ -96,8 +96,8 @@ class Bound:
         if self.rule == "drop" or self.tokens < 1:
             out.leave_out(f"{self.what} of more than {self.tokens} tokens ({self.reason})", where)
             return None
-        how = f"cut on the {self.rule} to {self.tokens} tokens ({self.reason})"
-        out.report.cut.setdefault(how, Rows()).add(where)
+        cut = f"cut on the {self.rule} to {self.tokens} tokens ({self.reason})"
+        out.report.cut.setdefault(cut, Rows()).add(where)
         return slice(length - self.tokens, None) if self.rule == "left" else slice(self.tokens)
 
 
@@ -163,8 +163,8 @@ def refuse_bad(report: DataReport) -> None:
     if bad.count:
         for text in bad.first:
             logger.error("%s", " ".join(text.split()))
-        more = "" if bad.count == len(bad.first) else f" ({len(bad.first)} of them are named above)"
-        raise DataError(f"{bad.count:,} rows cannot be used{more}; the first: {bad.first[0]}")
+        listed = "" if bad.count == len(bad.first) else f" ({len(bad.first)} of them are named above)"
+        raise DataError(f"{bad.count:,} rows cannot be used{listed}; the first: {bad.first[0]}")
 
 
 def batches(source: Source, keep: Keep) -> Iterator[list[tuple[int, Row]]]:

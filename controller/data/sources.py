@@ -28,7 +28,7 @@ from schema.config.paths import DATA_SUFFIXES
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is read of a dataset, files or splits; what is not, by reason; how that was chosen, if by us.
+    """The files or splits that are read of a dataset; those that are not, by reason; how that was chosen, if by us.
 
     remarks: what else the user should know of the files.
     """
@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     def where(self, i: int) -> str:
-        """How an error names the row at position i (from 0): its file or split, and its number there (from 1)."""
+        """Name the row at position i (from 0) for an error: its file or split, and its number there (from 1)."""
         ...
 
 
@@ -231,10 +231,10 @@ def _parse(text: bytes, where: str) -> Any:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object each of whose keys is there once: of two, a reader would take either. Raises ValueError."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError(f"an object has a key twice, of {', '.join(name for name, _ in pairs)}")
-    return found
+    return fields
 
 
 def _object(value: Any, where: str, text: bytes) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class HubSource:
         return row_name(self.name, i)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """As Arrow holds them, so that images and the like are as in a parquet file: their bytes."""
+        """Yield the rows as Arrow holds them, so that images and the like are as in a parquet file: their bytes."""
         yield from rows_of(self._dataset.with_format("arrow").iter(batch_size=BATCH), self.name)
 
 
@@ -334,7 +334,7 @@ class Chain:
 
 
 def coverage_of(source: Source) -> Coverage:
-    """Which files and splits a source reads, and which others it does not."""
+    """List the files and splits that a source reads, and those that it does not."""
     return source.coverage if isinstance(source, Chain) else Coverage([source.name])
 
 
@@ -358,7 +358,7 @@ def column(row: dict[str, Any], name: str) -> Any:
 
 
 def optional_column(row: dict[str, Any], name: str) -> Any:
-    """As `column`; None where there is none. Raises `DataError` where the row cannot be read."""
+    """Answer what `column` does; None where there is none. Raises `DataError` where the row cannot be read."""
     try:
         return column(row, name)
     except KeyError:

@@ -94,8 +94,8 @@ class _Conversations:
                 refuse_media(self._dataset, self._section, raw, conversation, where)
                 messages, unlearnt = without_flags(as_messages(conversation), where)
                 if unlearnt:
-                    how = f"have turns of the assistant that are not learnt, as a key says ({', '.join(LOSS_FLAGS)})"
-                    note(out, how, where)
+                    what = f"have turns of the assistant that are not learnt, as a key says ({', '.join(LOSS_FLAGS)})"
+                    note(out, what, where)
                 note_not_in_prompt(raw, self._columns, where, out, _OF_PAIRS if config.sft.has_pairs else {})
                 tools = tools_of(raw, where, self._shows_tools, out)
                 yield _Talk(i, raw, messages, unlearnt, tools)
@@ -137,7 +137,7 @@ class _Conversations:
             out.add(ids[kept], with_columns(key, {}, others, self._source, talk.i, out.report), mask[kept])
 
     def finish(self) -> Prepared:
-        """What was prepared, with a complete report."""
+        """Complete the report; answers what was prepared."""
         if endless := self._out.report.without_stop.count:
             logger.warning(
                 "%s: the last learnt token of %s conversations is none at which generation stops, so the model does "
@@ -151,7 +151,7 @@ class _Conversations:
 
 
 def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
-    """Where generation of this run's samples stops."""
+    """The tokens and texts at which generation of this run's samples stops."""
     from transformers.utils import cached_file
 
     sampling = config.rollout.sampling_config

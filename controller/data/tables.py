@@ -33,7 +33,7 @@ class Unreadable(dict[str, Any]):
 
 
 def row_name(name: Path | str, i: int) -> str:
-    """How an error names the row at position i (from 0) of a source."""
+    """Name the row at position i (from 0) of a source for an error."""
     return f"{name}, row {i + 1}"
 
 
@@ -103,7 +103,7 @@ def _decoded(batch: Any) -> list[dict[str, Any]]:
 
 
 def _decoder(kind: Any) -> Decode | None:
-    """What makes of a value of this type what its JSON would be; None: it is so already."""
+    """Choose what makes of a value of this type what its JSON would be; None: it is so already."""
     from pyarrow import types
 
     if getattr(kind, "extension_name", "") == "arrow.json":

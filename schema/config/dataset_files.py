@@ -86,7 +86,7 @@ class _File:
     """Its path below the directory."""
     id: FileId
     words: tuple[str, ...]
-    """What its name, or the nearest folder whose name tells one, says of splits; of each name that the file has."""
+    """The words for splits in its name, or in the nearest folder that has some; of each name that the file has."""
 
     @property
     def kinds(self) -> set[str]:

@@ -130,40 +130,42 @@ def brief(report: DataReport) -> str:
     """How many rows there are of each file, and how long they are."""
     parts = []
     for name, file in report.files.items():
-        found = file.lengths
-        longest = f", the longest {file.what} {found.longest:,} of {found.limit:,} tokens" if found else ""
+        lengths = file.lengths
+        longest = (
+            f", the longest {file.what} {lengths.longest:,} of {lengths.limit:,} tokens" if lengths else ""
+        )
         parts.append(f"{name}: {_counts(file)}{longest}")
     return "; ".join(parts)
 
 
 def lines(report: DataReport, *, samples: bool = False) -> list[str]:
     """The report in words: a line for each file, then which rows are special and why, then rendered prompts."""
-    found = []
+    texts = []
     for name, file in report.files.items():
-        found.append(f"{name}: {_headline(file)}")
-        found += [f"{name}: {text}" for text in _files(file)]
-        found += [f"{name}: {text}" for text in _reasons(file)]
+        texts.append(f"{name}: {_headline(file)}")
+        texts += [f"{name}: {text}" for text in _files(file)]
+        texts += [f"{name}: {text}" for text in _reasons(file)]
         if samples:
-            found += [f"{name}, as the model reads it:\n{text}" for text in file.samples]
-    return found + report.warnings
+            texts += [f"{name}, as the model reads it:\n{text}" for text in file.samples]
+    return texts + report.warnings
 
 
 def _counts(file: FileReport) -> str:
     parts = [f"{file.read:,} rows of {file.source}", f"{file.kept:,} kept"]
     for rows, words in ((file.left_out, "left out"), (file.cut, "cut")):
         if rows:
-            parts.append(f"{sum(found.count for found in rows.values()):,} {words}")
+            parts.append(f"{sum(part.count for part in rows.values()):,} {words}")
     parts += [f"{file.bad.count:,} bad"] if file.bad.count else []
     parts += [f"{file.empty_references.count:,} without a reference"] if file.empty_references.count else []
     return ", ".join(parts)
 
 
 def _headline(file: FileReport) -> str:
-    text, found = _counts(file), file.lengths
-    if found is None:
+    text, lengths = _counts(file), file.lengths
+    if lengths is None:
         return text
-    lengths = f"{found.p50:,} (p50), {found.p99:,} (p99), {found.longest:,} (longest)"
-    return f"{text}; tokens of a {file.what}: {lengths}, at most {found.limit:,} ({found.reason})"
+    spread = f"{lengths.p50:,} (p50), {lengths.p99:,} (p99), {lengths.longest:,} (longest)"
+    return f"{text}; tokens of a {file.what}: {spread}, at most {lengths.limit:,} ({lengths.reason})"
 
 
 def _reasons(file: FileReport) -> Iterator[str]:

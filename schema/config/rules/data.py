@@ -89,9 +89,9 @@ def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Rol
         return
     if dataset.is_synthetic:
         demonstrated = ["conversations"] if dataset.options.get("demonstrations") is True else []
-        columns = flat([*sorted(_SYNTHETIC_COLUMNS), *demonstrated])
+        generated = flat([*sorted(_SYNTHETIC_COLUMNS), *demonstrated])
         yield from _synthetic_problems(key, dataset)
-        yield from _column_problems(config, key, dataset, dataset.name, columns)
+        yield from _column_problems(config, key, dataset, dataset.name, generated)
         return
     path = local_path(dataset.name) if dataset.name else None
     if path is None:
@@ -100,9 +100,9 @@ def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Rol
         yield Problem(f"{key}.name", fault[0], dataset.name, fault[1])
         return
     try:
-        found = columns_of(path, dataset.splits, role, _apart(config, key))
-        if found is not None:
-            yield from _column_problems(config, key, dataset, dataset.name, found)
+        columns = columns_of(path, dataset.splits, role, _apart(config, key))
+        if columns is not None:
+            yield from _column_problems(config, key, dataset, dataset.name, columns)
     except UnreadableDataError as error:
         kind, hint = Problem if exists(path) else Absent, error.hint or _PATH_HINT
         yield kind(f"{key}.name", str(error), dataset.name, hint, related=(f"{key}.split",))
