@@ -348,10 +348,12 @@ def _refuse_lost(directory: Path, kind: str, files: list[_File], unread: Mapping
 def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[list[_File], str]:
     chosen: dict[FileId, _File] = {}
     for split in splits:
-        end = r"(?![A-Za-z0-9])" if split[-1].isdigit() else "(?![A-Za-z])"
+        end = r"(?![A-Za-z0-9])" if split[-1:].isdigit() else "(?![A-Za-z])"
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}{end}", re.IGNORECASE)
         kinds = {KINDS[word] for word in split_words(split)}
-        named = [file for file in files if pattern.search(file.name) or split.lower() in file.words]
+        named = [
+            file for file in files if split and (pattern.search(file.name) or split.lower() in file.words)
+        ]
         # A name of two kinds is of the named one where that has no other.
         of_split = [file for file in named if file.kinds <= kinds] or [
             file for file in named if len(file.kinds) > 1 and pattern.search(file.path.name)
@@ -372,7 +374,7 @@ def _why_not(file: _File, how: str, declared: Mapping[str, Collection[Path]]) ->
     if split := next((split for split, paths in declared.items() if file.path in paths), ""):
         return f"of the split {split}"
     if len(file.kinds) > 1:
-        return f"its name tells splits of two kinds, {_list(sorted(file.kinds))}"
+        return f"its name or names tell splits of two kinds, {_list(sorted(file.kinds))}"
     if file.word:
         return f"of the split {file.word}"
     return "it names no split, and others do" if how else "not of the named split"
@@ -417,7 +419,8 @@ def _no_data(relative: str, name: str, listed: Collection[str] | None) -> str | 
     if listed is not None and name in listed:
         return None
     bare = not last and (name.lower().startswith("part-") or split_words(name))
-    if not (bare or {*suffixes} & {*DATA_SUFFIXES, *_OTHER_FORMATS, *_COMPRESSED}):
+    looked_at = {suffix.rstrip("~#") for suffix in suffixes}  # copies that editors keep
+    if not (bare or looked_at & {*DATA_SUFFIXES, *_OTHER_FORMATS, *_COMPRESSED}):
         return ""
     if any(part.startswith((".", "_")) for part in relative.split(os.sep)):
         return "hidden: a part of its path begins with . or _"

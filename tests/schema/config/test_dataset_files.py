@@ -98,6 +98,7 @@ def test_files_by_role(tmp_path: Path, names: str, train: str, validation: str) 
         ("level1.jsonl level10.jsonl", ["level1"], "level1.jsonl"),
         ("train.jsonl train_test.jsonl", ["train"], "train.jsonl"),
         ("eval.jsonl", ["test"], "error: {} holds no data file of split 'test'"),
+        ("eval.jsonl", [""], "error: {} holds no data file of split ''"),
         ("a.jsonl trainset.jsonl", ["train"], "trainset.jsonl"),
         ("dev-train.jsonl dev-test.jsonl", ["train"], "dev-train.jsonl"),
         ("train_test_split/train.jsonl train_test_split/test.jsonl", ["test"], "train_test_split/test.jsonl"),
@@ -147,7 +148,7 @@ def test_validation_leaves_out_files_that_training_names(
 
 
 def test_why_a_file_is_not_read(tmp_path: Path) -> None:
-    names = "train.jsonl a.jsonl test.jsonl train_dev.jsonl b.csv c.jsonl.gz .d.jsonl e.jsonl.bak part-00000 "
+    names = "train.jsonl a.jsonl test.jsonl train_dev.jsonl b.csv c.jsonl.gz .d.jsonl e.jsonl.bak f.jsonl~ part-0 "
     make(
         tmp_path,
         names + "dataset_info.json cache-1.arrow gone.jsonl->nowhere same_train.jsonl->train.jsonl README.md",
@@ -156,9 +157,9 @@ def test_why_a_file_is_not_read(tmp_path: Path) -> None:
     assert {path.name: reason for reason, paths in found.unread.items() for path in paths} == {
         "a.jsonl": "it names no split, and others do",
         "test.jsonl": "of the split test",
-        "train_dev.jsonl": "its name tells splits of two kinds, train, validation",
+        "train_dev.jsonl": "its name or names tell splits of two kinds, train, validation",
         **dict.fromkeys(
-            ("b.csv", "e.jsonl.bak", "part-00000"), "only .parquet, .jsonl, .json, .arrow can be read"
+            ("b.csv", "e.jsonl.bak", "f.jsonl~", "part-0"), "only .parquet, .jsonl, .json, .arrow can be read"
         ),
         "c.jsonl.gz": "compressed: unpack it",
         ".d.jsonl": "hidden: a part of its path begins with . or _",
