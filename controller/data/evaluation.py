@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +21,7 @@ from typing import Any, TextIO
 from controller.data.errors import DataError
 from controller.data.prompts import check_source
 from controller.data.rows import (
+    batches,
     command,
     judged,
     reference,
@@ -39,7 +39,6 @@ from schema.wire.data_report import DataReport, FileReport
 
 logger = logging.getLogger("controller.data.evaluation")  # run with -m, __name__ would say nothing
 
-REPORT_EVERY_S = 2.0
 _SECTION = "evaluation"
 
 
@@ -69,16 +68,13 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
         if name:
             require_column(source, name, f"{_SECTION}.{key}")
     rows = report.files["evaluation"] = report_of(source)
-    reported_at = time.monotonic()
-    for i, row in enumerate(source.rows()):
-        rows.read = i + 1
-        with judged(rows.bad):
-            line = read_row(config, source, i, row, rows)
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-            rows.kept += 1
-        if time.monotonic() - reported_at > REPORT_EVERY_S:
-            reported_at = time.monotonic()
-            logger.info("%s: %s of %s rows", source.name, f"{rows.read:,}", f"{len(source):,}")
+    for batch in batches(source, lambda _: True):
+        rows.read += len(batch)
+        for i, row in batch:
+            with judged(rows.bad):
+                line = read_row(config, source, i, row, rows)
+                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+                rows.kept += 1
     refuse_bad(report)
     if not rows.read:
         raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")

@@ -165,7 +165,7 @@ def choose(
     """
     unread: dict[str, list[Path]] = {}
     every = sorted(_data_files(directory, unread), key=lambda file: file.path)
-    declared = _saved_splits(directory, every) or _card_splits(directory, every)
+    declared = _saved_splits(directory, every) or _card_splits(directory, every, unread)
     if declared:
         listed = {path for paths in declared.values() for path in paths}
         others = [file.path for file in every if file.path not in listed]
@@ -176,7 +176,7 @@ def choose(
         not_read = f"; not read: {_described(directory, unread)}" if unread else ""
         raise UnreadableDataError(
             f"{directory} holds no data file ({', '.join(DATA_SUFFIXES)}){not_read}",
-            "write the rows as one of these",
+            "write the rows as one of these, or name its files in `files`",
         )
     if declared:
         chosen = splits or [default_split(str(directory), list(declared), role)]
@@ -227,12 +227,14 @@ def _saved_splits(directory: Path, files: Sequence[_File]) -> dict[str, set[Path
     }
 
 
-def _card_splits(directory: Path, files: Sequence[_File]) -> dict[str, set[Path]]:
+def _card_splits(
+    directory: Path, files: Sequence[_File], unread: dict[str, list[Path]]
+) -> dict[str, set[Path]]:
     """The files of each split that the card of a dataset declares (`configs`); empty: it declares none.
 
     Raises `UnreadableDataError` where it declares several configurations and says of none that it is the default.
     """
-    configs = [entry for entry in _card_configs(directory) if entry.get("data_files")]
+    configs = [entry for entry in _card_configs(directory / _CARD, unread) if entry.get("data_files")]
     if not configs:
         return {}
     defaults = [entry for entry in configs if entry.get("default") is True] or [
@@ -258,15 +260,18 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _card_configs(directory: Path) -> list[dict[str, Any]]:
-    """The entries of `configs` in the card of a dataset; none where it has none that can be read."""
+def _card_configs(card: Path, unread: dict[str, list[Path]]) -> list[dict[str, Any]]:
+    """The entries of `configs` in the card of a dataset, if any; one whose YAML is broken goes to `unread`."""
     from schema.config.problem import ConfigError
     from schema.interop.engine.yamlfile import read_yaml  # only few directories have a card
 
     try:
-        head = _FRONT.match(read_regular(directory / _CARD, _MOST_OF_CARD).decode("utf-8-sig"))
-        configs = read_yaml(head[1], _CARD).data.get("configs") if head else None
-    except (OSError, ValueError, ConfigError):
+        head = _FRONT.match(read_regular(card, _MOST_OF_CARD).decode("utf-8-sig"))
+        configs = read_yaml(head[1], _CARD).data.get("configs") if head and "configs:" in head[1] else None
+    except ConfigError:
+        unread.setdefault("its YAML is broken, so names tell the splits", []).append(card)
+        return []
+    except (OSError, ValueError):
         return []
     return [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
 
@@ -385,7 +390,8 @@ def _data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[_Fil
     entries = 0
     for folder, folders, names in os.walk(directory, followlinks=True, onerror=_fail):
         here = Path(folder)
-        above = [directory.joinpath(*parts) for parts in _prefixes(here.relative_to(directory).parts)]
+        parts = here.relative_to(directory).parts
+        above = [directory.joinpath(*parts[:n]) for n in range(len(parts))]
         if here.is_symlink() and file_id(here) in map(file_id, above):
             folders.clear()  # a link to a folder above: its files are read there
             continue
@@ -454,11 +460,6 @@ def _listed(folder: Path, state: dict[str, Any]) -> list[str]:
     if missing:
         raise UnreadableDataError(f"{folder / _STATE} lists {_list(missing)}, which is not there")
     return names
-
-
-def _prefixes(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The folders above one, by its parts."""
-    return [parts[:n] for n in range(len(parts))]
 
 
 def _fail(error: OSError) -> None:

@@ -205,6 +205,7 @@ def test_splits_that_datasets_saved(
 
 
 CARD = "---\nlicense: mit\nconfigs:\n{}\n---\n# Data\n"
+BROKEN = "its YAML is broken, so names tell the splits"
 ONE = "- config_name: {}\n  data_files: {}\n"
 
 
@@ -240,3 +241,5 @@ def test_splits_that_a_card_declares(
     (make(tmp_path, names) / "README.md").write_text(CARD.format(configs.rstrip()), encoding="utf-8")
     assert chosen(tmp_path, "train").startswith(train.format(tmp_path))
     assert chosen(tmp_path, "validation").startswith(validation.format(tmp_path))
+    if configs == "- [":
+        assert choose(tmp_path, [], "train").unread[BROKEN] == [tmp_path / "README.md"]
