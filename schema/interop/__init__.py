@@ -15,6 +15,7 @@ and `foreign` recognises systems that have none. A system is a folder with a `RE
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def recognise(text: str, name: str) -> Problem | None:
         return replace(problem, message=f"not TOML: {problem.message}", file=name) if is_known else None
     if is_json and chosen.system == "cosmos-rl":  # most of its keys are ours
         return None
-    target, yaml = Path(name).with_suffix(".toml"), Path(name).with_suffix(".yaml")
-    hint = f"convert it: cosmos-launch convert {yaml if is_toml else name} -o {target}"
+    yaml, target = (shlex.quote(str(Path(name).with_suffix(end))) for end in (".yaml", ".toml"))
+    hint = f"convert it: cosmos-launch convert {yaml if is_toml else shlex.quote(name)} -o {target}"
     rename = f"rename it to {yaml}, and " if is_toml else ""
     return Problem("", f"not TOML: a file of {chosen.title}", hint=rename + hint, file=name)
