@@ -32,8 +32,15 @@ Note = Callable[[str], object]
 def jsonable(value: Any, note: Note = lambda _: None) -> Any:
     """The value as JSON holds it. note: is called with what became of a value that JSON lacks.
 
-    Raises `DataError` for a type that has no such form.
+    Raises `DataError` for a type that has no such form, and for values that are nested too deeply.
     """
+    try:
+        return _jsonable(value, note)
+    except RecursionError:
+        raise DataError("lists or objects are nested too deeply (hundreds of levels)") from None
+
+
+def _jsonable(value: Any, note: Note) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, np.integer)):
@@ -41,13 +48,13 @@ def jsonable(value: Any, note: Note = lambda _: None) -> Any:
     if isinstance(value, (float, np.floating)):
         return _number(float(value), note)
     if isinstance(value, dict):
-        return {key_text(name): jsonable(inner, note) for name, inner in value.items()}
+        return {key_text(name): _jsonable(inner, note) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(inner, note) for inner in value]
+        return [_jsonable(inner, note) for inner in value]
     if isinstance(value, np.ndarray):
-        return jsonable(value.tolist(), note)
+        return _jsonable(value.tolist(), note)
     if isinstance(value, np.generic):
-        return jsonable(str(value) if isinstance(value, np.datetime64) else value.item(), note)
+        return _jsonable(str(value) if isinstance(value, np.datetime64) else value.item(), note)
     text, what = _text(value)
     note(what)
     return text

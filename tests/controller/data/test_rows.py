@@ -314,6 +314,13 @@ def test_what_has_no_form_is_named(value: Any) -> None:
         jsonable({"a": [value]})
 
 
+def test_rows_that_are_nested_too_deeply_are_bad_rows(model_dir: Path, tmp_path: Path) -> None:
+    deep = ("[" * n + "]" * n for n in (100, 900))
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "?", "x": {value}}}\n' for value in deep))
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2, column `x`: .* nested too deeply"):
+        prepared(model_dir, tmp_path / "rows.jsonl")
+
+
 def test_types_of_parquet_are_said(model_dir: Path, tmp_path: Path) -> None:
     row = {
         "prompt": "?",
