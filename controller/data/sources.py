@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,13 +97,32 @@ def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collec
 
 
 def _chain(sources: Sequence[FileSource], coverage: Coverage) -> Chain:
-    """The files one after the other, with a remark of those that hold no row."""
+    """The files one after the other, with remarks of those that hold no row, and of those that are missing."""
     empty = [source.name for source in sources if not len(source)]
     remarks = [f"{name} holds no row" for name in empty[:_NAMED]]
     if len(empty) > _NAMED:
         remarks.append(f"{len(empty) - _NAMED:,} more files hold no row")
-    coverage.remarks.extend(remarks)
+    coverage.remarks.extend([*remarks, *_missing([Path(source.name) for source in sources])])
     return Chain(sources, coverage)
+
+
+_MOST_SHARDS = 100_000
+_SHARD = re.compile(r"(.*-)([0-9]+)(-of-([0-9]+)(?![0-9]).*)")
+
+
+def _missing(paths: Sequence[Path]) -> Iterator[str]:
+    """A remark for each set of files of which some are missing by their names (`train-00001-of-00002.parquet`)."""
+    sets: dict[tuple[str, str, int], list[str]] = {}
+    for path in paths:
+        if (match := _SHARD.fullmatch(path.name)) is not None:
+            key = str(path.parent / match[1]), match[3], int(match[4])
+            sets.setdefault(key, []).append(match[2])
+    for (start, end, total), numbers in sets.items():
+        there = {int(number) for number in numbers}
+        expected = range(1, total + 1) if total in there else range(total)
+        if absent := sorted({*expected[:_MOST_SHARDS]} - there):
+            first = f"{start}{absent[0]:0{len(numbers[0])}}{end}"
+            yield f"{len(there):,} of {total:,} files of a set are read: {first} is none of them"
 
 
 def _shown(path: Path) -> str:

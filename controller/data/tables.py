@@ -118,9 +118,14 @@ def _decoder(kind: Any) -> Decode | None:
         return _or_null(lambda struct: {k: fields[k](v) if k in fields else v for k, v in struct.items()})
     if types.is_run_end_encoded(kind) or types.is_dictionary(kind):
         return _decoder(kind.value_type)
-    if (
-        hasattr(kind, "value_type") and (decode := _decoder(kind.value_type)) is not None
-    ):  # lists of all kinds
+    lists = (
+        types.is_list,
+        types.is_large_list,
+        types.is_fixed_size_list,
+        types.is_list_view,
+        types.is_large_list_view,
+    )
+    if any(is_list(kind) for is_list in lists) and (decode := _decoder(kind.value_type)) is not None:
         return _or_null(lambda items: [decode(item) for item in items])
     return None
 

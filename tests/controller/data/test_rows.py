@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.features.features import Array2DExtensionType
 from transformers import PreTrainedTokenizerFast
 
 from controller.data.errors import DataError
@@ -296,8 +297,10 @@ def json_texts(*texts: str) -> pa.Array:
         (maps([(b"\xff", 1)], [], key=pa.binary()), [{"/w==": 1}, {}]),
         (maps([(dt.date(2020, 1, 2), 1)], None, key=pa.date32()), [{"2020-01-02": 1}, None]),
         (pa.array([2**64 - 1, None], pa.uint64()), [2**64 - 1, None]),
+        (Array2DExtensionType((1, 2), "int32").wrap_array(pa.array([[[1, 2]], None], pa.list_(pa.list_(pa.int32())))),
+         [[[1, 2]], None]),
     ],
-)
+)  # fmt: skip
 def test_types_of_arrow_become(tmp_path: Path, column: pa.Array, expected: list[Any]) -> None:
     table = pa.table({"prompt": ["a", "b"], "c": column})
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:

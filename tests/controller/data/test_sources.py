@@ -170,6 +170,25 @@ def test_columns_that_folders_hold_are_read(tmp_path: Path, name: str):
     assert {"level", "lang", "prompt", "answer"} <= columns.fields.keys()
 
 
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ("train-00000-of-00002 train-00001-of-00002", ""),
+        ("train-00000-of-00002", "1 of 2 files of a set are read: {}/train-00001-of-00002.jsonl is none of them"),
+        ("a-00001-of-00003-x a-00002-of-00003-x", "2 of 3 files of a set are read: {}/a-00000-of-00003-x.jsonl is"),
+        ("a-1-of-2 a-2-of-2 b-1-of-2 b-2-of-2", ""),
+        ("a-2-of-2", "1 of 2 files of a set are read: {}/a-1-of-2.jsonl is none"),
+        ("a-0-of-1 x/a-0-of-2", "1 of 2 files of a set are read: {}/x/a-1-of-2.jsonl is none"),
+    ],
+)  # fmt: skip
+def test_files_that_are_missing_by_their_names_are_remarked(tmp_path: Path, names: str, missing: str):
+    for name in names.split():
+        write(tmp_path / f"{name}.jsonl", ROWS)
+    remarks = "".join(report_of(open_source(DatasetConfig(name=str(tmp_path)), "train", 0)).remarks)
+    assert remarks.startswith(missing.format(tmp_path))
+    assert bool(remarks) == bool(missing)
+
+
 def test_files_come_in_the_order_named_and_rows_know_their_file(tmp_path: Path):
     b, a = write(tmp_path / "b.parquet", ROWS[:3]), write(tmp_path / "a.jsonl", ROWS[3:])
     source = open_source(DatasetConfig(files=[str(b), str(a), str(b)]), "train", 0)
