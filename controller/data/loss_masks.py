@@ -356,9 +356,7 @@ class Turns:
         turn = self._messages[0]
         marked = self._try(self._with(0, {**turn, "content": MARKER + _content(turn)})) or ""
         header = (
-            self._text[: _shared(self._text, marked)].rstrip().rsplit("\n", 1)[-1]
-            if MARKER in marked
-            else ""
+            self._text[: _shared(self._text, marked)].rstrip().rsplit("\n", 1)[-1] if MARKER in marked else ""
         )
         headers = [header]
         while token := next(filter(header.startswith, self._tokens.added), None):
