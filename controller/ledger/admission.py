@@ -41,6 +41,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
+from controller.ledger.values import LedgerParams, Refusal
+
 LAG_WINDOW = 64
 """Groups over which the typical lease-to-ready time is taken: about a step or two of a usual batch."""
 
@@ -66,14 +68,6 @@ def tightest_prefix(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a lease was not granted. `update`: a newer publication would change the answer."""
-
-    reason: str
-    update: bool = False
-
-
 class Lag:
     """Typical time from lease to ready, in steps: the median over the last groups."""
 
@@ -95,11 +89,9 @@ class Lag:
 class Admission:
     """The facts that a decision depends on; `decide` is a pure function of them."""
 
+    params: LedgerParams
     committed: int
     first_step: int
-    bound: int
-    groups_per_step: int
-    slots: int
     deadlines: Counter[int]
     lag: int
     published_version: int
@@ -110,30 +102,30 @@ class Admission:
         0 when nothing else could fill the next step, and never so large that the newest published version
         itself would be refused (inside a sync interval that version may be several steps old).
         """
-        if self.deadlines.total() < self.groups_per_step:
+        if self.deadlines.total() < self.params.groups_per_step:
             return 0
-        newest_slack = self.bound - (self.committed - self.published_version)
-        return max(0, min(self.lag, self.bound, newest_slack))
+        newest_slack = self.params.deadline(self.published_version) - self.committed
+        return max(0, min(self.lag, self.params.staleness_bound, newest_slack))
 
-    def decide(self, deadline: int) -> Refusal | None:
-        """None if a group with this deadline may be leased now."""
-        version, newest = deadline - self.bound, self.published_version
-        outdated = version < newest
+    def decide(self, version: int) -> Refusal | None:
+        """None if a group whose oldest tokens are of this weight version may be leased now."""
+        params, newest = self.params, self.published_version
+        deadline, outdated = params.deadline(version), version < newest
         needed = max(self.first_step, self.committed + self.effective_lag())
         if deadline < needed:
-            remedy = f"load version {newest}" if outdated else f"wait for version {needed - self.bound}"
+            wait = f"wait for version {needed - params.staleness_bound}"
+            remedy = f"load version {newest}" if outdated else wait
             return Refusal(
                 f"samples of version {version} may be trained up to step {deadline}, "
                 f"but only step {needed} and later can still be reached: {remedy}",
                 update=outdated,
             )
-        full = tightest_prefix(self.deadlines, self.first_step, self.slots, deadline)
+        full = tightest_prefix(self.deadlines, self.first_step, params.slots, deadline)
         if full is None:
             return None
-        newer = newest + self.bound
-        would_help = outdated and tightest_prefix(self.deadlines, self.first_step, self.slots, newer) is None
+        newer, first, slots = params.deadline(newest), self.first_step, params.slots
         return Refusal(
             f"{self.deadlines.total()} groups are outstanding, and all slots up to step {full} are taken "
-            f"(allowed_outdated_steps = {self.bound}, {self.groups_per_step} groups per step)",
-            update=would_help,
+            f"(allowed_outdated_steps = {params.staleness_bound}, {params.groups_per_step} groups per step)",
+            update=outdated and tightest_prefix(self.deadlines, first, slots, newer) is None,
         )

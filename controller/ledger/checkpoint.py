@@ -97,7 +97,7 @@ def _trained_since(group: Group, step: int) -> bool:
 
 def _take_back(table: GroupTable, group: Group, step: int) -> None:
     reusable = group.payload_kept and group.newest_version() <= step and not table.misfits(group)
-    deadline = group.oldest_version() + table.params.staleness_bound
+    deadline = table.params.deadline(group.oldest_version())
     group.step = None
     if reusable and deadline >= step:
         table.move(group, State.READY, deadline=deadline)

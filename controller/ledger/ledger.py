@@ -37,12 +37,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from controller.errors import ApiError
 from controller.ledger import checkpoint
-from controller.ledger.admission import Admission, Lag, Refusal
+from controller.ledger.admission import Admission, Lag
 from controller.ledger.assembly import Assembled, Waiting, choose
 from controller.ledger.group import DropReason, Group, SampleMeta, State
 from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.reward_health import Failure, failure_of
-from controller.ledger.values import LeaseDecision, PushOutcome
+from controller.ledger.values import LeaseDecision, PushOutcome, Refusal
 from schema.wire.messages import ErrorCode, LedgerSnapshot
 from schema.wire.sample import SampleHeader
 
@@ -102,7 +102,7 @@ class Ledger:
     def room(self) -> int:
         """Groups that the bound lets be leased now at the newest weights, at most."""
         table, params = self.table, self.params
-        steps = table.committed + params.staleness_bound + 1 - table.first_step
+        steps = params.deadline(table.committed) + 1 - table.first_step
         return max(0, steps * params.slots - table.deadlines.total())
 
     def level(self, among: int) -> int:
@@ -138,27 +138,24 @@ class Ledger:
         self, version: int, published_version: int, probe: bool
     ) -> tuple[Group | None, Refusal | None]:
         """The next waiting or new group if a lease at `version` is admissible."""
-        table, params = self.table, self.params
+        table = self.table
         admission = Admission(
+            params=self.params,
             committed=table.committed,
             first_step=table.first_step,
-            bound=params.staleness_bound,
-            groups_per_step=params.groups_per_step,
-            slots=params.slots,
             deadlines=table.deadlines,
             lag=self._lag.typical(),
             published_version=published_version,
         )
-        refusal = admission.decide(version + params.staleness_bound)
+        refusal = admission.decide(version)
         if refusal is not None:
             return None, refusal
         group = self._least_tried() if probe else table.first_waiting()
         if group is None:
             return table.create(), None
-        if group.samples:
-            kept = min(version, group.oldest_version()) + params.staleness_bound
-            if admission.decide(kept) is not None:  # too old to be finished in time: begin again
-                table.discard_samples(group)
+        kept = min(version, group.oldest_version()) if group.samples else version
+        if kept < version and admission.decide(kept) is not None:
+            table.discard_samples(group)  # too old to be finished in time: begin again
         return group, None
 
     def _least_tried(self) -> Group | None:
@@ -183,7 +180,7 @@ class Ledger:
         group.replica_id, group.request_id = replica_id, request_id
         group.lease_version, group.lease_step = version, table.committed
         group.expires, group.leased_at = now + params.lease_timeout, now
-        table.move(group, State.LEASED, deadline=min(version, oldest) + params.staleness_bound)
+        table.move(group, State.LEASED, deadline=params.deadline(min(version, oldest)))
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
         """A heartbeat: extend the listed leases, release those that it forgot, return those it lost."""
@@ -345,8 +342,7 @@ class Ledger:
         elif self._without_signal(usable):
             self.table.drop(group, DropReason.ZERO_VARIANCE)
         else:
-            oldest = group.oldest_version()
-            self.table.move(group, State.READY, deadline=oldest + self.params.staleness_bound)
+            self.table.move(group, State.READY, deadline=self.params.deadline(group.oldest_version()))
             self.became_ready += 1
             self.ready_tokens += sum(meta.header.response_tokens for meta in group.samples.values())
         return failure
@@ -409,7 +405,7 @@ class Ledger:
     def _check_consumption(self, groups: Sequence[Group]) -> bool:
         """The safety net: no chosen group may hold tokens beyond the bound. Admission makes this impossible."""
         table, params = self.table, self.params
-        over = [g for g in groups if table.committed - g.oldest_version() > params.staleness_bound]
+        over = [g for g in groups if params.deadline(g.oldest_version()) < table.committed]
         for group in over:
             table.totals.over_bound += len(group.samples)
             table.drop(group, DropReason.STALE)

@@ -76,11 +76,11 @@ def _samples(table: GroupTable, batch: StepTable) -> dict[int, dict[int, SampleM
     for group, rows in groupby(range(batch.n_samples), key=lambda row: batch.group[row]):
         for row in rows:
             meta = _sample(batch, row)
-            staleness = batch.step - meta.oldest_version(batch.step)
+            oldest = meta.oldest_version(batch.step)
             if not 0 <= meta.index < params.group_size or meta.baseline != (meta.index == params.baseline):
                 raise _cannot_be(batch, f"sample {meta.index} of {params.group_size}")
-            if meta.usable and not 0 <= staleness <= params.staleness_bound:
-                raise _cannot_be(batch, f"row {row} is {staleness} steps old")
+            if meta.usable and not oldest <= batch.step <= params.deadline(oldest):
+                raise _cannot_be(batch, f"row {row} is {batch.step - oldest} steps old")
             found.setdefault(group, {})[meta.index] = meta
     return found
 
@@ -244,7 +244,7 @@ def _forgotten(table: GroupTable, lease: HeldLease) -> Group | None:
     if position >= table.frontier + (params.staleness_bound + 1) * params.slots:
         return None
     if position >= table.frontier:
-        if lease.pushed or not _fits(table, lease.version + params.staleness_bound):
+        if lease.pushed or not _fits(table, params.deadline(lease.version)):
             return None
         _hand_out(table, position + 1)
         return table.groups[lease.group_id]
@@ -258,7 +258,7 @@ def _forgotten(table: GroupTable, lease: HeldLease) -> Group | None:
 
 def _deadline_of(table: GroupTable, group: Group, version: int) -> int:
     oldest = min([version, *(meta.oldest_version(version) for meta in group.samples.values())])
-    return oldest + table.params.staleness_bound
+    return table.params.deadline(oldest)
 
 
 def _fits(table: GroupTable, deadline: int) -> bool:

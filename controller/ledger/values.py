@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from controller.ledger.admission import Refusal
 from controller.ledger.group import Group
 from controller.ledger.reward_health import Failure
 from schema.wire.messages import ErrorCode
@@ -21,6 +20,7 @@ class LedgerParams:
     n_samples: int
     """Samples of a group that are trained, indices 0 … n − 1."""
     staleness_bound: int
+    """S: the most steps by which a trained token may be older than the step."""
     n_positions: int
     n_epochs: int = 1
     max_steps: int | None = None
@@ -59,6 +59,18 @@ class LedgerParams:
     def slots(self) -> int:
         """Groups per step that admission counts with."""
         return int(self.groups_per_step * self.oversample)
+
+    def deadline(self, version: int) -> int:
+        """The last step that may train tokens of a weight version."""
+        return version + self.staleness_bound
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a lease was not granted. `update`: a newer publication would change the answer."""
+
+    reason: str
+    update: bool = False
 
 
 @dataclass(frozen=True, slots=True)
