@@ -3,77 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Each, Refusal, Row, Rule, section
 from schema.config.sections.train import CheckpointConfig
 
 _CKPT = "train.ckpt"
-
-
-def uploads_have_a_place(config: Config) -> Iterator[Problem]:
-    """An upload to S3 has a bucket and a checkpoint to upload; a bucket has an upload."""
-    ckpt = config.train.ckpt
-    key, bucket_key, save_key = f"{_CKPT}.upload_s3", f"{_CKPT}.s3_bucket", f"{_CKPT}.enable_checkpoint"
-    wanted = toml_value(ckpt.upload_s3)
-    if ckpt.upload_s3 is not False and not ckpt.s3_bucket:
-        message = f"{wanted} uploads checkpoints to a bucket, and {bucket_key} is unset"
-        hint = f'write {bucket_key} = "name-of-your-bucket", or {key} = false'
-        yield Problem(key, message, ckpt.upload_s3, hint, related=(bucket_key,))
-    elif ckpt.upload_s3 is not False and not ckpt.enable_checkpoint:
-        message = f"{wanted} uploads checkpoints, and {save_key} = false saves none"
-        hint = f"write {save_key} = true, or leave out {key} and {bucket_key}"
-        yield Problem(key, message, ckpt.upload_s3, hint, related=(save_key,))
-    if ckpt.s3_bucket and ckpt.upload_s3 is False:
-        message = f'"{ckpt.s3_bucket}" gets nothing: {key} = false'
-        saved = "" if ckpt.enable_checkpoint else f" and {save_key} = true"
-        hint = f'leave it out, or write {key} = "final"{saved}'
-        yield Problem(bucket_key, message, ckpt.s3_bucket, hint, related=(key,))
-
-
-def hub_uploads_are_complete(config: Config) -> Iterator[Problem]:
-    """An upload to the hub has a repository of the user's and an export to upload."""
-    ckpt = config.train.ckpt
-    if not ckpt.upload_hf:
-        return
-    key, name_key, export_key = f"{_CKPT}.upload_hf", f"{_CKPT}.hf_repo_name", f"{_CKPT}.export_safetensors"
-    default = type(ckpt).model_fields["hf_repo_name"].default
-    if ckpt.hf_repo_name in ("", default):
-        named = f'the default "{default}"' if ckpt.hf_repo_name else "empty"
-        message = f"true uploads to a repository of yours, and {name_key} is {named}"
-        hint = f'write {name_key} = "owner/name", or {key} = false'
-        yield Problem(key, message, True, hint, related=(name_key,))
-    if not ckpt.export_safetensors:
-        message = f"true uploads the export, and {export_key} = false makes none"
-        hint = f"write {export_key} = true, or {key} = false"
-        yield Problem(key, message, True, hint, related=(export_key,))
-
-
-def checkpoints_hold_weights(config: Config) -> Iterator[Problem]:
-    """There is something to resume from: the weights, or an export of them."""
-    ckpt = config.train.ckpt
-    if "model" in ckpt.save_contents or ckpt.export_safetensors:
-        return
-    key, export_key = f"{_CKPT}.save_contents", f"{_CKPT}.export_safetensors"
-    held = toml_value(ckpt.save_contents)
-    message = f"{held} leaves out the weights, and {export_key} = false makes no export of them"
-    hint = f"write {key} = {toml_value(['model', *ckpt.save_contents])}, or {export_key} = true"
-    yield Problem(key, message, ckpt.save_contents, hint, related=(export_key,))
-
-
-def epochs_end_in_time(config: Config) -> Iterator[Problem]:
-    """A checkpoint by epochs comes at least once."""
-    key, every, epochs = (
-        f"{_CKPT}.save_freq_in_epoch",
-        config.train.ckpt.save_freq_in_epoch,
-        config.train.epoch,
-    )
-    if every <= epochs:
-        return
-    message = f"{every} epochs are never complete: train.epoch = {epochs}"
-    yield Problem(key, message, every, f"write {key} = {epochs}, or leave it out", related=("train.epoch",))
+_NO_REPOSITORY = CheckpointConfig.model_fields["hf_repo_name"].default
+Checkpoint = Row[CheckpointConfig]
+_ckpt = section(_CKPT, lambda c: c.train.ckpt)
 
 
 def loads_what_was_saved(config: Config) -> Iterator[Problem]:
@@ -103,19 +44,6 @@ def loads_what_was_saved(config: Config) -> Iterator[Problem]:
         message = f"{shown} takes the weights from an export, and {export} = false makes none"
         hint = f"write {export} = true, or leave it out"
         yield Problem(key, message, loaded, hint, related=(export,))
-    yield from _schedule_source(ckpt, loaded)
-
-
-def _schedule_source(ckpt: CheckpointConfig, loaded: Sequence[str]) -> Iterator[Problem]:
-    """The schedule is a part of `extra`."""
-    if not ckpt.load_schedule or "extra" in loaded:
-        return
-    key, other = f"{_CKPT}.load_schedule", f"{_CKPT}.load_contents"
-    message = (
-        f'true takes the schedule from the checkpoint, and {other} = {toml_value(loaded)} leaves out "extra"'
-    )
-    hint = f"write {key} = false, or {other} = {toml_value([*loaded, 'extra'])}"
-    yield Problem(key, message, True, hint, related=(other,))
 
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -144,8 +72,7 @@ def names_are_valid(config: Config) -> Iterator[Problem]:
         hint = 'write a plain one such as "outputs" or "team/outputs", or leave it out'
         yield Problem(f"{_CKPT}.s3_prefix", message, prefix, hint)
     wrong = not _REPOSITORY.fullmatch(repository) or "--" in repository or ".." in repository
-    default = type(ckpt).model_fields["hf_repo_name"].default
-    if repository not in ("", default) and (wrong or len(repository) > MOST_REPOSITORY):
+    if repository not in ("", _NO_REPOSITORY) and (wrong or len(repository) > MOST_REPOSITORY):
         message = f'"{repository}" is not a repository name: owner/name, of letters, digits, "-", "_" and "."'
         yield Problem(
             f"{_CKPT}.hf_repo_name", message, repository, 'write "owner/name"; the owner may be you'
@@ -156,27 +83,51 @@ def _is_bucket(name: str) -> bool:
     return bool(_BUCKET.fullmatch(name)) and ".." not in name and not _ADDRESS.fullmatch(name)
 
 
-def there_is_something_to_upload(config: Config) -> Iterator[Problem]:
-    """`final` uploads the final model, and the hub gets exports of checkpoints."""
-    ckpt = config.train.ckpt
-    export, save = "launcher.export_final", f"{_CKPT}.enable_checkpoint"
-    if ckpt.upload_s3 == "final" and not config.launcher.export_final:
-        key = f"{_CKPT}.upload_s3"
-        message = f'"final" uploads the model at the end, and {export} = false makes none'
-        hint = f'write {export} = true, or {key} = "all" for checkpoints'
-        yield Problem(key, message, "final", hint, related=(export,))
-    if ckpt.upload_hf and not ckpt.enable_checkpoint:
-        key = f"{_CKPT}.upload_hf"
-        message = f"true uploads the exports of checkpoints, and {save} = false saves none"
-        yield Problem(key, message, True, f"write {save} = true, or {key} = false", related=(save,))
-
-
-CHECKPOINT_RULES = (
-    uploads_have_a_place,
-    hub_uploads_are_complete,
-    checkpoints_hold_weights,
-    epochs_end_in_time,
+CHECKPOINT_RULES: tuple[Rule, ...] = (
+    Each(
+        _ckpt,
+        Checkpoint("upload_s3", lambda keys: keys.upload_s3 is not False and not keys.s3_bucket,
+            "{} uploads checkpoints to a bucket, and {.s3_bucket!} is unset",
+            'write {.s3_bucket!} = "name-of-your-bucket", or {.upload_s3!} = false', (".s3_bucket",)),
+        Checkpoint("upload_s3",
+            lambda keys: keys.upload_s3 is not False and bool(keys.s3_bucket) and not keys.enable_checkpoint,
+            "{} uploads checkpoints, and {.enable_checkpoint=} saves none",
+            "write {.enable_checkpoint!} = true, or leave out {.upload_s3!} and {.s3_bucket!}"),
+        Checkpoint("s3_bucket", lambda keys: bool(keys.s3_bucket) and keys.upload_s3 is False,
+            "{} gets nothing: {.upload_s3=}",
+            lambda keys: 'leave it out, or write {.upload_s3!} = "final"'
+            + " and {.enable_checkpoint!} = true" * (not keys.enable_checkpoint)),
+        Checkpoint("upload_hf", lambda keys: keys.upload_hf and keys.hf_repo_name == _NO_REPOSITORY,
+            'true uploads to a repository of yours, and {.hf_repo_name!} is the default {.hf_repo_name}',
+            'write {.hf_repo_name!} = "owner/name", or {.upload_hf!} = false', (".hf_repo_name",)),
+        Checkpoint("upload_hf", lambda keys: keys.upload_hf and not keys.hf_repo_name,
+            "true uploads to a repository of yours, and {.hf_repo_name!} is empty",
+            'write {.hf_repo_name!} = "owner/name", or {.upload_hf!} = false', (".hf_repo_name",)),
+        Checkpoint("upload_hf", lambda keys: keys.upload_hf and not keys.export_safetensors,
+            "true uploads the export, and {.export_safetensors=} makes none",
+            "write {.export_safetensors!} = true, or {.upload_hf!} = false"),
+        Checkpoint("save_contents", lambda keys: "model" not in keys.save_contents and not keys.export_safetensors,
+            "{} leaves out the weights, and {.export_safetensors=} makes no export of them",
+            lambda keys: f"write {{.save_contents!}} = {toml_value(['model', *keys.save_contents])}, or "
+            "{.export_safetensors!} = true"),
+    ),
+    Refusal(f"{_CKPT}.save_freq_in_epoch", lambda c: c.train.ckpt.save_freq_in_epoch > c.train.epoch,
+        "{} epochs are never complete: {train.epoch=}",
+        "write {.save_freq_in_epoch!} = {train.epoch}, or leave it out"),
     loads_what_was_saved,
+    Each(
+        _ckpt,
+        Checkpoint("load_schedule",
+            lambda keys: keys.load_schedule and keys.load_contents is not None and "extra" not in keys.load_contents,
+            'true takes the schedule from the checkpoint, and {.load_contents=} leaves out "extra"',
+            lambda keys: "write {.load_schedule!} = false, or {.load_contents!} = "
+            + toml_value([*(keys.load_contents or ()), "extra"])),
+    ),
     names_are_valid,
-    there_is_something_to_upload,
-)
+    Refusal(f"{_CKPT}.upload_s3", lambda c: c.train.ckpt.upload_s3 == "final" and not c.launcher.export_final,
+        "{} uploads the model at the end, and {launcher.export_final=} makes none",
+        'write {launcher.export_final!} = true, or {.upload_s3!} = "all" for checkpoints'),
+    Refusal(f"{_CKPT}.upload_hf", lambda c: c.train.ckpt.upload_hf and not c.train.ckpt.enable_checkpoint,
+        "true uploads the exports of checkpoints, and {.enable_checkpoint=} saves none",
+        "write {.enable_checkpoint!} = true, or {.upload_hf!} = false"),
+)  # fmt: skip

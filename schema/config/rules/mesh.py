@@ -27,6 +27,7 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
+from schema.config.rules.rows import Each, Row, Rule
 from schema.config.sections.policy import ParallelismConfig
 
 _WHOLE = ("model", "optimizer", "extra")
@@ -168,18 +169,6 @@ def stages_have_a_pipeline(config: Config) -> Iterator[Problem]:
                 yield Problem(f"{section}.{name}", message, value, hint, related=(cap_key,))
 
 
-def stages_take_any_shape(config: Config) -> Iterator[Problem]:
-    """Micro-batches keep their lengths in a pipeline."""
-    for section, mesh, *_ in trainer_meshes(config):
-        if mesh.pp_size > 1 and not mesh.pp_dynamic_shape:
-            key, size_key = f"{section}.pp_dynamic_shape", f"{section}.pp_size"
-            message = (
-                f"false is not possible with {size_key} = {mesh.pp_size}: micro-batches have lengths of their own, "
-                f"which each stage knows"
-            )
-            yield Problem(key, message, False, "leave it out", related=(size_key,))
-
-
 def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, batch: int) -> Iterator[Problem]:
     piece_key, size_key, piece = (
         f"{section}.pp_micro_batch_size",
@@ -195,41 +184,6 @@ def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, bat
     )
     hint = f"write {batch_key} = {max(batch // unit, 1) * unit}, or a smaller {piece_key}"
     yield Problem(piece_key, message, piece, hint, related=(batch_key, size_key))
-
-
-def sequences_are_split_by_tensors(config: Config) -> Iterator[Problem]:
-    """Sequence parallelism is a part of tensor parallelism."""
-    for section, mesh, *_ in trainer_meshes(config):
-        if mesh.sequence_parallel and mesh.tp_size == 1:
-            key, size_key = f"{section}.sequence_parallel", f"{section}.tp_size"
-            message = f"true splits sequences over tensor-parallel ranks, and {size_key} = 1 has one"
-            hint = f"write {key} = false, or {size_key} = 2"
-            yield Problem(key, message, True, hint, related=(size_key,))
-
-
-def experts_have_ranks(config: Config) -> Iterator[Problem]:
-    """Experts are shared by ranks with other tokens, of dp_shard_size; or by those of tp_size, with the same."""
-    for section, mesh, *_ in trainer_meshes(config):
-        key, size, tp = f"{section}.ep_size", mesh.ep_size, f"{section}.tp_size"
-        shards, pieces = f"{section}.dp_shard_size", f"{section}.cp_size"
-        if size in (1, mesh.tp_size):
-            continue
-        if mesh.tp_size > 1:
-            message = (
-                f"this build cannot do {size} yet next to {tp} = {mesh.tp_size}, whose ranks share the experts of a "
-                "layer"
-            )
-            yield Problem(key, message, size, f"write {key} = {mesh.tp_size}", related=(tp,))
-        elif mesh.cp_size > 1:
-            message = (
-                f"this build cannot do shared experts next to {pieces} = {mesh.cp_size} yet, whose ranks have pieces "
-                "of sequences"
-            )
-            yield Problem(key, message, size, f"write {pieces} = 1, or {key} = 1", related=(pieces,))
-        elif mesh.dp_shard_size != -1 and mesh.dp_shard_size % size:
-            message = f"{size} does not divide the {mesh.dp_shard_size} ranks of {shards}"
-            hint = f"write {key} = {mesh.dp_shard_size}, or {shards} = {size}"
-            yield Problem(key, message, size, hint, related=(shards,))
 
 
 def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
@@ -343,15 +297,45 @@ def _kept_alone(config: Config) -> Iterator[tuple[str, Any, str]]:
             yield f"{role}.parallelism", mesh_text(mesh_of(config, role)), f"a {role} with a mesh of its own"
 
 
-MESH_RULES = (
+Mesh = Row[ParallelismConfig]
+
+
+def _meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
+    return ((one.section, one.mesh) for one in trainer_meshes(config))
+
+
+stages_take_any_shape = Each(
+    _meshes,
+    Mesh("pp_dynamic_shape", lambda mesh: mesh.pp_size > 1 and not mesh.pp_dynamic_shape,
+        "false is not possible with {.pp_size=}: micro-batches have lengths of their own, which each stage knows"),
+)  # fmt: skip
+MESH_RULES: tuple[Rule, ...] = (
     several_trainers_share_their_work,
     roles_have_the_policys_ranks,
     own_meshes_stand_alone,
     ranks_are_countable,
     stages_have_a_pipeline,
     stages_take_any_shape,
-    sequences_are_split_by_tensors,
-    experts_have_ranks,
+    Each(
+        _meshes,
+        Mesh("sequence_parallel", lambda mesh: mesh.sequence_parallel and mesh.tp_size == 1,
+            "true splits sequences over tensor-parallel ranks, and {.tp_size=} has one",
+            "write {.sequence_parallel!} = false, or {.tp_size!} = 2"),
+    ),
+    Each(  # Experts are shared by ranks with other tokens, of dp_shard_size; or by those of tp_size, with the same.
+        _meshes,
+        Mesh("ep_size", lambda mesh: mesh.ep_size not in (1, mesh.tp_size) and mesh.tp_size > 1,
+            "this build cannot do {} yet next to {.tp_size=}, whose ranks share the experts of a layer",
+            "write {.ep_size!} = {.tp_size}"),
+        Mesh("ep_size", lambda mesh: mesh.ep_size > 1 and mesh.tp_size == 1 and mesh.cp_size > 1,
+            "this build cannot do shared experts next to {.cp_size=} yet, whose ranks have pieces of sequences",
+            "write {.cp_size!} = 1, or {.ep_size!} = 1"),
+        Mesh("ep_size",
+            lambda mesh: mesh.tp_size == mesh.cp_size == 1
+            and mesh.dp_shard_size != -1 and mesh.dp_shard_size % mesh.ep_size != 0,
+            "{} does not divide the {.dp_shard_size} ranks of {.dp_shard_size!}",
+            "write {.ep_size!} = {.dp_shard_size}, or {.dp_shard_size!} = {}", (".dp_shard_size",)),
+    ),
     dispatch_has_ranks,
     engines_have_such_a_mesh,
-)
+)  # fmt: skip

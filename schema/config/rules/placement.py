@@ -19,6 +19,7 @@ from schema.config.layout import (
 )
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.placement import flat
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
@@ -129,27 +130,6 @@ def others_are_apart(config: Config) -> Iterator[Problem]:
                 hint = f"write {role.key} = [], which is sharded over the policy's devices, or devices of its own"
                 yield Problem(role.key, message, role.listed, hint, related=(other.key,))
         there.append(role)
-
-
-def reference_is_whole(config: Config) -> Iterator[Problem]:
-    """A reference model on devices of its own is neither sharded nor moved."""
-    reference = reference_layout(config)
-    if reference and config.reference.offload:
-        key = "reference.offload"
-        message = (
-            f"true frees memory of the policy's devices, and {reference.key} = {reference.listed} uses none"
-        )
-        yield Problem(
-            key, message, True, f"write {key} = false, or {reference.key} = []", related=(reference.key,)
-        )
-    for name in ("fsdp_wrap_layers", "fsdp_wrap_min_params"):
-        if reference and (value := getattr(config.reference, name)):
-            key = f"reference.{name}"
-            message = (
-                f"{value} says what is sharded, and with {reference.key} = {reference.listed} nothing is"
-            )
-            hint = f"leave it out, or write {reference.key} = []"
-            yield Problem(key, message, value, hint, related=(reference.key,))
 
 
 def devices_are_there(config: Config) -> Iterator[Problem]:
@@ -285,16 +265,6 @@ def _named(config: Config) -> set[int]:
     return {device for role in _ROLES for device in flat(getattr(config.placement, role))}
 
 
-def memory_is_divided(config: Config) -> Iterator[Problem]:
-    """An engine next to a trainer leaves it a part of the memory."""
-    share = config.rollout.gpu_memory_utilization
-    if not _engine_shares_gpu(config) or share <= MOST_SHARE:
-        return
-    message = f'{share} leaves no memory to the trainer on the same GPU (placement.share = "memory")'
-    hint = f"write {SHARE_KEY} = 0.5"
-    yield Problem(SHARE_KEY, message, share, hint, related=("placement.share",))
-
-
 def models_apart_are_whole(config: Config) -> Iterator[Problem]:
     """A model with devices of its own has one for each data rank, which a mesh that cuts models does not serve."""
     mesh = config.policy.parallelism
@@ -311,18 +281,6 @@ def models_apart_are_whole(config: Config) -> Iterator[Problem]:
                 yield Problem(layout.key, message, layout.listed, hint, related=(key,))
 
 
-def memory_is_tight(config: Config) -> Iterator[Problem]:
-    """Warning: an engine next to a trainer that takes more than most trainers can spare."""
-    share = config.rollout.gpu_memory_utilization
-    if not _engine_shares_gpu(config) or not COMFORTABLE_SHARE < share <= MOST_SHARE:
-        return
-    message = (
-        f'the engine takes {share:.0%} of GPUs that it shares with the trainer (placement.share = "memory")'
-    )
-    hint = f"write {SHARE_KEY} = 0.5 if the trainer runs out of memory"
-    yield Problem(SHARE_KEY, message, share, hint, related=("placement.share",))
-
-
 def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
     """In turns, a replica with devices of its own would sleep for nothing."""
     policy, rollout = policy_layout(config), rollout_layout(config)
@@ -336,18 +294,6 @@ def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
         yield Problem(rollout.key, message, rollout.listed, hint, related=(policy.key, "placement.share"))
 
 
-def turns_overlap_nothing(config: Config) -> Iterator[Problem]:
-    """Warning: in turns nothing is generated while a step is trained, so older samples win no time."""
-    bound = config.staleness_bound if config.takes_turns else 0
-    if bound > 0:
-        key = "train.train_policy.allowed_outdated_steps"
-        message = (
-            f"{bound} lets samples get older, and nothing is generated while a step is trained "
-            f'(placement.share = "time"): it only saves answers that are unfinished when a batch is complete'
-        )
-        yield Problem(key, message, bound, f"write {key} = 0", related=("placement.share",))
-
-
 def _engine_shares_gpu(config: Config) -> bool:
     return config.is_grpo and config.placement.share == "memory" and config.rollout.engine.reserves_memory
 
@@ -356,19 +302,37 @@ def _names(devices: list[int]) -> str:
     return ", ".join(map(str, devices))
 
 
-PLACEMENT_RULES = (
+PLACEMENT_RULES: tuple[Rule, ...] = (
     roles_exist,
     devices_are_distinct,
     sharing_is_asked_for,
     other_roles_share_too,
     others_are_apart,
-    reference_is_whole,
+    Refusal(("reference.offload",), lambda c: reference_layout(c) is not None,
+        "true frees memory of the policy's devices, and {placement.reference=} uses none",
+        "write {.offload!} = false, or {placement.reference!} = []"),
+    Refusal(("reference.fsdp_wrap_layers", "reference.fsdp_wrap_min_params"),
+        lambda c: reference_layout(c) is not None,
+        "{~} says what is sharded, and with {placement.reference=} nothing is",
+        "leave it out, or write {placement.reference!} = []"),
     devices_are_there,
     lists_fit_replicas,
     devices_suffice,
     no_device_is_idle,
-    memory_is_divided,
+    Refusal(SHARE_KEY, lambda c: _engine_shares_gpu(c) and c.rollout.gpu_memory_utilization > MOST_SHARE,
+        "{} leaves no memory to the trainer on the same GPU ({placement.share=})",
+        "write {.gpu_memory_utilization!} = 0.5"),
     models_apart_are_whole,
     turns_are_of_common_devices,
-)
-PLACEMENT_WARNINGS = (memory_is_tight, turns_overlap_nothing)
+)  # fmt: skip
+PLACEMENT_WARNINGS: tuple[Rule, ...] = (
+    Refusal(SHARE_KEY,
+        lambda c: _engine_shares_gpu(c) and COMFORTABLE_SHARE < c.rollout.gpu_memory_utilization <= MOST_SHARE,
+        lambda c: f"the engine takes {c.rollout.gpu_memory_utilization:.0%} of GPUs that it shares with the trainer "
+        "({placement.share=})",
+        "write {.gpu_memory_utilization!} = 0.5 if the trainer runs out of memory"),
+    Refusal("train.train_policy.allowed_outdated_steps", lambda c: c.takes_turns and c.staleness_bound > 0,
+        "{} lets samples get older, and nothing is generated while a step is trained ({placement.share=}): it only "
+        "saves answers that are unfinished when a batch is complete",
+        "write {.allowed_outdated_steps!} = 0"),
+)  # fmt: skip

@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from schema.config.layout import policy_layout
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Refusal, Rule
 
-_ENABLED, _NSYS = "profiler.enable_profiler", "profiler.enable_nsys"
 _SUB = "profiler.sub_profiler_config"
-
-
-def profiles_are_enabled(config: Config) -> Iterator[Problem]:
-    """A profile that begins with the trainer needs profiles to be possible."""
-    if config.profiler.sub_profiler_config.do_profile and not config.profiler.enable_profiler:
-        key = f"{_SUB}.do_profile"
-        message = f"true asks for a profile, and {_ENABLED} = false takes none"
-        yield Problem(key, message, True, f"write {_ENABLED} = true, or {key} = false", related=(_ENABLED,))
 
 
 def absent_ranks(config: Config, ranks: int) -> Iterator[Problem]:
@@ -49,16 +41,16 @@ def profiles_begin_in_time(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, settings.wait_steps, hint, related=(warmup, last))
 
 
-PROFILER_RULES = (profiles_are_enabled, profiled_ranks_exist, profiles_begin_in_time)
-
-
-def profilers_share_a_gpu(config: Config) -> Iterator[Problem]:
-    """Warning: CUPTI, by which both see kernels, serves one tool at a time."""
-    if config.profiler.enable_nsys and config.profiler.enable_profiler:
-        message = f"true lets Nsight Systems see the kernels of a GPU, and traces by {_ENABLED} = true have none then"
-        yield Problem(
-            _NSYS, message, True, f"write {_ENABLED} = false, or {_NSYS} = false", related=(_ENABLED,)
-        )
-
-
-PROFILER_WARNINGS = (profilers_share_a_gpu,)
+PROFILER_RULES: tuple[Rule, ...] = (
+    Refusal(f"{_SUB}.do_profile",
+        lambda c: c.profiler.sub_profiler_config.do_profile and not c.profiler.enable_profiler,
+        "true asks for a profile, and {profiler.enable_profiler=} takes none",
+        "write {profiler.enable_profiler!} = true, or {.do_profile!} = false"),
+    profiled_ranks_exist,
+    profiles_begin_in_time,
+)  # fmt: skip
+PROFILER_WARNINGS: tuple[Rule, ...] = (  # both see kernels by CUPTI, which serves one tool at a time
+    Refusal("profiler.enable_nsys", lambda c: c.profiler.enable_nsys and c.profiler.enable_profiler,
+        "true lets Nsight Systems see the kernels of a GPU, and traces by {.enable_profiler=} have none then",
+        "write {.enable_profiler!} = false, or {.enable_nsys!} = false"),
+)  # fmt: skip

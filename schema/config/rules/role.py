@@ -7,41 +7,13 @@ from collections.abc import Iterator
 
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Each, FirstOf, InGrpo, Refusal, Row, Rule, section
+from schema.config.sections.reward_model import RewardModelConfig
+from schema.config.sections.validation import ValidationConfig
 
 _POLICY = "train.train_policy"
 _ROLLOUTS = "rollout.parallelism.n_init_replicas"
 _SHARES_ADD_UP = 1e-6  # shares are written by hand: 0.333 + 0.667 is meant to be 1
-
-
-def autoscaling_has_room(config: Config) -> Iterator[Problem]:
-    """min_replicas <= n_init_replicas <= max_replicas, where the number may change."""
-    scale = config.autoscale
-    if not scale.enable:
-        return
-    key = "autoscale.enable"
-    if not config.is_grpo:
-        message = f'supervised training ({_POLICY}.type = "sft") has no rollout replicas to scale'
-        yield Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))
-        return
-    if config.takes_turns:
-        message = (
-            'trainer and replicas take turns (placement.share = "time"): each waits for the other anyhow'
-        )
-        yield Problem(key, message, True, f"write {key} = false", related=("placement.share",))
-    low, high, first = scale.min_replicas, scale.max_replicas, config.rollout.parallelism.n_init_replicas
-    least, most = "autoscale.min_replicas", "autoscale.max_replicas"
-    if low > high:
-        message = f"{low} is more than {most} = {high}"
-        hint = f"write {least} = {min(first, high)}, or a larger {most}"
-        yield Problem(least, message, low, hint, related=(most,))
-    elif first < low:
-        message = f"{low} is more than {_ROLLOUTS} = {first}, the replicas at the start"
-        hint = f"write {least} = {first}, or {_ROLLOUTS} = {low}"
-        yield Problem(least, message, low, hint, related=(_ROLLOUTS,))
-    elif first > high:
-        message = f"{high} is less than {_ROLLOUTS} = {first}, the replicas at the start"
-        hint = f"write {most} = {first}, or {_ROLLOUTS} = {high}"
-        yield Problem(most, message, high, hint, related=(_ROLLOUTS,))
 
 
 def images_are_pinned(config: Config) -> Iterator[Problem]:
@@ -72,21 +44,6 @@ def validation_leaves_replicas(config: Config) -> Iterator[Problem]:
     yield Problem(key, message, validation.max_replicas, hint, related=(most_key,))
 
 
-def reward_model_is_named(config: Config) -> Iterator[Problem]:
-    """A reward model is a model or a class of the user's."""
-    role, key = config.reward_model, "reward_model.enable"
-    if not role.enable:
-        return
-    if not config.is_grpo:
-        message = f'supervised training ({_POLICY}.type = "sft") has no answers to score'
-        yield Problem(key, message, True, f"write {key} = false", related=(f"{_POLICY}.type",))
-    elif not role.model_name_or_path and not role.custom_class:
-        model, custom = "reward_model.model_name_or_path", "reward_model.custom_class"
-        message = f"true has no model: {model} and {custom} are unset"
-        hint = f'write {model} = "owner/name", or {key} = false'
-        yield Problem(key, message, True, hint, related=(model, custom))
-
-
 def domains_are_shared(config: Config) -> Iterator[Problem]:
     """Shares of domains have a column that names the domain; they are positive and add up to one."""
     if not config.is_grpo:
@@ -114,33 +71,67 @@ def domains_are_shared(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, shares, hint)
 
 
-def validation_samples_differ(config: Config) -> Iterator[Problem]:
-    """Warning: several greedy answers to one prompt are the same answer, and one likeliest token is greedy."""
-    validation = config.validation
-    if not config.is_grpo or not validation.enable:
-        return
-    temperature, top_k, several = "validation.temperature", "validation.top_k", "validation.n_generation"
-    if validation.temperature > 0.0 and validation.top_k == 1:
-        message = f"{validation.temperature} has no effect: {top_k} = 1 always takes the likeliest token"
-        hint = f"write {top_k} = -1, or {temperature} = 0.0"
-        yield Problem(temperature, message, validation.temperature, hint, related=(top_k,))
-    elif validation.temperature == 0.0 and validation.n_generation > 1:
-        message = (
-            f"{validation.n_generation} greedy answers ({temperature} = 0.0) to a prompt are all the same"
-        )
-        hint = f"write {temperature} = 1.0 and {top_k} = -1, or {several} = 1"
-        yield Problem(several, message, validation.n_generation, hint, related=(temperature,))
-
-
 def _table(shares: dict[str, float]) -> str:
     return "{" + ", ".join(f"{name} = {share:g}" for name, share in shares.items()) + "}"
 
 
-ROLE_RULES = (
-    autoscaling_has_room,
+Validation = Row[ValidationConfig]
+
+
+def _replicas(config: Config) -> int:
+    return config.rollout.parallelism.n_init_replicas
+
+
+def _is_named(role: RewardModelConfig) -> bool:
+    return bool(role.model_name_or_path or role.custom_class)
+
+
+def _scales(config: Config) -> bool:
+    return config.is_grpo and config.autoscale.enable
+
+
+ROLE_RULES: tuple[Rule, ...] = (
+    Refusal("autoscale.enable", lambda c: c.autoscale.enable and not c.is_grpo,
+        "supervised training ({train.train_policy.type=}) has no rollout replicas to scale",
+        "write {.enable!} = false"),
+    Refusal("autoscale.enable", lambda c: _scales(c) and c.takes_turns,
+        "trainer and replicas take turns ({placement.share=}): each waits for the other anyhow",
+        "write {.enable!} = false"),
+    FirstOf(
+        Refusal("autoscale.min_replicas",
+            lambda c: _scales(c) and c.autoscale.min_replicas > c.autoscale.max_replicas,
+            "{} is more than {.max_replicas=}",
+            lambda c: f"write {{.min_replicas!}} = {min(_replicas(c), c.autoscale.max_replicas)}, or a larger "
+            "{.max_replicas!}"),
+        Refusal("autoscale.min_replicas", lambda c: _scales(c) and _replicas(c) < c.autoscale.min_replicas,
+            "{} is more than {rollout.parallelism.n_init_replicas=}, the replicas at the start",
+            "write {.min_replicas!} = {rollout.parallelism.n_init_replicas}, or "
+            "{rollout.parallelism.n_init_replicas!} = {}"),
+        Refusal("autoscale.max_replicas", lambda c: _scales(c) and _replicas(c) > c.autoscale.max_replicas,
+            "{} is less than {rollout.parallelism.n_init_replicas=}, the replicas at the start",
+            "write {.max_replicas!} = {rollout.parallelism.n_init_replicas}, or "
+            "{rollout.parallelism.n_init_replicas!} = {}"),
+    ),
     images_are_pinned,
     validation_leaves_replicas,
-    reward_model_is_named,
+    Refusal("reward_model.enable", lambda c: c.reward_model.enable and not c.is_grpo,
+        "supervised training ({train.train_policy.type=}) has no answers to score", "write {.enable!} = false"),
+    InGrpo(
+        Refusal("reward_model.enable", lambda c: c.reward_model.enable and not _is_named(c.reward_model),
+            "true has no model: {.model_name_or_path!} and {.custom_class!} are unset",
+            'write {.model_name_or_path!} = "owner/name", or {.enable!} = false',
+            (".model_name_or_path", ".custom_class")),
+    ),
     domains_are_shared,
-)
-ROLE_WARNINGS = (validation_samples_differ,)
+)  # fmt: skip
+ROLE_WARNINGS: tuple[Rule, ...] = (
+    Each(
+        section("validation", lambda c: c.validation if c.is_grpo and c.validation.enable else None),
+        Validation("temperature", lambda keys: keys.temperature > 0.0 and keys.top_k == 1,
+            "{} has no effect: {.top_k=} always takes the likeliest token",
+            "write {.top_k!} = -1, or {.temperature!} = 0.0"),
+        Validation("n_generation", lambda keys: keys.temperature == 0.0 and keys.n_generation > 1,
+            "{} greedy answers ({.temperature=}) to a prompt are all the same",
+            "write {.temperature!} = 1.0 and {.top_k!} = -1, or {.n_generation!} = 1"),
+    ),
+)  # fmt: skip

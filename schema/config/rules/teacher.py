@@ -6,18 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import BrokenModelError, FindFile, local_file, read_facts
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.idle import written
 from schema.config.rules.model import directory_problems
+from schema.config.rules.rows import Each, Refusal, Row, Rule
 from schema.config.sections.teacher import TeacherConfig
 from schema.config.vocabulary import difference, vocabulary_of
 from schema.util.proxies import is_loopback
 
-_OF_URL = ("served_model", "key_variable", "timeout")
-_OF_MODEL = ("offload", "mini_batch", "max_token_len_per_mini_batch")
 _TEMPERATURE = "train.train_policy.temperature"
 
 
@@ -48,28 +45,6 @@ def teachers_are_somewhere(config: Config) -> Iterator[Problem]:
             yield from directory_problems(f"{key}.model", teacher.model, "model", ("config.json",))
 
 
-def keys_fit_the_teacher(config: Config) -> Iterator[Problem]:
-    """Keys of a local model next to a url and the other way round, and those of one loss next to another."""
-    for key, teacher in _numbered(config):
-        idle = [(name, "url", "model") for name in _OF_URL] if teacher.is_local else []
-        idle = idle or [(name, "model", "url") for name in _OF_MODEL]
-        for name, owner, has in idle:
-            for _, value in written(teacher, name):
-                message = (
-                    f"{toml_value(value)} has no effect: it belongs to {owner}, and this teacher has {has}"
-                )
-                related = (f"{key}.{has}",)
-                yield Problem(f"{key}.{name}", message, value, "leave it out", related=related)
-        for name, value in written(teacher, "top_k", "beta") if teacher.loss != "top_k_jsd" else ():
-            message = f'{value} has no effect: {key}.loss = "{teacher.loss}"'
-            hint = f'write {key}.loss = "top_k_jsd", or leave it out'
-            yield Problem(f"{key}.{name}", message, value, hint, related=(f"{key}.loss",))
-        if teacher.url is not None and teacher.loss == "reverse_kl_full":
-            message = '"reverse_kl_full" needs the whole distribution, which no server returns'
-            hint = f'write {key}.loss = "top_k_jsd" or "reverse_kl_k2", or name a local model'
-            yield Problem(f"{key}.loss", message, teacher.loss, hint, related=(f"{key}.url",))
-
-
 def temperature_is_that_of_the_teacher(config: Config) -> Iterator[Problem]:
     """A server returns log-probs at temperature 1; a local model's logits are divided like the policy's."""
     if not config.is_grpo or config.sampling_temperature == 1.0:
@@ -82,20 +57,6 @@ def temperature_is_that_of_the_teacher(config: Config) -> Iterator[Problem]:
             )
             hint = f"write {_TEMPERATURE} = 1.0, or name a local model"
             yield Problem(f"{key}.url", message, teacher.url, hint, related=(_TEMPERATURE,))
-
-
-def samples_are_of_the_whole_distribution(config: Config) -> Iterator[Problem]:
-    """A teacher's distribution has no filters and no penalties, so it is compared with a policy that has none."""
-    if not config.is_grpo or not config.teacher:
-        return
-    sampling, key = config.rollout.sampling_config, "rollout.sampling_config.sampling_correction"
-    if sampling.reshapes and sampling.sampling_correction == "exact":
-        message = (
-            '"exact" computes log-probs under filters and penalties, and teachers have none: '
-            "the two distributions could never agree"
-        )
-        hint = f'leave filters and penalties out, or write {key} = "raw"'
-        yield Problem(key, message, "exact", hint, related=("rollout.sampling_config", "teacher"))
 
 
 def tokens_are_those_of_the_policy(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
@@ -142,12 +103,30 @@ def keys_travel_encrypted(config: Config) -> Iterator[Problem]:
             yield Problem(f"{key}.url", message, teacher.url, "write https://")
 
 
-TEACHER_RULES = (
+Teacher = Row[TeacherConfig]
+TEACHER_RULES: tuple[Rule, ...] = (
     teachers_are_named_once,
     teachers_are_somewhere,
-    keys_fit_the_teacher,
+    Each(
+        _numbered,
+        Teacher(("served_model", "key_variable", "timeout"), lambda teacher: teacher.is_local,
+            "{} has no effect: it belongs to url, and this teacher has model", related=(".model",)),
+        Teacher(("offload", "mini_batch", "max_token_len_per_mini_batch"), lambda teacher: not teacher.is_local,
+            "{} has no effect: it belongs to model, and this teacher has url", related=(".url",)),
+        Teacher(("top_k", "beta"), lambda teacher: teacher.loss != "top_k_jsd", "{} has no effect: {.loss=}",
+            'write {.loss!} = "top_k_jsd", or leave it out'),
+        Teacher("loss", lambda teacher: teacher.url is not None and teacher.loss == "reverse_kl_full",
+            "{} needs the whole distribution, which no server returns",
+            'write {.loss!} = "top_k_jsd" or "reverse_kl_k2", or name a local model', (".url",)),
+    ),
     temperature_is_that_of_the_teacher,
-    samples_are_of_the_whole_distribution,
+    Refusal("rollout.sampling_config.sampling_correction",
+        lambda c: c.is_grpo and bool(c.teacher) and c.rollout.sampling_config.reshapes
+        and c.rollout.sampling_config.sampling_correction == "exact",
+        "{} computes log-probs under filters and penalties, and teachers have none: the two distributions could "
+        "never agree",
+        'leave filters and penalties out, or write {.sampling_correction!} = "raw"',
+        ("rollout.sampling_config", "teacher")),
     tokens_are_those_of_the_policy,
-)
+)  # fmt: skip
 TEACHER_WARNINGS = (keys_travel_encrypted,)

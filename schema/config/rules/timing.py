@@ -10,22 +10,11 @@ from collections.abc import Iterator
 from schema.config.backends import BACKENDS
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Each, Refusal, Row, Rule, section
+from schema.config.sections.controller import ControllerConfig
+from schema.config.sections.train_policy import GrpoConfig
 
 _POLICY = "train.train_policy"
-
-
-def on_policy_agrees(config: Config) -> Iterator[Problem]:
-    """`on_policy = true` means a bound of 0; a written bound of another value contradicts it."""
-    if not config.is_grpo:
-        return
-    policy = config.grpo
-    written = "allowed_outdated_steps" in policy.model_fields_set
-    if not policy.on_policy or not written or policy.allowed_outdated_steps == 0:
-        return
-    bound = policy.allowed_outdated_steps
-    message = f"on_policy = true allows no outdated steps, but allowed_outdated_steps = {bound}"
-    related = (f"{_POLICY}.allowed_outdated_steps",)
-    yield Problem(f"{_POLICY}.on_policy", message, True, "leave one of the two out", related=related)
 
 
 def interval_fits_staleness(config: Config) -> Iterator[Problem]:
@@ -44,42 +33,6 @@ def interval_fits_staleness(config: Config) -> Iterator[Problem]:
         hint = f"write train.sync_weight_interval = {bound + 1}, or {_POLICY}.on_policy = false"
     related = (f"{_POLICY}.allowed_outdated_steps", f"{_POLICY}.on_policy")
     yield Problem("train.sync_weight_interval", message, interval, hint, related=related)
-
-
-def stragglers_are_bounded(config: Config) -> Iterator[Problem]:
-    """Dropping what is late needs to know what late is."""
-    controller = config.controller
-    if controller.on_stale == "drop" and controller.straggler_timeout is None:
-        message = "needs the time after which a group is late (controller.straggler_timeout)"
-        hint = "write controller.straggler_timeout = 60.0, in seconds"
-        yield Problem("controller.on_stale", message, "drop", hint, related=("controller.straggler_timeout",))
-    if controller.on_stale == "wait" and controller.straggler_timeout is not None:
-        message = 'has no effect while controller.on_stale = "wait"'
-        hint = 'write controller.on_stale = "drop", or leave it out'
-        key, value = "controller.straggler_timeout", controller.straggler_timeout
-        yield Problem(key, message, value, hint, related=("controller.on_stale",))
-
-
-def timeouts_are_ordered(config: Config) -> Iterator[Problem]:
-    """What is renewed by heartbeats must outlive the time between two of them."""
-    controller, launcher = config.controller, config.launcher
-    beat = controller.heartbeat_interval
-    for name, value in (
-        ("heartbeat_timeout", controller.heartbeat_timeout),
-        ("lease_timeout", controller.lease_timeout),
-    ):
-        if value <= beat:
-            message = f"{value} s is not longer than controller.heartbeat_interval = {beat} s"
-            hint = f"write controller.{name} = {beat * 5} or more"
-            related = ("controller.heartbeat_interval",)
-            yield Problem(f"controller.{name}", message, value, hint, related=related)
-    if launcher.restart_backoff_max < launcher.restart_backoff:
-        key = "launcher.restart_backoff_max"
-        message = f"{launcher.restart_backoff_max} s is less than launcher.restart_backoff = "
-        message += f"{launcher.restart_backoff} s"
-        hint = f"write {key} = {launcher.restart_backoff} or more"
-        related = ("launcher.restart_backoff",)
-        yield Problem(key, message, launcher.restart_backoff_max, hint, related=related)
 
 
 _KEY = "train.deterministic"
@@ -121,5 +74,32 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
         yield key, f'{key} = "drop" drops groups by the clock', f'write {key} = "wait"'
 
 
-TIMING_RULES = (on_policy_agrees, interval_fits_staleness, stragglers_are_bounded, timeouts_are_ordered)
+Controller = Row[ControllerConfig]
+TIMING_RULES: tuple[Rule, ...] = (
+    Each(
+        section(_POLICY, lambda c: c.grpo if c.is_grpo else None),
+        Row[GrpoConfig]("on_policy",
+            lambda p: p.on_policy and p.allowed_outdated_steps != 0
+            and "allowed_outdated_steps" in p.model_fields_set,
+            "on_policy = true allows no outdated steps, but allowed_outdated_steps = {.allowed_outdated_steps}",
+            "leave one of the two out", (".allowed_outdated_steps",)),
+    ),
+    interval_fits_staleness,
+    Each(
+        section("controller", lambda c: c.controller),
+        Controller("on_stale", lambda keys: keys.on_stale == "drop" and keys.straggler_timeout is None,
+            "needs the time after which a group is late ({.straggler_timeout!})",
+            "write {.straggler_timeout!} = 60.0, in seconds", (".straggler_timeout",)),
+        Controller("straggler_timeout", lambda keys: keys.on_stale == "wait" and keys.straggler_timeout is not None,
+            "has no effect while {.on_stale=}", 'write {.on_stale!} = "drop", or leave it out'),
+        Controller("heartbeat_timeout", lambda keys: keys.heartbeat_timeout <= keys.heartbeat_interval,
+            "{} s is not longer than {.heartbeat_interval=} s",
+            lambda keys: f"write {{.heartbeat_timeout!}} = {keys.heartbeat_interval * 5} or more"),
+        Controller("lease_timeout", lambda keys: keys.lease_timeout <= keys.heartbeat_interval,
+            "{} s is not longer than {.heartbeat_interval=} s",
+            lambda keys: f"write {{.lease_timeout!}} = {keys.heartbeat_interval * 5} or more"),
+    ),
+    Refusal("launcher.restart_backoff_max", lambda c: c.launcher.restart_backoff_max < c.launcher.restart_backoff,
+        "{} s is less than {.restart_backoff=} s", "write {.restart_backoff_max!} = {.restart_backoff} or more"),
+)  # fmt: skip
 TIMING_WARNINGS = (the_same_bits_are_possible,)

@@ -10,9 +10,11 @@ from schema.config.layout import mesh_of, reference_is_within, reference_layout
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.policy import LoraConfig
 
 _MAP = "policy.trainable_map"
+_WITHIN = "{} has no effect: with policy.lora the reference is the policy without what it has learned"
 
 
 def _adapters(config: Config) -> Iterator[tuple[str, LoraConfig]]:
@@ -20,22 +22,6 @@ def _adapters(config: Config) -> Iterator[tuple[str, LoraConfig]]:
         yield "policy.lora", config.policy.lora
     if config.is_grpo and config.critic.enable and config.critic.lora is not None:
         yield "critic.lora", config.critic.lora
-
-
-def adapters_train_alone(config: Config) -> Iterator[Problem]:
-    """LoRA freezes the model, so nothing else can choose what trains."""
-    chosen = config.policy.trainable_map
-    if config.policy.lora is not None and chosen is not None:
-        message = "policy.lora freezes all parameters of the model, and this map chooses among them"
-        hint = "leave it out, or name the modules in policy.lora.modules_to_save"
-        yield Problem(_MAP, message, chosen, hint, related=("policy.lora",))
-    for section, _ in _adapters(config):
-        owner = section.partition(".")[0]
-        frozen = config.policy.freeze_moe_router if owner == "policy" else config.critic.freeze_moe_router
-        if frozen:
-            key = f"{owner}.freeze_moe_router"
-            message = f"true has no effect: {section} freezes the routers with the rest of the model"
-            yield Problem(key, message, True, f"write {key} = false", related=(section,))
 
 
 def map_freezes_something(config: Config) -> Iterator[Problem]:
@@ -50,15 +36,6 @@ def map_freezes_something(config: Config) -> Iterator[Problem]:
     )
     hint = 'leave it out to train all, or name what stays: policy.trainable_map."model.embed_tokens" = false'
     yield Problem(_MAP, message, chosen, hint)
-
-
-def base_is_not_narrow(config: Config) -> Iterator[Problem]:
-    """Adapters wrap linear layers of the parameters' type; fp8 would replace these layers."""
-    if config.train.fp8.enable_fp8 and config.policy.lora is not None:
-        key = "train.fp8.enable_fp8"
-        message = f"true replaces the linear layers that policy.lora (r = {config.policy.lora.r}) wraps"
-        hint = f"write {key} = false, or train without LoRA"
-        yield Problem(key, message, True, hint, related=("policy.lora",))
 
 
 def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
@@ -142,18 +119,6 @@ def _fault(pattern: str) -> str:
     return ""
 
 
-def dropout_is_meant(config: Config) -> Iterator[Problem]:
-    """Warning: with dropout the trainer computes log-probs of another model than the one that sampled."""
-    lora = config.policy.lora
-    if lora is None or not config.is_grpo or lora.lora_dropout == 0.0:
-        return
-    key = "policy.lora.lora_dropout"
-    message = (
-        f"{lora.lora_dropout} drops parts of the adapter in training that generation has: ratios begin off 1"
-    )
-    yield Problem(key, message, lora.lora_dropout, f"write {key} = 0.0")
-
-
 def adapters_are_saved_as_such(config: Config) -> Iterator[Problem]:
     """An export has the adapters merged in, and no way back to adapters and base."""
     ckpt, lora = config.train.ckpt, "policy.lora"
@@ -225,25 +190,21 @@ def adapters_can_be_published_alone(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, "adapter", hint, related=(related,))
 
 
-def offload_has_a_model(config: Config) -> Iterator[Problem]:
-    """Warning: a reference within the policy has no weights of its own to keep elsewhere, or to shard otherwise."""
-    if not reference_is_within(config):
-        return
-    for name in ("offload", "fsdp_wrap_layers", "fsdp_wrap_min_params"):
-        key, value = f"reference.{name}", getattr(config.reference, name)
-        if value:
-            message = (
-                f"{toml_value(value)} has no effect: with policy.lora the reference is the policy without what it "
-                "has learned"
-            )
-            hint = f"write {key} = false" if value is True else "leave it out"
-            yield Problem(key, message, value, hint, related=("policy.lora",))
-
-
-TRAINABLE_RULES = (
-    adapters_train_alone,
+TRAINABLE_RULES: tuple[Rule, ...] = (
+    Refusal(_MAP, lambda c: c.policy.lora is not None and c.policy.trainable_map is not None,
+        "policy.lora freezes all parameters of the model, and this map chooses among them",
+        "leave it out, or name the modules in policy.lora.modules_to_save", (".lora",)),
+    Refusal("policy.freeze_moe_router", lambda c: c.policy.lora is not None and c.policy.freeze_moe_router,
+        "true has no effect: {.lora!} freezes the routers with the rest of the model",
+        "write {.freeze_moe_router!} = false", (".lora",)),
+    Refusal("critic.freeze_moe_router",
+        lambda c: c.has_critic and c.critic.lora is not None and c.critic.freeze_moe_router,
+        "true has no effect: {.lora!} freezes the routers with the rest of the model",
+        "write {.freeze_moe_router!} = false", (".lora",)),
     map_freezes_something,
-    base_is_not_narrow,
+    Refusal("train.fp8.enable_fp8", lambda c: c.train.fp8.enable_fp8 and c.policy.lora is not None,
+        "true replaces the linear layers that policy.lora (r = {policy.lora.r}) wraps",
+        "write {.enable_fp8!} = false, or train without LoRA", ("policy.lora",)),
     initialisers_have_what_they_need,
     decomposed_rows_are_whole,
     modules_are_named_once,
@@ -251,5 +212,13 @@ TRAINABLE_RULES = (
     adapters_are_saved_as_such,
     reference_of_adapters_is_the_base,
     adapters_can_be_published_alone,
-)
-TRAINABLE_WARNINGS = (dropout_is_meant, offload_has_a_model)
+)  # fmt: skip
+TRAINABLE_WARNINGS: tuple[Rule, ...] = (
+    Refusal("policy.lora.lora_dropout",
+        lambda c: c.is_grpo and c.policy.lora is not None and c.policy.lora.lora_dropout != 0.0,
+        "{} drops parts of the adapter in training that generation has: ratios begin off 1",
+        "write {.lora_dropout!} = 0.0"),
+    Refusal(("reference.offload",), reference_is_within, _WITHIN, "write {.offload!} = false", ("policy.lora",)),
+    Refusal(("reference.fsdp_wrap_layers", "reference.fsdp_wrap_min_params"), reference_is_within, _WITHIN,
+        related=("policy.lora",)),
+)  # fmt: skip

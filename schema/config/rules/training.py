@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.idle import written
-from schema.config.sections.model_keys import CheckpointingKeys
-from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
+from schema.config.rules.rows import Each, Refusal, Row, Rule
+from schema.config.sections.critic import CriticConfig
+from schema.config.sections.optimizer import OptimizerKeys
+from schema.config.sections.reference import ReferenceConfig
+from schema.config.sections.train import TrainingConfig
 
 _STEPS = "train.max_num_steps"
 
 
-def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerKeys]]:
+Trained = Row[TrainingConfig | CriticConfig]
+
+
+def _trained(config: Config) -> Iterator[tuple[str, TrainingConfig | CriticConfig]]:
     yield "train", config.train
-    if config.critic.enable and config.is_grpo:
+    if config.has_critic:
         yield "critic", config.critic
 
 
@@ -26,7 +30,7 @@ def _decays(keys: OptimizerKeys) -> bool:
 
 def warmup_is_a_share_or_steps(config: Config) -> Iterator[Problem]:
     """A float is a share of all steps, and shares add up to at most all of them."""
-    for section, keys in _optimizers(config):
+    for section, keys in _trained(config):
         key, warmup = f"{section}.optm_warmup_steps", keys.optm_warmup_steps
         ratio, decay = f"{section}.optm_decay_ratio", keys.optm_decay_ratio or 0.0
         if not isinstance(warmup, float):
@@ -44,7 +48,7 @@ def warmup_is_a_share_or_steps(config: Config) -> Iterator[Problem]:
 
 def decay_is_complete(config: Config) -> Iterator[Problem]:
     """A decay has a shape and a length; without both, keys of the decay would do nothing."""
-    for section, keys in _optimizers(config):
+    for section, keys in _trained(config):
         shape = keys.optm_decay_type
         ratio_key, steps_key = f"{section}.optm_decay_ratio", f"{section}.optm_decay_steps"
         type_key, factor_key = f"{section}.optm_decay_type", f"{section}.optm_min_lr_factor"
@@ -77,7 +81,7 @@ def decay_is_complete(config: Config) -> Iterator[Problem]:
 def decay_fits_the_run(config: Config) -> Iterator[Problem]:
     """Where the length of the run is stated, the steps of warm-up and decay are not more."""
     total = config.train.max_num_steps
-    for section, keys in _optimizers(config):
+    for section, keys in _trained(config):
         warmup, steps = keys.optm_warmup_steps, keys.optm_decay_steps
         if total is None or steps is None or isinstance(warmup, float) or warmup + steps <= total:
             continue
@@ -91,7 +95,7 @@ def decay_fits_the_run(config: Config) -> Iterator[Problem]:
 
 def options_belong_to_their_shape(config: Config) -> Iterator[Problem]:
     """Options of one schedule that another does not have."""
-    for section, keys in _optimizers(config):
+    for section, keys in _trained(config):
         type_key = f"{section}.optm_decay_type"
         shape = "none" if keys.optm_decay_type is None else keys.optm_decay_type
         length = (
@@ -109,25 +113,9 @@ def options_belong_to_their_shape(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, waves, hint, related=(type_key,))
 
 
-def weight_decay_ramp_agrees(config: Config) -> Iterator[Problem]:
-    """A ramp has two ends; a start without a ramp, or a ramp from a value to itself, would do nothing."""
-    for section, keys in _optimizers(config):
-        key, ramp_key = f"{section}.optm_weight_decay_start", f"{section}.optm_weight_decay_ramp"
-        end_key, start = f"{section}.optm_weight_decay", keys.optm_weight_decay_start
-        ramp, end = keys.optm_weight_decay_ramp, keys.optm_weight_decay
-        if ramp == "constant" and start is not None:
-            message = f'{start} is where a ramp starts, but {ramp_key} = "constant"'
-            hint = f'write {ramp_key} = "linear" or "cosine", or leave it out'
-            yield Problem(key, message, start, hint, related=(ramp_key,))
-        elif ramp != "constant" and (start or 0.0) == end:
-            message = f'"{ramp}" goes from {key} = {start or 0.0} to {end_key} = {end}, which is not a ramp'
-            hint = f'write {ramp_key} = "constant", or another start'
-            yield Problem(ramp_key, message, ramp, hint, related=(key, end_key))
-
-
 def lists_are_for_the_optimizers(config: Config) -> Iterator[Problem]:
     """Lists have a value for each optimizer: Muon and the AdamW next to it, or one."""
-    for section, keys in _optimizers(config):
+    for section, keys in _trained(config):
         both, name_key = keys.optm_name == "Muon", f"{section}.optm_name"
         for name, value in (("optm_lr", keys.optm_lr), ("optm_impl", keys.optm_impl)):
             if isinstance(value, list) and len(value) not in ({1, 2} if both else {1}):
@@ -141,30 +129,10 @@ def lists_are_for_the_optimizers(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section}.optm_impl", message, impl, hint, related=(name_key,))
 
 
-def options_are_the_optimizers(config: Config) -> Iterator[Problem]:
-    """Warning: options that the chosen optimizer does not have."""
-    for section, keys in _optimizers(config):
-        name = keys.optm_name
-        idle = ["optm_betas", "epsilon"] if name == "SGD" else []
-        idle += [] if name in ("SGD", "Muon") else ["optm_momentum"]
-        for option, value in written(keys, *idle):
-            message = f'has no effect with {section}.optm_name = "{name}"'
-            hint = "leave it out, or choose another optimizer"
-            yield Problem(f"{section}.{option}", message, value, hint, related=(f"{section}.optm_name",))
-
-
-def average_goes_somewhere(config: Config) -> Iterator[Problem]:
-    """A moving average is exported at the end."""
-    decay, key, other = config.train.ema_decay, "train.ema_decay", "launcher.export_final"
-    if decay is not None and not config.launcher.export_final:
-        message, hint = f"has no effect: {other} = false exports no average", f"write {other} = true"
-        yield Problem(key, message, decay, hint, related=(other,))
-
-
 def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
     """Warning: a run that is shorter than its warm-up never reaches the learning rate that is written."""
     total = config.train.max_num_steps
-    for section, keys in _optimizers(config):
+    for section, keys in _trained(config):
         key, warmup = f"{section}.optm_warmup_steps", keys.optm_warmup_steps
         if total is not None and not isinstance(warmup, float) and warmup >= total:
             message = (
@@ -174,58 +142,10 @@ def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, warmup, hint, related=(_STEPS,))
 
 
-def scales_are_found_at_each_product(config: Config) -> Iterator[Problem]:
-    """Fp8 training is torchao's: dynamic scales of linear layers that are whole, next to bfloat16."""
-    keys, key = config.train.fp8, "train.fp8.enable_fp8"
-    for name, value in written(keys, "fp8_recipe", "quant_recipe") if not keys.enable_fp8 else ():
-        message, hint = f'"{value}" has no effect: {key} = false', f"write {key} = true, or leave it out"
-        yield Problem(f"train.fp8.{name}", message, value, hint, related=(key,))
-    if not keys.enable_fp8:
-        return
-    if keys.fp8_recipe == "delayed_scaling":
-        recipe = "train.fp8.fp8_recipe"
-        message = (
-            '"delayed_scaling" takes scales of earlier steps, which torchao has given up for dynamic ones'
-        )
-        yield Problem(recipe, message, keys.fp8_recipe, f'write {recipe} = "dynamic_scaling"')
-    if config.train.param_dtype != "bfloat16":
-        dtype = "train.param_dtype"
-        message = f'true computes next to bfloat16, and {dtype} = "{config.train.param_dtype}"'
-        yield Problem(key, message, True, f'write {dtype} = "bfloat16", or {key} = false', related=(dtype,))
-    if (size := config.policy.parallelism.tp_size) > 1:
-        ranks = "policy.parallelism.tp_size"
-        message = f"true scales whole rows or weights, of which {ranks} = {size} leaves each rank a part"
-        yield Problem(key, message, True, f"write {ranks} = 1, or {key} = false", related=(ranks,))
-
-
-def fp4_is_not_trained(config: Config) -> Iterator[Problem]:
-    """There is a prototype alone, for shapes that batches here do not have."""
-    for name, value in written(config.train.fp4, "enable_fp4", "fp4_recipe", "quant_recipe"):
-        key = f"train.fp4.{name}"
-        message = (
-            f"{toml_value(value)} asks for training in fp4, of which torchao has a prototype: it takes multiples of "
-            "128 tokens, and keeps random numbers in the model's state, which exports would carry"
-        )
-        yield Problem(key, message, value, "leave [train.fp4] out; train.fp8 computes in 8 bits")
-
-
-def overlap_is_of_compiled_exchanges(config: Config) -> Iterator[Problem]:
-    """Inductor overlaps products with collectives that it finds in a graph (`_micro_pipeline_tp`)."""
-    if config.train.async_tp_enabled:
-        key = "train.async_tp_enabled"
-        message = (
-            "true lets a compiler interleave products with the collectives of DTensor around them, and tensor "
-            "parallelism here has exchanges of its own, which its pass does not know"
-        )
-        yield Problem(
-            key, message, True, f"write {key} = false; sequence_parallel = true halves what they keep"
-        )
-
-
 def kernels_take_their_types(config: Config) -> Iterator[Problem]:
     """FlashAttention computes in 16 bits."""
     key, version = "train.fa_version", config.train.fa_version
-    for section, keys, _, _ in _trained(config) if version is not None else ():
+    for section, keys in _trained(config) if version is not None else ():
         if keys.param_dtype == "float32":
             dtype = f"{section}.param_dtype"
             message = f'{version} computes in bfloat16 or float16, and {dtype} = "float32"'
@@ -234,105 +154,103 @@ def kernels_take_their_types(config: Config) -> Iterator[Problem]:
             )
 
 
-def kernels_take_whole_layers(config: Config) -> Iterator[Problem]:
-    """Liger's kernels replace what modules compute, and so do other keys."""
-    key = "policy.enable_liger_kernel"
-    if not config.policy.enable_liger_kernel:
-        return
-    sizes = config.policy.parallelism
-    others = [
-        ("tp_size", sizes.tp_size, "a part of a layer"),
-        ("pp_size", sizes.pp_size, "some of the layers"),
-    ]
-    for name, value, share in others:
-        if value != 1:
-            other = f"policy.parallelism.{name}"
-            message = (
-                f"true replaces what whole layers compute, and {other} = {value} leaves each rank {share}"
-            )
-            yield Problem(key, message, True, f"write {key} = false, or {other} = 1", related=(other,))
+def _sharded(config: Config) -> Iterator[tuple[str, TrainingConfig | CriticConfig | ReferenceConfig]]:
+    yield from _trained(config)
+    yield "reference", config.reference
 
 
-def _trained(config: Config) -> Iterator[tuple[str, PrecisionKeys, str, CheckpointingKeys]]:
-    """Each trained model: the section of its precision, that of its model."""
-    yield "train", config.train, "policy", config.policy
-    if config.is_grpo and config.critic.enable:
-        yield "critic", config.critic, "critic", config.critic
-
-
-def masters_hold_small_steps(config: Config) -> Iterator[Problem]:
-    """Float16 is a type to compute in: what the optimizer keeps needs more range."""
-    for section, keys, _, _ in _trained(config):
-        if keys.master_dtype == "float16":
-            key, other = f"{section}.master_dtype", f"{section}.param_dtype"
-            message = (
-                '"float16" has no numbers below 6e-8: squares of gradients below 2e-4, by which Adam divides, are '
-                f'0, and updates below 1/2048 of a weight are lost; {other} = "float16" computes in it'
-            )
-            hint = f'write {key} = "float32"'
-            yield Problem(key, message, "float16", hint, related=(other,))
-
-
-def recomputation_is_on(config: Config) -> Iterator[Problem]:
-    """What is recomputed in backward matters when something is."""
-    for section, keys, owner, model in _trained(config):
-        switch = f"{owner}.model_gradient_checkpointing"
-        if model.model_gradient_checkpointing:
-            continue
-        for name, value in written(keys, "recompute_granularity", "recompute_moe_layers"):
-            message = f"{toml_value(value)} has no effect: {switch} = false recomputes nothing"
-            hint = f"write {switch} = true, or leave it out"
-            yield Problem(f"{section}.{name}", message, value, hint, related=(switch,))
-
-
-def wrapping_is_one_way(config: Config) -> Iterator[Problem]:
-    """FSDP shards modules by class or by size."""
-    choices = [
-        (section, keys.fsdp_wrap_layers, keys.fsdp_wrap_min_params)
-        for section, keys, _, _ in _trained(config)
-    ]
-    reference = config.reference
-    choices.append(("reference", reference.fsdp_wrap_layers, reference.fsdp_wrap_min_params))
-    for section, layers, size in choices:
-        if layers and size:
-            key, other = f"{section}.fsdp_wrap_min_params", f"{section}.fsdp_wrap_layers"
-            message = f"{size} chooses modules by size, and {other} = {layers} by class"
-            hint = f"write {key} = 0, or {other} = []"
-            yield Problem(key, message, size, hint, related=(other,))
-
-
-def optimizers_have_state(config: Config) -> Iterator[Problem]:
-    """Warning: SGD without momentum keeps nothing of which host memory could relieve the device."""
-    for section, keys in _optimizers(config):
-        key, name = f"{section}.optimizer_offload", f"{section}.optm_name"
-        if keys.optm_name == "SGD" and not keys.optm_momentum and any(written(keys, "optimizer_offload")):
-            message = f'has no effect: {name} = "SGD" has no state without {section}.optm_momentum'
-            yield Problem(key, message, True, f"write {key} = false", related=(name,))
-
-
-def casts_are_fused(config: Config) -> Iterator[Problem]:
-    """Warning: scaling and casting cost more than a narrow product saves, unless the compiler fuses them."""
-    if config.train.fp8.enable_fp8 and not config.train.compile:
-        key, other = "train.fp8.enable_fp8", "train.compile"
-        message = f"true casts in steps of their own while {other} = false: slower than bfloat16 as a rule"
-        yield Problem(key, message, True, f"write {other} = true", related=(other,))
-
-
-TRAINING_RULES = (
+TRAINING_RULES: tuple[Rule, ...] = (
     warmup_is_a_share_or_steps,
     decay_is_complete,
     decay_fits_the_run,
     options_belong_to_their_shape,
-    weight_decay_ramp_agrees,
+    Each(
+        _trained,
+        Trained("optm_weight_decay_start",
+            lambda keys: keys.optm_weight_decay_ramp == "constant" and keys.optm_weight_decay_start is not None,
+            "{} is where a ramp starts, but {.optm_weight_decay_ramp=}",
+            'write {.optm_weight_decay_ramp!} = "linear" or "cosine", or leave it out'),
+        Trained("optm_weight_decay_ramp", 
+            lambda keys: keys.optm_weight_decay_ramp != "constant"
+            and (keys.optm_weight_decay_start or 0.0) == keys.optm_weight_decay,
+            lambda keys: f"{{}} goes from {{.optm_weight_decay_start!}} = {keys.optm_weight_decay_start or 0.0} to "
+            "{.optm_weight_decay=}, which is not a ramp",
+            'write {.optm_weight_decay_ramp!} = "constant", or another start',
+            (".optm_weight_decay_start", ".optm_weight_decay")),
+    ),
     lists_are_for_the_optimizers,
-    average_goes_somewhere,
-    scales_are_found_at_each_product,
-    fp4_is_not_trained,
-    overlap_is_of_compiled_exchanges,
+    Refusal("train.ema_decay", lambda c: c.train.ema_decay is not None and not c.launcher.export_final,
+        "has no effect: {launcher.export_final=} exports no average", "write {launcher.export_final!} = true"),
+    Refusal(("train.fp8.fp8_recipe", "train.fp8.quant_recipe"), lambda c: not c.train.fp8.enable_fp8,
+        "{} has no effect: {.enable_fp8=}", "write {.enable_fp8!} = true, or leave it out"),
+    Refusal("train.fp8.fp8_recipe",
+        lambda c: c.train.fp8.enable_fp8 and c.train.fp8.fp8_recipe == "delayed_scaling",
+        "{} takes scales of earlier steps, which torchao has given up for dynamic ones",
+        'write {.fp8_recipe!} = "dynamic_scaling"'),
+    Refusal("train.fp8.enable_fp8", lambda c: c.train.fp8.enable_fp8 and c.train.param_dtype != "bfloat16",
+        "true computes next to bfloat16, and {train.param_dtype=}",
+        'write {train.param_dtype!} = "bfloat16", or {.enable_fp8!} = false'),
+    Refusal("train.fp8.enable_fp8", lambda c: c.train.fp8.enable_fp8 and c.policy.parallelism.tp_size > 1,
+        "true scales whole rows or weights, of which {policy.parallelism.tp_size=} leaves each rank a part",
+        "write {policy.parallelism.tp_size!} = 1, or {.enable_fp8!} = false"),
+    Refusal(tuple(f"train.fp4.{name}" for name in ("enable_fp4", "fp4_recipe", "quant_recipe")), lambda _: True,
+        "{} asks for training in fp4, of which torchao has a prototype: it takes multiples of 128 tokens, and keeps "
+        "random numbers in the model's state, which exports would carry",
+        "leave [train.fp4] out; train.fp8 computes in 8 bits"),
+    Refusal("train.async_tp_enabled", lambda c: c.train.async_tp_enabled,
+        "true lets a compiler interleave products with the collectives of DTensor around them, and tensor "
+        "parallelism here has exchanges of its own, which its pass does not know",
+        "write {.async_tp_enabled!} = false; sequence_parallel = true halves what they keep"),
     kernels_take_their_types,
-    kernels_take_whole_layers,
-    masters_hold_small_steps,
-    recomputation_is_on,
-    wrapping_is_one_way,
-)
-TRAINING_WARNINGS = (warmup_ends_in_time, options_are_the_optimizers, optimizers_have_state, casts_are_fused)
+    Refusal("policy.enable_liger_kernel",
+        lambda c: c.policy.enable_liger_kernel and c.policy.parallelism.tp_size != 1,
+        "true replaces what whole layers compute, and {policy.parallelism.tp_size=} leaves each rank a part of a "
+        "layer",
+        "write {.enable_liger_kernel!} = false, or {policy.parallelism.tp_size!} = 1"),
+    Refusal("policy.enable_liger_kernel",
+        lambda c: c.policy.enable_liger_kernel and c.policy.parallelism.pp_size != 1,
+        "true replaces what whole layers compute, and {policy.parallelism.pp_size=} leaves each rank some of the "
+        "layers",
+        "write {.enable_liger_kernel!} = false, or {policy.parallelism.pp_size!} = 1"),
+    Each(
+        _trained,
+        Trained("master_dtype", lambda keys: keys.master_dtype == "float16",
+            "{} has no numbers below 6e-8: squares of gradients below 2e-4, by which Adam divides, are 0, and "
+            'updates below 1/2048 of a weight are lost; {.param_dtype!} = "float16" computes in it',
+            'write {.master_dtype!} = "float32"', (".param_dtype",)),
+    ),
+    Refusal(("train.recompute_granularity", "train.recompute_moe_layers"),
+        lambda c: not c.policy.model_gradient_checkpointing,
+        "{} has no effect: {policy.model_gradient_checkpointing=} recomputes nothing",
+        "write {policy.model_gradient_checkpointing!} = true, or leave it out"),
+    Refusal(("critic.recompute_granularity", "critic.recompute_moe_layers"),
+        lambda c: c.has_critic and not c.critic.model_gradient_checkpointing,
+        "{} has no effect: {.model_gradient_checkpointing=} recomputes nothing",
+        "write {.model_gradient_checkpointing!} = true, or leave it out"),
+    Each(
+        _sharded,
+        Row[TrainingConfig | CriticConfig | ReferenceConfig]("fsdp_wrap_min_params",
+            lambda keys: bool(keys.fsdp_wrap_layers and keys.fsdp_wrap_min_params),
+            "{} chooses modules by size, and {.fsdp_wrap_layers!} = {.fsdp_wrap_layers~} by class",
+            "write {.fsdp_wrap_min_params!} = 0, or {.fsdp_wrap_layers!} = []", (".fsdp_wrap_layers",)),
+    ),
+)  # fmt: skip
+TRAINING_WARNINGS: tuple[Rule, ...] = (
+    warmup_ends_in_time,
+    Each(
+        _trained,
+        Trained(("optm_betas", "epsilon"), lambda keys: keys.optm_name == "SGD", "has no effect with {.optm_name=}",
+            "leave it out, or choose another optimizer"),
+        Trained(("optm_momentum",), lambda keys: keys.optm_name not in ("SGD", "Muon"),
+            "has no effect with {.optm_name=}", "leave it out, or choose another optimizer"),
+    ),
+    Each(
+        _trained,
+        Trained(("optimizer_offload",), lambda keys: keys.optm_name == "SGD" and not keys.optm_momentum,
+            "has no effect: {.optm_name=} has no state without {.optm_momentum!}",
+            "write {.optimizer_offload!} = false"),
+    ),
+    Refusal("train.fp8.enable_fp8", lambda c: c.train.fp8.enable_fp8 and not c.train.compile,
+        "true casts in steps of their own while {train.compile=}: slower than bfloat16 as a rule",
+        "write {train.compile!} = true"),
+)  # fmt: skip
