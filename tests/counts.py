@@ -4,6 +4,7 @@ roots       modules that lie flat in a package (entry points and little else)
 crowded     folders with more than FULL modules; those of the config's keys and rules are exempt
 lonely      modules under SMALL lines that only one other module imports: usually they belong into it
 long        functions over LONG lines
+circles     files that import each other, directly or through others, type imports and late imports included
 english     phrases that an engineer of the field would not write, docstrings, messages and docs alike
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 EXEMPT = "schema/config/"
 FULL, SMALL, LONG = 15, 100, 80
 PHRASES = {phrase: re.compile(rf"\b{phrase}\b") for phrase in ("is no", "beside", "told")}
+IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
 GENERATED = {"docs/config.md", "docs/migrate.md"}
 
 
@@ -60,6 +62,44 @@ def importers() -> Counter[str]:
     for name, path in modules().items():
         found.update({target for target in imports(path) if target in modules()} - {name})
     return found
+
+
+def files() -> dict[str, Path]:
+    """Name -> file of every module of the product, of the tests and of the benchmarks."""
+    others = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in others}
+    return modules() | {name.removesuffix(".__init__"): path for name, path in named.items()}
+
+
+def circles() -> list[set[str]]:
+    """The sets of modules of which each imports all others, directly or through others."""
+    known = files()
+    needs = {name: _needs(path, known.keys()) - {name} for name, path in known.items()}
+    while leaves := {name for name, needed in needs.items() if not needed}:  # which are in no circle
+        needs = {name: needed - leaves for name, needed in needs.items() if name not in leaves}
+    reached = {name: _reached(name, needs) for name in needs}
+    sets = {frozenset(n for n in reached[name] if name in reached[n]) for name in needs}
+    return sorted((set(names) for names in sets if names), key=sorted)
+
+
+def _needs(path: Path, known: Collection[str]) -> set[str]:
+    """The modules that a file imports; of `from package import module` the module alone."""
+    needed: set[str] = set()
+    for package, names, plain in IMPORT.findall(path.read_text(encoding="utf-8")):
+        whole = {f"{package}.{name}" for name in re.findall(r"(\w+)(?: as \w+)?", names)}
+        needed |= {name if name in known else package for name in whole} | {plain}
+    return needed.intersection(known)
+
+
+def _reached(name: str, needs: Mapping[str, set[str]]) -> set[str]:
+    """The modules that one needs, directly or through others."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = needs[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
 
 
 def roots() -> list[str]:
@@ -113,6 +153,7 @@ def main() -> None:
     print(
         f"functions over {LONG} lines: {len(long())}", *(f"{k}: {n}" for k, n in long().items()), sep="\n    "
     )
+    print("circles of files:", *map(sorted, circles()), sep="\n    ")
     print("phrases: " + ", ".join(f"{phrase!r} {n}" for phrase, n in english().items()))
 
 

@@ -14,6 +14,7 @@ import logging
 import re
 import secrets
 import sys
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -338,17 +339,12 @@ async def _window(run: Run, pid: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(play: Callable[[Plan, int], Coroutine[Any, Any, dict[str, Any]]] = play) -> None:
+    """Play the plan that standard input holds, and write what was measured."""
     logging.basicConfig(level="WARNING")
     request = json.load(sys.stdin)
     pid = request.pop("pid")
-    if request.pop("naive", False):
-        from benchmarks.load.naive_load import play_naive
-
-        result = uvloop.run(play_naive(Plan(**request), pid))
-    else:
-        result = uvloop.run(play(Plan(**request), pid))
-    json.dump(result, sys.stdout)
+    json.dump(uvloop.run(play(Plan(**request), pid)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from benchmarks.load.bodies import json_group
-from benchmarks.load.generator import Bundles, Plan, Run, _post, measured
+from benchmarks.load.generator import Bundles, Plan, Run, _post, main, measured
 from benchmarks.load.wire import Connection, checked, head
 
 
@@ -51,3 +53,8 @@ async def _trainer(run: Run, connection: Connection) -> None:
         step += 1
         run.trained += batch.count(b'"group":')
         run.bytes_out += len(batch)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    main(play_naive)

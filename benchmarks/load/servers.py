@@ -150,10 +150,10 @@ def running(service: Service) -> Iterator[Service]:
 
 def generate(plan: Plan, service: Service, *, is_naive: bool = False) -> dict[str, Any]:
     """Let the load generator, a process of its own, play a plan; gives what it measured."""
-    request = {**asdict(plan), "pid": service.process.pid, "naive": is_naive}
+    request = {**asdict(plan), "pid": service.process.pid}
     limit = plan.warm_up + plan.seconds + START_SECONDS
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.load.generator"],
+        [sys.executable, "-m", f"benchmarks.load.{'naive_load' if is_naive else 'generator'}"],
         input=json.dumps(request).encode(),
         stdout=subprocess.PIPE,
         cwd=ROOT,

@@ -15,7 +15,7 @@ from typing import Literal
 from controller.errors import ApiError
 from controller.ledger.group import DONE, Group, State
 from controller.state.job import Job
-from controller.state.situation import RECENT, advice
+from controller.state.situation import RECENT, advice, sentence
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.members import MembersStatus, MemberStatus
@@ -71,7 +71,7 @@ class JobService:
         remaining = progress.total_steps - progress.committed
         over = job.ended or progress.finished
         metrics = {} if last is None else last.metrics
-        sentence, since = job.sentence()
+        waits_for, since = sentence(job)
         status = m.JobStatus(
             job_id=job.job_id,
             name=job.config.logging.experiment_name or job.run_dir.name,
@@ -103,7 +103,7 @@ class JobService:
             last_error=job.facts.last_error,
             note=job.note,
             traceback=job.facts.traceback,
-            sentence=sentence,
+            sentence=waits_for,
             sentence_since=since,
             rewards=self._rewards() if job.config.is_grpo else None,
             alarms=[m.Alarm(name=name, text=text) for name, text in job.alarms.active.items()],

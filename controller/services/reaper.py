@@ -13,6 +13,7 @@ from controller.services.autoscale import AutoscaleService
 from controller.services.replicas import ReplicaService
 from controller.services.trainers.members import MemberService
 from controller.state.job import Job
+from controller.state.situation import sentence
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
 from controller.store.payload_files import PayloadFiles
@@ -79,7 +80,7 @@ class Reaper:
             job.lease_signal.notify()
         job.settle()
         self._autoscale.tick(now)
-        job.sentence()  # so that it is known since when
+        sentence(job)  # so that it is known since when
         await job.save()
         self._begin_sweep()
 

@@ -26,7 +26,6 @@ from controller.ledger.ledger import Ledger
 from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
-from controller.state import situation
 from controller.state.alarms import BEGINNING, COLLAPSES, LOOKED_BACK, Alarms, Change
 from controller.state.event_log import EventLog
 from controller.state.job_facts import (
@@ -333,12 +332,11 @@ class Job:
         if self.events.changed or self.samples.finished:
             self.event_signal.notify()
 
-    def sentence(self) -> tuple[str, float]:
-        """What the job waits for, and since when (Unix time), as far as this controller has seen it."""
-        key, text = situation.sentence(self)
+    def waits_since(self, key: str) -> float:
+        """Since when the job waits for what `key` names (Unix time), as far as this controller has seen it."""
         if key != self._waits[0]:
             self._waits = key, self.wall()
-        return text, self._waits[1]
+        return self._waits[1]
 
     def _note_alarms(self, changes: Iterable[Change]) -> None:
         self.facts.alarms_shown = sorted(self.alarms.shown)

@@ -1,4 +1,4 @@
-"""What a job waits for, in one sentence that is always true, and what would make it faster. Pure.
+"""What a job waits for, in one sentence that is always true, and what would make it faster.
 
 sentence(job)     since when and on whom: the first of a fixed order of reasons that holds
 advice(…)         from the idle shares of both pools and the times of the newest steps
@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from controller.ledger.group import Group
 from controller.ledger.group_table import GroupTable
+from controller.state.job import Job
+from controller.state.membership import Membership
+from controller.state.replicas import Replica
 from controller.state.standstill import NOTICED_S
 from schema.wire.messages import Phase
-
-if TYPE_CHECKING:
-    from controller.ledger.group import Group
-    from controller.state.job import Job
-    from controller.state.membership import Membership
-    from controller.state.replicas import Replica
 
 STARVING = 0.15
 """Share of idle time below which a pool is busy enough."""
@@ -29,8 +26,14 @@ RECENT = 8
 """Newest steps, whose mean counts; before there are so many nothing is known."""
 
 
-def sentence(job: Job) -> tuple[str, str]:
-    """What the job waits for: a key that stays the same while it waits for the same thing, and the sentence."""
+def sentence(job: Job) -> tuple[str, float]:
+    """What the job waits for, and since when (Unix time), as far as this controller has seen it."""
+    key, text = _reason(job)
+    return text, job.waits_since(key)
+
+
+def _reason(job: Job) -> tuple[str, str]:
+    """A key that stays the same while the job waits for the same thing, and the sentence."""
     if job.ended:
         return "ended", _ended(job)
     if job.store.outage is not None:

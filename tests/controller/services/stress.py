@@ -342,11 +342,11 @@ class World:
 
     # ---- the run ------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        from tests.controller.services.stress_replicas import rollout_process, trainers
-
+    async def run(
+        self, trainers: Callable[[World], Awaitable[None]], rollout: Callable[[World, str], Awaitable[None]]
+    ) -> None:
         works = [self.keep_controllers(), trainers(self)]
-        works += [rollout_process(self, f"rollout-{i}") for i in range(self.n_rollouts)]
+        works += [rollout(self, f"rollout-{i}") for i in range(self.n_rollouts)]
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
             async with asyncio.timeout(CHAOS_SECONDS + CALM_SECONDS):

@@ -8,6 +8,7 @@ import pytest
 
 from controller.client import Call, Refused
 from controller.client import calls as api
+from controller.state.situation import sentence
 from policy_worker.errors import LeftBehindError
 from schema.config import Config
 from schema.wire.messages import ErrorCode, EventKind, HeartbeatReply, HeartbeatRequest
@@ -185,7 +186,7 @@ def test_replicas_that_all_wait_begin_a_membership_epoch_and_say_so(stage: Stage
             actions += [ask(one, "begin", 0).action, ask(other, "begin", 0, weights="w").action]
             served.skip(seconds / 2)
         assert set(actions) == {"wait"}, "one of them never says what its weights are"
-        return served.job.sentence()[0]
+        return sentence(served.job)[0]
 
     membership._said.clear()
     assert "all wait for each other; a membership epoch begins in 5 s" in waits(10.0)

@@ -14,6 +14,7 @@ import pytest
 
 from schema.config import Config
 from tests.controller.services.stress import World, quiet, seeded
+from tests.controller.services.stress_replicas import rollout_process, trainers
 from tests.support.controller import make_config, make_run_dir
 from tests.support.effort import examples
 from tests.support.virtual import run
@@ -42,7 +43,7 @@ def simulate(seed: int, directory: Path) -> World:
     async def scenario() -> World:
         world = World(seed, config, run_dir, n_rollouts=1 + seed % 3)
         with seeded(Random(seed)):
-            await world.run()
+            await world.run(trainers, rollout_process)
         return world
 
     with quiet():
