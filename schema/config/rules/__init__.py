@@ -1,7 +1,8 @@
 """What the sections must agree on: pure functions from a `Config` to its problems, each one rule.
 
 Every rule refuses a configuration that would fail, deadlock or silently do something else than it says; none
-changes anything. They are grouped by what they speak of:
+changes anything. One condition is a row (`rows`), what decides between several a function. They are grouped by what
+they speak of:
 
     batch timing                    sizes and lengths; staleness and waits
     algorithm teacher               loss, advantages, KL terms; distillation
@@ -23,8 +24,6 @@ to a build that has the part meets no second surprise. `check_warnings` names wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-
 from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -41,6 +40,7 @@ from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.rules.profiler import PROFILER_RULES, PROFILER_WARNINGS
 from schema.config.rules.reward import EVALUATION_RULES, REWARD_RULES
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
+from schema.config.rules.rows import Refusal, Rule
 from schema.config.rules.teacher import TEACHER_RULES, TEACHER_WARNINGS, tokens_are_those_of_the_policy
 from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
 from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
@@ -48,8 +48,6 @@ from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
 from schema.config.rules.trainable import TRAINABLE_RULES, TRAINABLE_WARNINGS
 from schema.config.rules.training import TRAINING_RULES, TRAINING_WARNINGS
 from schema.config.rules.weights import WEIGHT_RULES
-
-Rule = Callable[[Config], Iterable[Problem]]
 
 
 def check_rules(config: Config) -> list[Problem]:
@@ -101,28 +99,11 @@ def check_model_warnings(config: Config, find: FindFile = local_file) -> list[Pr
     return [*model_warnings(config, find), *loadable]
 
 
-def master_weights_are_wide(config: Config) -> Iterator[Problem]:
-    """Warning: bfloat16 has 8 bits of precision."""
-    if config.train.master_dtype != "bfloat16":
-        return
-    key = "train.master_dtype"
-    message = "updates smaller than 1/256 of a weight are lost in bfloat16 master weights"
-    yield Problem(key, message, "bfloat16", f'write {key} = "float32"')
-
-
-def losses_can_be_made_good(config: Config) -> Iterator[Problem]:
-    """Warning: without checkpoints there is nothing to restart from."""
-    if config.train.ckpt.enable_checkpoint:
-        return
-    key = "train.ckpt.enable_checkpoint"
-    message = "without checkpoints the loss of all policy replicas ends the job"
-    hint = f"write {key} = true"
-    yield Problem(key, message, False, hint)
-
-
 WARNINGS: tuple[Rule, ...] = (
-    master_weights_are_wide,
-    losses_can_be_made_good,
+    Refusal("train.master_dtype", lambda c: c.train.master_dtype == "bfloat16",
+        "updates smaller than 1/256 of a weight are lost in bfloat16 master weights", 'write {!} = "float32"'),
+    Refusal("train.ckpt.enable_checkpoint", lambda c: not c.train.ckpt.enable_checkpoint,
+        "without checkpoints the loss of all policy replicas ends the job", "write {!} = true"),
     *BATCH_WARNINGS,
     *ALGORITHM_WARNINGS,
     *TEACHER_WARNINGS,
@@ -138,7 +119,7 @@ WARNINGS: tuple[Rule, ...] = (
     *TLS_WARNINGS,
     *TEXT_WARNINGS,
     *IDLE_WARNINGS,
-)
+)  # fmt: skip
 
 
 def check_warnings(config: Config) -> list[Problem]:

@@ -55,20 +55,14 @@ SFT_READS = (
 
 OF_ANOTHER_JOB = (
     Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas", but=SFT_READS),
-    Idle(
-        "validation",
-        _is_grpo,
-        f"{_NO_ROLLOUTS}: validation is the loss on held-out conversations",
-        but=("enable", "freq", "before", "batch_size", "dataset"),
-    ),
+    Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}: validation is the loss on held-out conversations",
+        but=("enable", "freq", "before", "batch_size", "dataset")),
     Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
     Idle("critic", _is_grpo, "supervised training has no critic", but=("enable",)),
     Idle("teacher", _is_grpo, "supervised training has no samples of the policy, which a teacher judges"),
     Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
-    Idle(
-        "profiler.record_batches", _is_grpo, "supervised training reads its batches from the data each time"
-    ),
+    Idle("profiler.record_batches", _is_grpo, "supervised training reads its batches from the data each time"),
     *(
         Idle(f"kubernetes.{name}", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout pods")
         for name in ("rollout_selector", "rollout_tolerations", "topology_key")
@@ -77,138 +71,73 @@ OF_ANOTHER_JOB = (
         Idle(f"controller.{name}", _is_grpo, "supervised training has no groups of samples")
         for name in ("lease_timeout", "oversample", "on_stale", "straggler_timeout", "max_attempts")
     ),
-)
+)  # fmt: skip
 """Refused: the key belongs to a job of the other type."""
 
 SWITCHED_OFF = (
-    Idle(
-        "kubernetes.scaler",
-        lambda config: config.autoscale.enable,
-        "the number of rollout replicas does not change",
-        "write autoscale.enable = true to use it",
-    ),
+    Idle("kubernetes.scaler", lambda c: c.autoscale.enable, "the number of rollout replicas does not change",
+        "write autoscale.enable = true to use it"),
     *(
-        Idle(
-            f"kubernetes.{name}",
-            lambda config: not config.kubernetes.claim,
-            "kubernetes.claim names a claim that is there",
-            "leave one of the two out",
-        )
+        Idle(f"kubernetes.{name}", lambda c: not c.kubernetes.claim, "kubernetes.claim names a claim that is there",
+            "leave one of the two out")
         for name in ("storage_class", "storage_size")
     ),
-    Idle(
-        "kubernetes.redis_image",
-        lambda config: not config.redis.url,
-        "redis.url names a server that is there",
-        "leave one of the two out",
-    ),
-    Idle(
-        "validation", _validates, "validation is off", "write validation.enable = true to use it", ("enable",)
-    ),
+    Idle("kubernetes.redis_image", lambda c: not c.redis.url, "redis.url names a server that is there",
+        "leave one of the two out"),
+    Idle("validation", _validates, "validation is off", "write validation.enable = true to use it", ("enable",)),
     *(
-        Idle(
-            f"{_OVERLONG}.{name}",
-            lambda config: not config.is_grpo or config.grpo.overlong_reward.enable_overlong_penalty,
-            "long answers are not penalised",
-            f"write {_OVERLONG}.enable_overlong_penalty = true to use it",
-        )
+        Idle(f"{_OVERLONG}.{name}", lambda c: not c.is_grpo or c.grpo.overlong_reward.enable_overlong_penalty,
+            "long answers are not penalised", f"write {_OVERLONG}.enable_overlong_penalty = true to use it")
         for name in ("buffer_length", "penalty_factor")
     ),
     *(
-        Idle(
-            f"train.ckpt.{name}",
-            lambda config: config.train.ckpt.enable_checkpoint,
-            "checkpoints are off",
-            "write train.ckpt.enable_checkpoint = true to use it",
-        )
+        Idle(f"train.ckpt.{name}", lambda c: c.train.ckpt.enable_checkpoint, "checkpoints are off",
+            "write train.ckpt.enable_checkpoint = true to use it")
         for name in ("save_freq", "save_freq_in_epoch")
     ),
-    Idle(
-        "critic",
-        lambda config: config.critic.enable or not config.is_grpo,
-        "no critic is trained",
-        "write critic.enable = true to use it",
-        ("enable",),
-    ),
-    Idle(
-        "critic.mini_batch",
-        lambda config: config.critic.max_token_len_per_mini_batch is None,
-        "critic.max_token_len_per_mini_batch sizes micro-batches by tokens",
-        "leave one of the two out",
-    ),
-    Idle(
-        "critic.optm_warmup_start_factor",
-        lambda config: bool(config.critic.optm_warmup_steps) or not config.critic.enable,
-        "critic.optm_warmup_steps = 0: nothing is warmed up",
-    ),
-    Idle(
-        "train.ckpt.load_contents",
-        lambda config: bool(config.train.resume),
-        "train.resume = false names no checkpoint, and a run that continues itself reads all",
-    ),
-    Idle(
-        f"{_POLICY}.mini_batch",
-        lambda config: config.train.train_policy.max_token_len_per_mini_batch is None,
-        f"{_POLICY}.max_token_len_per_mini_batch sizes micro-batches by tokens",
-        "leave one of the two out",
-    ),
-    Idle(
-        "train.optm_warmup_start_factor",
-        lambda config: bool(config.train.optm_warmup_steps),
-        "train.optm_warmup_steps = 0: nothing is warmed up",
-    ),
-    Idle(
-        f"{_POLICY}.outdated_rollout_fetch_batch_size",
-        lambda config: not config.is_grpo or config.staleness_bound > 0,
-        "nothing is generated with outdated weights when no step may train on them",
-    ),
+    Idle("critic", lambda c: c.critic.enable or not c.is_grpo, "no critic is trained",
+        "write critic.enable = true to use it", ("enable",)),
+    Idle("critic.mini_batch", lambda c: c.critic.max_token_len_per_mini_batch is None,
+        "critic.max_token_len_per_mini_batch sizes micro-batches by tokens", "leave one of the two out"),
+    Idle("critic.optm_warmup_start_factor", lambda c: bool(c.critic.optm_warmup_steps) or not c.critic.enable,
+        "critic.optm_warmup_steps = 0: nothing is warmed up"),
+    Idle("train.ckpt.load_contents", lambda c: bool(c.train.resume),
+        "train.resume = false names no checkpoint, and a run that continues itself reads all"),
+    Idle(f"{_POLICY}.mini_batch", lambda c: c.train.train_policy.max_token_len_per_mini_batch is None,
+        f"{_POLICY}.max_token_len_per_mini_batch sizes micro-batches by tokens", "leave one of the two out"),
+    Idle("train.optm_warmup_start_factor", lambda c: bool(c.train.optm_warmup_steps),
+        "train.optm_warmup_steps = 0: nothing is warmed up"),
+    Idle(f"{_POLICY}.outdated_rollout_fetch_batch_size", lambda c: not c.is_grpo or c.staleness_bound > 0,
+        "nothing is generated with outdated weights when no step may train on them"),
     *(
-        Idle(
-            f"validation.{name}",
-            lambda config: (
-                not config.is_grpo or not config.validation.enable or config.validation.temperature > 0.0
-            ),
+        Idle(f"validation.{name}",
+            lambda c: not c.is_grpo or not c.validation.enable or c.validation.temperature > 0.0,
             "validation.temperature = 0.0 takes the likeliest token",
-            "write validation.temperature too, or leave it out",
-        )
+            "write validation.temperature too, or leave it out")
         for name in ("top_p", "top_k")
     ),
-    Idle(
-        "rollout.sampling_config.sampling_correction",
-        lambda config: not config.is_grpo or config.rollout.sampling_config.reshapes,
-        "tokens are drawn from the plain softmax, so there is nothing to correct",
-    ),
+    Idle("rollout.sampling_config.sampling_correction",
+        lambda c: not c.is_grpo or c.rollout.sampling_config.reshapes,
+        "tokens are drawn from the plain softmax, so there is nothing to correct"),
     *(
-        Idle(f"launcher.{name}", lambda config: config.launcher.max_restarts > 0, "nothing is started again")
+        Idle(f"launcher.{name}", lambda c: c.launcher.max_restarts > 0, "nothing is started again")
         for name in ("restart_backoff", "restart_backoff_max")
     ),
-    Idle(
-        "weight_sync.anchor_interval",
-        lambda config: not config.is_grpo or config.weight_sync.encoding == "delta",
+    Idle("weight_sync.anchor_interval", lambda c: not c.is_grpo or c.weight_sync.encoding == "delta",
         'every publication is full: weight_sync.encoding = "full"',
-        'write weight_sync.encoding = "delta", or leave it out',
-    ),
-    Idle(
-        "weight_sync.collective_timeout",
-        lambda config: not config.is_grpo or config.weight_sync.transport == "collective",
+        'write weight_sync.encoding = "delta", or leave it out'),
+    Idle("weight_sync.collective_timeout", lambda c: not c.is_grpo or c.weight_sync.transport == "collective",
         'weights travel through the store: weight_sync.transport = "store"',
-        'write weight_sync.transport = "collective", or leave it out',
-    ),
-    Idle(
-        "profiler.sub_profiler_config",
-        lambda config: config.profiler.enable_profiler,
+        'write weight_sync.transport = "collective", or leave it out'),
+    Idle("profiler.sub_profiler_config", lambda c: c.profiler.enable_profiler,
         "no profile is taken: profiler.enable_profiler = false",
-        "write profiler.enable_profiler = true to use it",
-        but=("do_profile",),
-    ),
-    Idle(
-        "profiler.sub_profiler_config.wait_steps",
-        lambda config: config.profiler.sub_profiler_config.do_profile or not config.profiler.enable_profiler,
+        "write profiler.enable_profiler = true to use it", ("do_profile",)),
+    Idle("profiler.sub_profiler_config.wait_steps",
+        lambda c: c.profiler.sub_profiler_config.do_profile or not c.profiler.enable_profiler,
         "no profile begins with the trainer: profiler.sub_profiler_config.do_profile = false",
-        "write profiler.sub_profiler_config.do_profile = true to use it",
-    ),
+        "write profiler.sub_profiler_config.do_profile = true to use it"),
     Idle("custom", _is_grpo, "supervised training runs no functions of yours"),
-)
+)  # fmt: skip
 """Shown as a warning: a switch elsewhere in the job turns the key off."""
 
 
