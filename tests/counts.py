@@ -5,6 +5,7 @@ crowded     folders with more than FULL modules; those of the config's keys and 
 lonely      modules under SMALL lines that only one other module imports: usually they belong into it
 long        functions over LONG lines
 circles     files that import each other, directly or through others, type imports and late imports included
+openings    docstrings, and strings below constants, that begin as a fragment: "Of the last step"
 english     phrases that an engineer of the field would not write, docstrings, messages and docs alike
 """
 
@@ -24,6 +25,7 @@ EXEMPT = "schema/config/"
 FULL, SMALL, LONG = 15, 100, 80
 PHRASES = {phrase: re.compile(rf"\b{phrase}\b") for phrase in ("is no", "beside", "told")}
 IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
+FRAGMENT = re.compile(r"\s*(As|Of|That|Those|What|Who|Whose)\b")
 GENERATED = {"docs/config.md", "docs/migrate.md"}
 
 
@@ -136,6 +138,17 @@ def long() -> dict[str, int]:
     }
 
 
+def openings() -> list[str]:
+    """`module: opening` of every docstring, and every string below a constant, that is a fragment."""
+    return [
+        f"{name}: {node.value.value.splitlines()[0]}"
+        for name, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str) and FRAGMENT.match(node.value.value)
+    ]
+
+
 def english() -> dict[str, int]:
     """Phrase -> how often it stands in the product and its docs."""
     docs = [path for path in (ROOT / "docs").glob("*.md") if f"docs/{path.name}" not in GENERATED]
@@ -153,6 +166,8 @@ def main() -> None:
     print(
         f"functions over {LONG} lines: {len(long())}", *(f"{k}: {n}" for k, n in long().items()), sep="\n    "
     )
+    begins = Counter(opening.partition(".")[0] for opening in openings())
+    print(f"docstrings that begin as a fragment: {begins.total()}", dict(begins))
     print("circles of files:", *map(sorted, circles()), sep="\n    ")
     print("phrases: " + ", ".join(f"{phrase!r} {n}" for phrase, n in english().items()))
 

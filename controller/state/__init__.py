@@ -1,1 +1,1 @@
-"""What the controller knows of one job apart from its ledger, pure."""
+"""The controller's state of one job apart from its ledger, pure."""

@@ -75,7 +75,7 @@ REMEDIES: dict[str, str] = {
     DropReason.REWARD_ERROR: "Mend the reward function or the rows that it fails on",
     DropReason.POISON: "Replicas crashed with every prompt: the logs of the rollout replicas say why",
 }
-"""What to do where not one step was trained, by the reason for which most prompts were dropped."""
+"""Remedies where not one step was trained, by the reason for which most prompts were dropped."""
 MAX_REFILLS = "train.train_policy.max_retry_for_on_policy"
 TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
 
@@ -105,7 +105,7 @@ class Job:
         self.progress: GroupTable | StepCounter
         """How far the job has come; of a supervised job that is all there is."""
         self.ledger: Ledger | StepCounter
-        """What changes it."""
+        """The calls that change it."""
         if config.is_grpo:
             self.progress = self._load_table(saved)
             self.ledger = Ledger(self.progress)
@@ -120,7 +120,7 @@ class Job:
         """Whether validation is scored with the functions of training: what fails there fails here."""
         self.registry = self._load_registry(saved)
         self.standstill, self.membership = Standstill(), self._load_membership(headers.get("members"))
-        """Of several policy replicas; None: there is one."""
+        """The membership of several policy replicas; None: there is one."""
         self.steps = StepLog(saved[Table.STEPS].values())
         self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(wall())
         self.publications = Publications(
@@ -148,7 +148,7 @@ class Job:
         self._seen = {replica.replica_id: replica.state for replica in self.registry}
         """State of each replica by the last event about it."""
         self._waits = ("", wall())
-        """What the job waits for, and since when (Unix time)."""
+        """The key of what the job waits for, and since when (Unix time)."""
 
     @property
     def _shuffle(self) -> bool:
@@ -415,7 +415,7 @@ class Job:
         await self.store.flush()
 
     async def save_durably(self) -> None:
-        """As `save`, down to the append-only file."""
+        """Save as `save` does, down to the append-only file."""
         self.stage()
         await self.store.flush_durably()
 
@@ -566,12 +566,12 @@ class Job:
         return bool(step or self.progress.ready or self.ledger.batch(step))
 
     def reset_rewards(self) -> None:
-        """What failed may work now: judge rewards by what comes."""
+        """Judge rewards by new outcomes alone: a cause of failure may be gone."""
         self.rewards.reset(scored=self._has_scored)
 
     @property
     def note(self) -> str:
-        """What holds the job up, or why it finished short of its planned steps; mostly empty."""
+        """Return what holds the job up, or why it finished before its planned steps; mostly empty."""
         done, total = self.progress.committed, self.progress.total_steps
         if not self.progress.finished:
             return "" if self.ended else self.rewards.note

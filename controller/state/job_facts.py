@@ -1,4 +1,4 @@
-"""What of the config and of the run the controller keeps next to the ledger: parameters and stored facts."""
+"""Parameters and stored facts of a job that the controller keeps next to the ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JobFacts:
     """The trainer left because it was finished: the final weights are published and exported."""
     last_error: str | None = None
     traceback: str = ""
-    """Of what failed the job, if that was code of the user's."""
+    """The traceback of the failure, if code of the user's failed the job."""
     anchor_wanted: int = 0
     """A replica could not read a chain: one is wanted that begins after this publication; 0: none is wanted."""
     anchor_told: int = 0
@@ -56,7 +56,7 @@ class JobFacts:
 
 
 def ledger_params(config: Config, n_positions: int) -> LedgerParams:
-    """What the ledger needs of the config of a GRPO job; `n_positions` are the prepared rows."""
+    """Return the ledger's parameters of a GRPO job; `n_positions` are the prepared rows."""
     policy, controller = config.grpo, config.controller
     return LedgerParams(
         groups_per_step=config.groups_per_step,
@@ -85,7 +85,7 @@ def data_order(config: Config) -> str:
 
 
 def _on_stale(config: Config) -> Literal["wait", "drop"]:
-    """What becomes of late groups; raises ValueError for what the checks of a configuration refuse."""
+    """Return the treatment of late groups. Raises ValueError for a value that validation refuses."""
     on_stale = config.controller.on_stale
     if on_stale == "mask_tokens":
         raise ValueError("controller.on_stale = mask_tokens: this build cannot mask tokens that are too old")
@@ -93,7 +93,7 @@ def _on_stale(config: Config) -> Literal["wait", "drop"]:
 
 
 def validation_params(config: Config, n_rows: int) -> ValidationParams:
-    """What validation needs of the config; `n_rows` are the prepared held-out rows."""
+    """Return the parameters of validation; `n_rows` are the prepared held-out rows."""
     section, controller = config.validation, config.controller
     return ValidationParams(
         n_rows=n_rows,
@@ -109,7 +109,7 @@ def validation_params(config: Config, n_rows: int) -> ValidationParams:
 
 
 def scale_limits(config: Config) -> Limits:
-    """What the autoscaler depends on; one that is off keeps the number of the start."""
+    """Return the autoscaler's limits; one that is off keeps the number of the start."""
     scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
     bound = config.staleness_bound if config.is_grpo else 0
     groups = int(config.groups_per_step * config.controller.oversample) if config.is_grpo else 1

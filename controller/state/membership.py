@@ -84,7 +84,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a replica has to do now.
+    """The next action of a replica.
 
     train: the step, with these parts of this membership epoch. commit, save: as the leader, the step before, or its
     checkpoint. exchange: what it computed. apply: the results of all parts. again: the round, with these parts of
@@ -129,7 +129,7 @@ class Membership:
         self.weights = ""
         """Checksum of all members' weights before the step; "": not compared yet."""
         self.kind: dict[str, str] = {}
-        """What all members have in common, as the first one reported."""
+        """The fingerprint that all members share, as the first one reported."""
         self.odd: set[str] = set()
         """Replicas that had other weights."""
         self._said: dict[str, str] = {}
@@ -387,7 +387,7 @@ class Membership:
     def _round(
         self, name: str, epoch: int, step: int, number: int, weights: str, applied: int
     ) -> Order | None:
-        """What a replica has to do that is not at the present round, or cannot be; None: it is."""
+        """Return the action of a replica that is not, or cannot be, at the present round; None if it is."""
         if name not in self.members:
             return Order("differs" if name in self.odd else "heal", self.epoch)
         if step > self.step:

@@ -48,7 +48,7 @@ MAX_LEAP = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a publication cost its trainer. at: Unix time; seconds: by stage; 0 or empty where not reported."""
+    """The cost of a publication for its trainer. at: Unix time; seconds: by stage; 0 or empty where not reported."""
 
     at: float = 0.0
     full_bytes: int = 0
@@ -166,7 +166,7 @@ class Publications:
 
     @property
     def newest_entry(self) -> Entry | None:
-        """That of `newest`."""
+        """The entry of `newest`."""
         if not self._sought:
             self._newest = next(self._fetchable(), None)
             self._sought = True
@@ -199,7 +199,7 @@ class Publications:
         return list(islice(reversed(self._entries.values()), n))[::-1]
 
     def by_request(self, request_id: str) -> Publication | None:
-        """What was published by this request."""
+        """Return the publication of this request."""
         entries = (entry for entry in reversed(self._entries.values()) if entry.request_id)
         return next((entry.publication for entry in entries if entry.request_id == request_id), None)
 
@@ -230,7 +230,7 @@ class Publications:
         return all(member.files == "kept" for member in members)
 
     def _numbered(self, number: int, timeline: int) -> Entry | None:
-        """What a trainer of this timeline knows under this number: rather what it declared than another's id."""
+        """Return the entry that a trainer of this timeline has for a version: its declaration before another's id."""
         numbers = self._numbers.get(timeline, [])
         last = bisect_left(numbers, (number + 1, 0)) - 1
         return self._entries[numbers[last][1]] if last >= 0 and numbers[last][0] == number else None
@@ -291,7 +291,7 @@ class Publications:
         return publication
 
     def declare(self, declared: Sequence[Publication], timeline: int) -> None:
-        """What a trainer has published in this timeline, oldest first, as far as its files are still there.
+        """Take over what a trainer published in this timeline, oldest first, as far as its files are still there.
 
         Publications forgotten are known again, under their ids; if another has got its id meanwhile, under a new one.
         Files of those not declared, but of its time, are gone.
@@ -336,7 +336,7 @@ class Publications:
         return list(dict.fromkeys(entry.number for entry in listed))
 
     def _listed(self) -> list[Entry]:
-        """Those whose files may go, unless another one of their number stays."""
+        """Return the publications whose files may be deleted, unless another one of their number stays."""
         kept = {entry.number for entry in self._entries.values() if entry.files == "kept"}
         return [e for e in self._entries.values() if e.files == "listed" and e.number not in kept]
 

@@ -45,7 +45,7 @@ PRESENT: tuple[ReplicaState, ...] = ("live", "draining")
 MAX_ABSENT = 1000
 """Replicas that are remembered after they left or were lost: names of machines that come and go add up for months."""
 _INCARNATION = re.compile("[1-9][0-9]{0,15}")
-"""As an id ends; `isdigit` would let in what `int` does not read."""
+"""The number at the end of an id; `isdigit` would let in what `int` does not read."""
 RISING = ("reward_wait_seconds", "leased_seconds", "reward_attempts", "reward_retried", "reward_seconds")
 """Gauges that count from the start of a process: nothing of them is lost when it ends."""
 REMEMBERED_REQUESTS = 4
@@ -65,7 +65,7 @@ class Replica:
     drain_asked: bool = False
     last_seen: float = 0.0
     sequence: int = -1
-    """Of its newest heartbeat."""
+    """The number of its newest heartbeat."""
     version: int = -1
     publication_id: int = 0
     fetching: int = 0
@@ -84,9 +84,9 @@ class Replica:
     floor: int = 0
     """Highest incarnation of all names that had been forgotten when this one registered."""
     secret_hash: str = ""
-    """Of the secret that it registered with; empty: with none, so anybody of its role may act for it."""
+    """The digest of the secret that it registered with; empty: with none, so anybody of its role may act for it."""
     profile: dict[str, Any] | None = None
-    """Of a trainer: its newest profile, as asked for or as last reported."""
+    """A trainer's newest profile, as asked for or as last reported."""
 
     @property
     def present(self) -> bool:
@@ -150,7 +150,7 @@ class Registered:
     superseded: str | None
     """Id of the incarnation that this one replaces."""
     parent_pid: int = 0
-    """Of the incarnation that this one replaces."""
+    """The parent process of the incarnation that this one replaces."""
 
 
 class Registry:
@@ -256,7 +256,7 @@ class Registry:
         )
 
     def _forget(self) -> Replica | None:
-        """Of too many absent replicas the one not heard of for longest goes; its id is never used again."""
+        """Drop the absent replica with the oldest heartbeat if there are too many; its id is never reused."""
         absent = [replica for replica in self._by_name.values() if not replica.present]
         if len(absent) < MAX_ABSENT:
             return None

@@ -110,7 +110,7 @@ class SampleLog:
             self._finish(record.model_copy(update=change) for record in records)
 
     def take(self) -> list[SampleRecord]:
-        """What is to be written."""
+        """Return the records that are to be written, once."""
         finished, self._finished = self._finished, []
         return finished
 

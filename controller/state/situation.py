@@ -1,4 +1,4 @@
-"""What a job waits for, in one sentence that is always true, and what would make it faster.
+"""The sentence that says what a job waits for, and advice on what would make it faster.
 
 sentence(job)     since when and on whom: the first of a fixed order of reasons that holds
 advice(…)         from the idle shares of both pools and the times of the newest steps
@@ -27,7 +27,7 @@ RECENT = 8
 
 
 def sentence(job: Job) -> tuple[str, float]:
-    """What the job waits for, and since when (Unix time), as far as this controller has seen it."""
+    """Return what the job waits for, and since when (Unix time), as far as this controller has seen it."""
     key, text = _reason(job)
     return text, job.waits_since(key)
 
@@ -197,7 +197,7 @@ def advice(
     bound: int,
     overlaps: bool = True,
 ) -> list[str]:
-    """What would make a job faster, in words; nothing while too little is known.
+    """Return advice on what would make a job faster; nothing while too little is known.
 
     idle: share of the time by pool. steps: metrics of the newest ones. reward_wait: share of the time that engines
     wait for rewards. rollouts: replicas. bound: S. overlaps: whether both pools work at once; in turns each waits

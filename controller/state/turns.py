@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that the trainer shares with rollout replicas (`placement.share = "time"`). Pure.
+"""Turns on the devices that the trainer shares with rollout replicas (`placement.share = "time"`). Pure.
 
     trainer     has or wants them ────────────────▶ gives them ──────────────────▶ wants them …
     rollouts    told to sleep ─▶ say that they do ─▶ may wake, and count as awake ─▶ told to sleep …
@@ -49,7 +49,7 @@ class Turns:
         self._asleep.discard(replica_id)
 
     def awake(self, rollouts: Collection[str]) -> list[str]:
-        """Those of the rollout replicas that are present which the trainer has to wait for."""
+        """Return the present rollout replicas for which the trainer has to wait."""
         return sorted(set(rollouts) - self._asleep)
 
     def forget(self, known: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""What rollout replicas report of weight versions: the newest reports, and sums for Prometheus.
+"""Reports of rollout replicas on weight versions: the newest reports, and sums for Prometheus.
 
 Memory is bounded: the reports of the newest `PUBLICATIONS` publications, of each replica the last one, with at most
 `REPLICAS` of them; of the known stages, texts cut to `DETAIL`. Sums are of this controller process, as Prometheus
@@ -52,7 +52,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus wants them: (upper end, how many are not above it)."""
+        """Return the buckets for Prometheus: (upper end, how many are not above it)."""
         ends, seen, rows = [*(f"{end:g}" for end in BUCKETS), "+Inf"], 0, []
         for end, count in zip(ends, self.counts, strict=True):
             seen += count

@@ -45,7 +45,7 @@ PREFIX = "v"
 
 @dataclass(frozen=True, slots=True)
 class ValidationParams:
-    """What of the config validation depends on."""
+    """Parameters of validation."""
 
     n_rows: int
     """0: there is no validation, and nothing is ever due."""
@@ -234,7 +234,7 @@ class Validation:
         return sum(group.replica_id == replica_id for group in self._held())
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
-        """As `Ledger.renew`: extend what is listed, release what was forgotten twice, return what is lost."""
+        """Extend listed leases, release those forgotten twice, return lost ones; see `Ledger.renew`."""
         listed = set(lease_ids)
         held = {group.lease_id or "": group for group in self._held() if group.replica_id == replica_id}
         for lease_id, group in held.items():

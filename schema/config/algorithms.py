@@ -1,4 +1,4 @@
-"""What is known of each advantage estimator and policy loss: the tables that keys and rules read.
+"""Facts of each advantage estimator and policy loss: the tables that keys and rules read.
 
     ESTIMATORS["gae"].options, LOSSES["gspo"].clips
 

@@ -1,4 +1,4 @@
-"""What this build cannot do yet: the parts that fields name as `unbuilt`, and the check that refuses them.
+"""The parts that this build lacks: the parts that fields name as `unbuilt`, and the check that refuses them.
 
     UNAVAILABLE[dotted key] = values that need nothing of the missing part, and the name of that part
 

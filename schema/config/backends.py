@@ -1,4 +1,4 @@
-"""What each inference engine can do: the table that rules, placement, dry run and preflight read.
+"""Capabilities of each inference engine: the table that rules, placement, dry run and preflight read.
 
     config.rollout.engine.reserves_memory
 

@@ -30,7 +30,7 @@ Kind = Literal[
     "metric",
     "refusal",
 ]
-"""What is looked at: a field of a generation request; an argument of the inference engine; a process (how many,
+"""The observed object: a field of a generation request; an argument of the inference engine; a process (how many,
 its command line and environment); a tensor or number of the trainer; what the controller or a worker asks and
 answers; what is written where; a reported value; or that the key is refused by name."""
 
@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """What a field says of its key besides type, bounds and description.
+    """Facts of a key besides type, bounds and description.
 
     acts: `kind: sentence`, what the key changes that one can see; empty for what is only refused.
     inside: of a section: `acts` of single keys in it, where this place differs.
@@ -97,5 +97,5 @@ _PLAIN = KeyFacts()
 
 
 def facts_of(info: FieldInfo) -> KeyFacts:
-    """What a field was declared with."""
+    """Return the facts that a field was declared with."""
     return next((item for item in info.metadata if isinstance(item, KeyFacts)), _PLAIN)

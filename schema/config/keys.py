@@ -51,14 +51,14 @@ def fields_of(key: str) -> list[tuple[type[BaseModel], FieldInfo]]:
 
 @dataclass(frozen=True)
 class Observable:
-    """What one key changes: what is looked at (`key.Kind`), and a sentence."""
+    """The effect of one key: the object that is observed (`key.Kind`), and a sentence."""
 
     kind: str
     sentence: str
 
 
 def observable(key: str) -> Observable:
-    """What a key changes that one can see; raises KeyError for what is not a key that holds a value."""
+    """Return the observable effect of a key. Raises KeyError for anything but a key that holds a value."""
     if key not in leaf_keys():
         raise KeyError(key)
     if acts := _acts(key):
@@ -103,7 +103,7 @@ def _path(key: str) -> list[str]:
 
 
 def _facts(key: str) -> KeyFacts:
-    """What the first class that says anything of a key says: grpo and sft share theirs."""
+    """Return the text of the first class that describes a key: grpo and sft share theirs."""
     declared = [facts_of(info) for _, info in fields_of(key)]
     return next((facts for facts in declared if facts != KeyFacts()), declared[0])
 

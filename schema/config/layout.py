@@ -18,7 +18,7 @@ from schema.config.sections.policy import ParallelismConfig
 
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
-    """What one role asks for. `name` is that of its key in `[placement]`; `sized_by`: the role whose mesh it has."""
+    """The devices of one role. `name`: its key in `[placement]`. `sized_by`: the role whose mesh it has."""
 
     name: str
     replicas: int
@@ -65,7 +65,7 @@ def mesh_of(config: Config, role: str) -> ParallelismConfig:
 
 
 def own_mesh(config: Config, role: str) -> ParallelismConfig | None:
-    """That of the reference model or the critic, if it is another one than the policy's."""
+    """Return the mesh of the reference model or the critic if it differs from the policy's."""
     own, ranks = mesh_of(config, role), policy_ranks(config)
     same = _whole(own, ranks).model_dump() == _whole(config.policy.parallelism, ranks).model_dump()
     return None if same else own

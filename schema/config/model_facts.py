@@ -1,4 +1,4 @@
-"""What a model's config.json says about its shape, read without torch, transformers or the network.
+"""The shape of a model from its config.json, read without torch, transformers or the network.
 
     a directory ─┐
                  ├─▶ config.json ─▶ the text model's part ─▶ ModelFacts

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 
 CANNOT_LOAD = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, SyntaxError)
-"""What transformers raises where files are missing, contradict each other, or come with code that does not fit."""
+"""The errors of transformers where files are missing, contradict each other, or come with code that does not fit."""
 
 
 class ExternalModuleError(ImportError):
@@ -35,7 +35,7 @@ def import_external(names: Sequence[str]) -> None:
 
 
 def remedy(error: Exception) -> str:
-    """What to add to a message about a model or tokenizer that did not load: the key for code that comes with it."""
+    """The hint for a model or tokenizer that did not load: the key for code that comes with it."""
     if "trust_remote_code" not in str(error):
         return ""
     return "; if you trust that code, write policy.trust_remote_code = true"

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one `Problem` per fault, a `ConfigError` for all of them together."""
+"""Faults of a configuration: one `Problem` per fault, a `ConfigError` for all of them together."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _SAMPLING = (
     "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
     "sampling_correction",
 )  # fmt: skip
-"""What trainers apply to their logits; kept sets are in the batch."""
+"""Keys that trainers apply to their logits; kept sets are in the batch."""
 _SECTIONS = ("train.", "policy.", "reference.", "critic.", "teacher")
 READ = (*_SECTIONS, *(f"rollout.sampling_config.{name}" for name in _SAMPLING))
 

@@ -40,7 +40,7 @@ class Vocabulary:
 
 
 def numbered(name: str, revision: str | None, find: FindFile = local_file) -> Vocabulary | None:
-    """What a tokenizer numbers once it is loaded, by its directory or hub name.
+    """Return the ids that a loaded tokenizer assigns, by its directory or hub name.
 
     Of its vocabulary, tokens that its settings add, and named special tokens that neither has: those get the next
     ids. None where it is not on this machine, or its vocabulary is in none of tokenizer.json, vocab.json, vocab.txt.
@@ -106,7 +106,7 @@ def _parsed(path: Path, changed: int, size: int) -> Vocabulary:
 
 
 def _plain(table: Path | None, lines: Path | None) -> Vocabulary | None:
-    """Of a vocab.json, a table of ids, or else of a vocab.txt, a token on each line."""
+    """Read a vocab.json, a table of ids, or else a vocab.txt with a token on each line."""
     ids = {token: number for token, number in _json_object(table).items() if isinstance(number, int)}
     if not ids and lines is not None:
         try:
@@ -170,7 +170,7 @@ def _shares(string: str, token: str) -> bool:
 
 
 def _listed(vocabulary: Any) -> dict[str, int]:
-    """Of a table token = id, or a list of [token, score] in the order of ids."""
+    """Read a table token = id, or a list of [token, score] in the order of ids."""
     if isinstance(vocabulary, Mapping):
         return {str(token): int(number) for token, number in vocabulary.items()}
     return {str(token): number for number, (token, *_) in enumerate(vocabulary)}

@@ -187,7 +187,7 @@ def _short(value: Any) -> str:
 def _findings(
     field: KeyPath, group: list[tuple[KeyPath, ErrorDetails]], data: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """What pydantic says about one field: a problem for each faulty item of it, else one for the whole."""
+    """Report pydantic's errors of one field: a problem for each faulty item of it, else one for the whole."""
     items: dict[KeyPath, ErrorDetails] = {}
     for path, detail in group:
         if len(path) > len(field):
@@ -249,7 +249,7 @@ def _wrong_type(path: KeyPath, field: KeyPath, kind: str, value: Any) -> tuple[s
 
 
 def _item(annotation: Any) -> Any:
-    """What a list or table of this type holds."""
+    """Return the type of the items of a list or table."""
     for part in [annotation, *get_args(annotation)]:
         if get_origin(part) in (list, dict):
             return get_args(part)[-1]
@@ -335,7 +335,7 @@ def all_fields(model: type[BaseModel] = Config, path: tuple[str, ...] = ()) -> I
 
 
 def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
-    """What the writer of an unknown key may have meant."""
+    """Suggest what the writer of an unknown key may have meant."""
     section, name = path[:-1], str(path[-1])
     models = list(section_classes(annotation_of(section) if section else Config))
     if section == ("train", "train_policy"):

@@ -37,7 +37,7 @@ REPLACE = "replace"
 
 @dataclass(frozen=True)
 class Origin:
-    """Who wrote a value. name: a file, a variable of the environment, or the text of a --set.
+    """The origin of a value. name: a file, a variable of the environment, or the text of a --set.
 
     layer: its rank, later ones win. line, column (from 1) of a key in a file.
     """
@@ -50,14 +50,14 @@ class Origin:
 
     @property
     def source(self) -> str:
-        """What a problem calls its file."""
+        """The name that problems use for the file."""
         prefix = {"file": "", "environment": "environment variable ", "set": "--set "}
         return prefix[self.kind] + self.name
 
 
 @dataclass
 class Layers:
-    """What the user wrote, all layers in one.
+    """The values that the user wrote, all layers in one.
 
     problems: what could not be written into it. warnings: what was left out of it, as it has no effect.
     """
@@ -69,7 +69,7 @@ class Layers:
     files: list[str] = field(default_factory=list)
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Who wrote exactly this key; None: it is a default."""
+        """Return the origin of exactly this key, or None for a default."""
         return self.origins.get(path)
 
     def placed(self, findings: Sequence[Finding]) -> list[Problem]:
@@ -83,7 +83,7 @@ class Layers:
         ]
 
     def writers(self, path: KeyPath) -> list[Origin]:
-        """Who wrote a key and what is in it, each once; empty: it is a default."""
+        """Return the origins of a key and of all keys in it, each once; empty for a default."""
         value = _at(self.data, path)
         found = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
         return list({(origin.layer, origin.name): origin for origin in found}.values())
@@ -230,7 +230,7 @@ def _put(into: Any, part: str | int, value: Any) -> None:
 
 
 def _at(table: Any, path: KeyPath) -> Any:
-    """What is at a path; None: nothing."""
+    """Return the value at a path, or None."""
     for part in path:
         if not isinstance(table, dict) or part not in table:
             return None

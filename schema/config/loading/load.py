@@ -34,7 +34,7 @@ from schema.config.sections.unsupported import TABLE, refusals
 Paths = Path | str | Sequence[Path | str]
 
 _MOST_BITS = 63
-"""What TOML promises to carry, and what engines, optimizers and stores can take."""
+"""TOML carries integers of so many bits; engines, optimizers and stores take no more."""
 _MOST_BITS_OF_OTHERS = 1023
 """In tables of another system's keys. As large as a floating-point number can be, and messages readable."""
 
@@ -160,7 +160,7 @@ def _finding(problem: Problem) -> Finding:
 
 
 def _removable(path: KeyPath) -> KeyPath:
-    """What has to go with a faulty key: the list that it is an item of, the section whose tag it is."""
+    """The path that goes with a faulty key: the list that it is an item of, the section whose tag it is."""
     if path == ("train", "train_policy", "type"):
         return path[:-1]
     end = next((index for index, part in enumerate(path) if isinstance(part, int)), len(path))

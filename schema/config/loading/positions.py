@@ -37,7 +37,7 @@ def locate(text: str) -> dict[KeyPath, Position]:
 
 
 def nearest(written: Mapping[KeyPath, T], path: KeyPath) -> T | None:
-    """What is known of a key, or of the nearest table around it that is written; None for the whole file."""
+    """Return the entry of a key, or of the nearest table around it that is written; None for the whole file."""
     around = (path[:end] for end in range(len(path), 0, -1))
     return next((written[part] for part in around if part in written), None)
 

@@ -72,7 +72,7 @@ def too_deep(data: Any) -> KeyPath | None:
 
 
 def depth_problem(path: KeyPath) -> Problem:
-    """What is wrong with a key that `too_deep` has found."""
+    """Describe the fault of a key that `too_deep` has found."""
     message = f"nested too deeply: more than {MAX_DEPTH} tables or lists in one another"
     return Problem(format_key(path), message, hint="no key needs that; is it the right file?")
 
@@ -202,7 +202,7 @@ def _json_hint(text: str) -> str:
 
 
 def _toml_hint(line: str) -> str:
-    """What people most often mean by a line that is not TOML."""
+    """Suggest what people most often mean by a line that is not TOML."""
     value = line.partition("=")[2].partition("#")[0].strip()
     if value in ("True", "False"):
         return f"TOML writes {value.lower()}"

@@ -1,1 +1,1 @@
-"""What the configuration says of itself: JSON schema, reference page, observables, what others call a key."""
+"""The reference of the configuration: JSON schema, reference page, observables, what others call a key."""

@@ -1,4 +1,4 @@
-"""What the schema knows of a key, for somebody who asks: `look_up("train.optm_lr")`.
+"""Facts of a key from the schema, for somebody who asks: `look_up("train.optm_lr")`.
 
     question ─▶ a key | a section | the keys of a pattern or of a part of a name | ConfigError, "did you mean"
 
@@ -288,7 +288,7 @@ def _taken(key: str) -> tuple[str, ...]:
 
 
 def _limits(key: str) -> str:
-    """What this build takes, if it does not take everything."""
+    """Return the values that this build accepts, if it does not accept all."""
     row = refused_by(key)
     if row is None:
         return ""

@@ -1,4 +1,4 @@
-"""What the sections must agree on: pure functions from a `Config` to its problems, each one rule.
+"""Rules on which the sections must agree: pure functions from a `Config` to its problems, each one rule.
 
 Every rule refuses a configuration that would fail, deadlock or silently do something else than it says; none
 changes anything. One condition is a row (`rows`), what decides between several a function. They are grouped by what
@@ -94,7 +94,7 @@ def check_models(config: Config, find: FindFile = local_file) -> list[Problem]:
 
 
 def check_model_warnings(config: Config, find: FindFile = local_file) -> list[Problem]:
-    """Of the warnings those that a worker has to give again: see `check_models`."""
+    """Return the warnings that a worker has to repeat: see `check_models`."""
     loadable = [problem for rule in LOADABLE_WARNINGS for problem in rule(config, find)]
     return [*model_warnings(config, find), *loadable]
 
@@ -123,7 +123,7 @@ WARNINGS: tuple[Rule, ...] = (
 
 
 def check_warnings(config: Config) -> list[Problem]:
-    """What is allowed and works, but seldom meant: shown, never refused."""
+    """Return warnings of what works but is seldom meant: they are shown and never refuse."""
     if config.is_evaluation:
         return keys_are_of_the_evaluation(config)
     return [warning for rule in WARNINGS for warning in rule(config)]

@@ -33,7 +33,7 @@ _policy = section(_POLICY, lambda c: c.grpo if c.is_grpo else None)
 
 
 def _clips(policy: GrpoConfig) -> str:
-    """Whose ratio the policy loss clips; "" for a user's own."""
+    """Return the object whose ratio the policy loss clips; "" for a user's own loss."""
     loss = LOSSES.get(policy.variant)
     return loss.clips if loss else ""
 

@@ -146,7 +146,7 @@ def _longest_responses(config: Config) -> dict[str, int]:
 
 
 def longest_sequence(config: Config) -> tuple[str, int]:
-    """What bounds prompt and answer together: the key and its tokens."""
+    """Return the key that bounds prompt and answer together, and its tokens."""
     engine = config.rollout.max_model_len
     if engine is not None and engine < config.policy.model_max_length:
         return "rollout.max_model_len", engine

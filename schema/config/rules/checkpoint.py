@@ -18,7 +18,7 @@ _ckpt = section(_CKPT, lambda c: c.train.ckpt)
 
 
 def loads_what_was_saved(config: Config) -> Iterator[Problem]:
-    """What is read on resume is among what checkpoints hold, and the weights come from one place."""
+    """Checkpoints hold the contents that a resumed run loads, and the weights come from one place."""
     ckpt = config.train.ckpt
     if ckpt.load_contents is None:
         return

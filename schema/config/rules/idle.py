@@ -157,7 +157,7 @@ BESIDE_AN_EVALUATION = tuple(
 
 
 def written(section: Section, *names: str) -> Iterator[tuple[str, Any]]:
-    """Those of these keys that are not at their default, with their values."""
+    """Yield the keys that are not at their default, with their values."""
     for name in names:
         value = getattr(section, name)
         if value != type(section).model_fields[name].get_default(call_default_factory=True):

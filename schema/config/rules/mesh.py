@@ -115,7 +115,7 @@ def _wrong_ranks(config: Config, section: str, mesh: ParallelismConfig) -> Itera
 
 
 def own_meshes_stand_alone(config: Config) -> Iterator[Problem]:
-    """What needs a model where the policy is, or somewhere else altogether, next to a mesh of its own."""
+    """A model with a mesh of its own excludes features that need it on the policy's mesh or on other devices."""
     for layout in apart_layouts(config):
         if own_mesh(config, layout.name) is not None:
             key = f"{layout.name}.parallelism"

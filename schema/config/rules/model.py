@@ -472,7 +472,7 @@ def tokenizer_is_there(config: Config) -> list[Problem]:
 
 
 def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
-    """What is wrong with a local directory that must hold one of some files; nothing with a name on the hub."""
+    """Report the fault of a local directory that must hold one of some files; nothing with a name on the hub."""
     path = local_path(name)
     if path is None:
         return []
@@ -544,6 +544,6 @@ READING_RULES = (
     critic_reads_the_policy,
     kept_sets_are_bounded,
 )
-"""Those that read files of models."""
+"""The rules that read files of models."""
 MODEL_RULES = (*READING_RULES, model_is_there, tokenizer_is_there, modules_can_be_imported, overrides_can_act)
 MODEL_WARNINGS = (model_warnings, code_is_trusted)

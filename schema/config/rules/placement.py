@@ -195,7 +195,7 @@ def most_devices(takes: Mapping[str, int], shared: bool) -> int:
 
 
 def _fitting(config: Config, role: RoleLayout, given: int) -> str:
-    """What to change so that a role takes the devices that its list names."""
+    """Return the hint by which a role takes the devices that its list names."""
     section, unit = role.section, role.unit * (role.shards or 1)
     hint = f"name {role.replicas * unit} devices"
     if given and given % (role.replicas * role.unit) == 0 and role.name == "policy":

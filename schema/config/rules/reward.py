@@ -52,7 +52,7 @@ def reward_problems(
     *,
     may_be_0: bool = False,
 ) -> Iterator[Problem]:
-    """What is wrong with the reward functions that a key names. custom: keys of `[custom]`.
+    """Report the faults of the reward functions that a key names. custom: keys of `[custom]`.
 
     may_be_0: all weights may be, since something else says what is better.
     """

@@ -37,7 +37,7 @@ _NAMED = re.compile(r"\{(?P<key>\.?[a-z0-9_.]*)(?P<how>[=!~]?)\}")
 
 @dataclass(frozen=True)
 class Row(Generic[S]):
-    """What one condition on a section refuses.
+    """A refusal that one condition on a section decides.
 
     key: the key in the section; of several, each that is not at its default is refused. when: whether the row
     applies. says, hint: what is wrong and what to do, see above. related: other keys that take part in the fault;

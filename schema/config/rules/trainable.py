@@ -25,7 +25,7 @@ def _adapters(config: Config) -> Iterator[tuple[str, LoraConfig]]:
 
 
 def map_freezes_something(config: Config) -> Iterator[Problem]:
-    """What no name matches trains, so a map without a false one changes nothing."""
+    """A parameter that no name matches trains, so a map without a false one changes nothing."""
     chosen = config.policy.trainable_map
     if chosen is None or config.policy.lora is not None or not all(chosen.values()):
         return

@@ -67,7 +67,7 @@ def host_cache_is_absolute(config: Config) -> Iterator[Problem]:
 
 
 def a_kept_cache_has_engine_probabilities(config: Config) -> Iterator[Problem]:
-    """What was computed over a cache of several versions has no log-probs but the engine's: π_old must be those."""
+    """Tokens computed over a cache of several versions have the engine's log-probs alone: π_old must be those."""
     if config.weight_sync.update_mode != "keep_kv" or not config.is_grpo:
         return
     policy, key = config.grpo, f"{_SYNC}.update_mode"

@@ -13,7 +13,7 @@ _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _QUALIFIED = r"([A-Za-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _VALUE = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
 Name = Annotated[str, Field(pattern=rf"^{_LABEL}$")]
-"""Of a namespace or an object: a DNS label."""
+"""The name of a namespace or an object: a DNS label."""
 ObjectName = Annotated[str, Field(pattern=rf"^({_LABEL}(\.{_LABEL})*)?$", max_length=253)]
 Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@-]*$", max_length=512)]
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|M|G|T)$")]
@@ -21,7 +21,7 @@ Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|M|G|T)$")]
 LabelKey = Annotated[str, Field(pattern=rf"^{_QUALIFIED}$")]
 Selector = dict[LabelKey, Annotated[str, Field(pattern=rf"^{_VALUE}$")]]
 Taint = Annotated[str, Field(pattern=rf"^{_QUALIFIED}(={_VALUE})?:(NoSchedule|PreferNoSchedule|NoExecute)$")]
-"""As `kubectl taint` writes it."""
+"""A taint as `kubectl taint` writes it."""
 
 
 class KubernetesConfig(Section):

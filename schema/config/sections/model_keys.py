@@ -43,7 +43,7 @@ class ModelKeys(Section):
 
 
 class CheckpointingKeys(Section):
-    """What a trained model recomputes and freezes."""
+    """Keys of what a trained model recomputes and freezes."""
 
     model_gradient_checkpointing: bool = cosmos_key(
         True,

@@ -96,7 +96,7 @@ class ParallelismConfig(Section):
 
 
 def of_role(model: str) -> dict[str, str]:
-    """What the keys of a mesh change where it is that of a model next to the policy."""
+    """Effects of the keys of a mesh that belongs to a model next to the policy."""
     sizes = ("tp_size", "cp_size", "ep_size", "dp_shard_size", "pp_size", "dp_replicate_size")
     part = f"number: Which part of the {model} a rank holds."
     return dict.fromkeys(sizes, part) | {"n_init_replicas": "refusal: Another number than the policy's."}

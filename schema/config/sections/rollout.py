@@ -366,5 +366,5 @@ class RolloutConfig(Section):
 
     @property
     def engine(self) -> Backend:
-        """What the engine can do."""
+        """Return the capabilities of the engine."""
         return BACKENDS[self.backend]
