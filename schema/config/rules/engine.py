@@ -10,6 +10,7 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
+from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.policy import PolicyConfig
 from schema.config.vocabulary import hidden_tags, never_found, numbered, shares
 
@@ -108,19 +109,6 @@ def temperatures_can_be_computed(config: Config) -> list[Problem]:
     ]
 
 
-def temperatures_agree(config: Config) -> Iterator[Problem]:
-    """The training temperature has two names; two written values must be equal."""
-    if not config.is_grpo:
-        return
-    policy, sampling = config.grpo, config.rollout.sampling_config
-    both = "temperature" in policy.model_fields_set and "temperature" in sampling.model_fields_set
-    if not both or policy.temperature == sampling.temperature:
-        return
-    key, other = f"{_SAMPLING}.temperature", "train.train_policy.temperature"
-    message = f"{sampling.temperature} contradicts {other} = {policy.temperature}, the same temperature"
-    yield Problem(key, message, sampling.temperature, "leave one of the two out", related=(other,))
-
-
 def training_samples_the_policy(config: Config) -> Iterator[Problem]:
     """Training rollouts are drawn from a distribution that the trainer can compute."""
     if not config.is_grpo:
@@ -137,32 +125,6 @@ def training_samples_the_policy(config: Config) -> Iterator[Problem]:
     for name in sorted(_RESHAPING_EXTRA & sampling.extra.keys()):
         key = f"{_SAMPLING}.extra.{name}"
         yield Problem(key, _RESHAPES, sampling.extra[name], "leave it out")
-
-
-def raw_logprobs_are_tempered(config: Config) -> Iterator[Problem]:
-    """vLLM's log-probs without filters are those without temperature, too."""
-    sampling = config.rollout.sampling_config
-    if not config.is_grpo or sampling.sampling_correction != "raw" or not sampling.reshapes:
-        return
-    if config.rollout.backend == "vllm" and config.sampling_temperature != 1.0:
-        key = f"{_SAMPLING}.sampling_correction"
-        message = (
-            f"vLLM gives log-probs without filters at temperature 1 only, and the temperature is "
-            f"{config.sampling_temperature}"
-        )
-        hint = f'write {key} = "exact", a temperature of 1.0, or rollout.backend = "transformers"'
-        yield Problem(key, message, "raw", hint, related=("train.train_policy.temperature",))
-
-
-def raw_log_probs_are_another_policy(config: Config) -> Iterator[Problem]:
-    """Warning: without the correction, what is trained is not what answered."""
-    sampling = config.rollout.sampling_config
-    if config.is_grpo and sampling.sampling_correction == "raw" and sampling.reshapes:
-        key = f"{_SAMPLING}.sampling_correction"
-        message = (
-            "filters, penalties and min_tokens are ignored in training: gradients are biased towards them"
-        )
-        yield Problem(key, message, "raw", f'write {key} = "exact" where the engine can give kept sets')
 
 
 def pass_through_is_not_a_detour(config: Config) -> Iterator[Problem]:
@@ -309,42 +271,6 @@ def engine_can_quantise(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, rollout.quantization, f'write {other} = "merged"', related=(other,))
 
 
-def sampler_is_heard(config: Config) -> Iterator[Problem]:
-    """Flashinfer samples from logits without telling what its filters left, of which exact log-probs are."""
-    sampling, key = config.rollout.sampling_config, f"{_SAMPLING}.use_flashinfer"
-    if not config.is_grpo or not sampling.use_flashinfer:
-        return
-    needed = [
-        ("rollout.backend", config.rollout.backend, "vllm", "samples by itself"),
-        (
-            f"{_SAMPLING}.sampling_correction",
-            sampling.sampling_correction,
-            "raw",
-            "needs what filters left of the logits",
-        ),
-    ]
-    for other, value, wanted, why in needed:
-        if value != wanted:
-            message = f'true lets flashinfer filter and draw, and {other} = "{value}" {why}'
-            hint = f'write {key} = false, or {other} = "{wanted}"'
-            yield Problem(key, message, True, hint, related=(other,))
-    if sampling.top_p == 1.0 and sampling.top_k <= 0:
-        message = f"true has no effect: neither {_SAMPLING}.top_p nor {_SAMPLING}.top_k filters anything"
-        yield Problem(key, message, True, f"write {key} = false", related=(f"{_SAMPLING}.top_p",))
-
-
-def group_fits_replica(config: Config) -> Iterator[Problem]:
-    """A replica leases whole groups: one must fit into what it may have in flight."""
-    rollout = config.rollout
-    if not config.is_grpo or rollout.max_concurrent_samples >= config.group_size:
-        return
-    key = "rollout.max_concurrent_samples"
-    held, group = rollout.max_concurrent_samples, config.group_size
-    greedy = " and the greedy sample" if config.grpo.has_baseline else ""
-    message = f"{held} is less than one group of rollout.n_generation = {rollout.n_generation}{greedy}"
-    yield Problem(key, message, held, f"write {key} = {group} or more", related=("rollout.n_generation",))
-
-
 def stop_strings_can_be_found(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Stop strings are looked for in the text of an answer, which has no special tokens: one that holds such a token
     and more is never found. Where the tokenizer is on this machine."""
@@ -355,7 +281,7 @@ def stop_strings_can_be_found(config: Config, find: FindFile = local_file) -> It
 
 
 def never_stops(string: str, token: str) -> Problem:
-    """What is wrong with a stop string that holds a special token and more."""
+    """Report the fault of a stop string that holds a special token and more."""
     message = (
         f"{token!r} is a special token, which the text of an answer leaves out: this is never found in it"
     )
@@ -398,18 +324,54 @@ def tags_are_hidden(policy: PolicyConfig, tags: Sequence[str]) -> Problem:
     return Problem(policy.tokenizer_key, message, policy.tokenizer[0], hint)
 
 
-ENGINE_RULES = (
-    temperatures_agree,
+def _draws_by_flashinfer(config: Config) -> bool:
+    return config.is_grpo and config.rollout.sampling_config.use_flashinfer
+
+
+def _ignores_filters(config: Config) -> bool:
+    sampling = config.rollout.sampling_config
+    return config.is_grpo and sampling.sampling_correction == "raw" and sampling.reshapes
+
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    Refusal(f"{_SAMPLING}.temperature",
+        lambda c: c.is_grpo and c.grpo.temperature != c.rollout.sampling_config.temperature
+        and "temperature" in c.grpo.model_fields_set & c.rollout.sampling_config.model_fields_set,
+        "{} contradicts {train.train_policy.temperature=}, the same temperature", "leave one of the two out"),
     temperatures_can_be_computed,
     training_samples_the_policy,
-    raw_logprobs_are_tempered,
+    Refusal(f"{_SAMPLING}.sampling_correction",
+        lambda c: _ignores_filters(c) and c.rollout.backend == "vllm" and c.sampling_temperature != 1.0,
+        lambda c: "vLLM gives log-probs without filters at temperature 1 only, and the temperature is "
+        f"{c.sampling_temperature}",
+        'write {!} = "exact", a temperature of 1.0, or rollout.backend = "transformers"',
+        ("train.train_policy.temperature",)),
     pass_through_is_not_a_detour,
     engine_can_do_it,
     engine_can_quantise,
     routing_can_be_replayed,
     engine_has_gpus,
-    sampler_is_heard,
-    group_fits_replica,
+    Refusal(f"{_SAMPLING}.use_flashinfer", lambda c: _draws_by_flashinfer(c) and c.rollout.backend != "vllm",
+        "true lets flashinfer filter and draw, and {rollout.backend=} samples by itself",
+        'write {!} = false, or {rollout.backend!} = "vllm"'),
+    Refusal(f"{_SAMPLING}.use_flashinfer",
+        lambda c: _draws_by_flashinfer(c) and c.rollout.sampling_config.sampling_correction != "raw",
+        "true lets flashinfer filter and draw, and {.sampling_correction=} needs what filters left of the logits",
+        'write {!} = false, or {.sampling_correction!} = "raw"'),
+    Refusal(f"{_SAMPLING}.use_flashinfer",
+        lambda c: _draws_by_flashinfer(c)
+        and c.rollout.sampling_config.top_p == 1.0 and c.rollout.sampling_config.top_k <= 0,
+        "true has no effect: neither {.top_p!} nor {.top_k!} filters anything", "write {!} = false", (".top_p",)),
+    Refusal("rollout.max_concurrent_samples",
+        lambda c: c.is_grpo and c.rollout.max_concurrent_samples < c.group_size,
+        lambda c: "{} is less than one group of {.n_generation=}" + " and the greedy sample" * c.grpo.has_baseline,
+        lambda c: f"write {{!}} = {c.group_size} or more"),
     stop_strings_can_be_found,
-)
-ENGINE_WARNINGS = (raw_log_probs_are_another_policy, stop_strings_are_whole, rewards_read_tags)
+)  # fmt: skip
+ENGINE_WARNINGS: tuple[Rule, ...] = (
+    Refusal(f"{_SAMPLING}.sampling_correction", _ignores_filters,
+        "filters, penalties and min_tokens are ignored in training: gradients are biased towards them",
+        'write {!} = "exact" where the engine can give kept sets'),
+    stop_strings_are_whole,
+    rewards_read_tags,
+)  # fmt: skip
