@@ -17,8 +17,10 @@ from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.batch import longest_sequence
 from schema.config.rules.idle import written
+from schema.config.rules.rows import Each, Refusal, Row, Rule, section
 from schema.config.sections.dataset import DatasetConfig
 from schema.config.sections.evaluation import EvaluationConfig
+from schema.config.sections.train_policy import SFTDataConfig
 
 _POLICY = "train.train_policy"
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
@@ -42,38 +44,6 @@ def _validates(config: Config) -> bool:
 # ---- what is read -----------------------------------------------------------------------------------------
 
 
-def dataset_is_named(config: Config) -> Iterator[Problem]:
-    """There is something to train on, and to validate on."""
-    dataset = config.train.train_policy.dataset
-    if not dataset.is_named:
-        key = f"{_TRAIN}.name"
-        hint = f'write {key} = "path/to/data.parquet", or "synthetic:addition" to try it out'
-        yield Problem(key, "no dataset is named", "", hint, related=(f"{_TRAIN}.files",))
-    if dataset.test_size is not None and isinstance(dataset.test_size, float) and dataset.test_size >= 1.0:
-        key = f"{_TRAIN}.test_size"
-        hint = f"write {key} = {int(dataset.test_size)} for rows, or a share below 1.0"
-        message = f"a float is a share of the dataset, below 1.0, got {dataset.test_size}"
-        yield Problem(key, message, dataset.test_size, hint)
-    validation = config.validation.dataset
-    if validation.test_size is not None:
-        key = f"{_VALIDATION}.test_size"
-        hint = f"write {_TRAIN}.test_size to hold out training rows"
-        yield Problem(key, "has no effect here", validation.test_size, hint)
-    if _validates(config) and not validation.is_named and dataset.is_named:
-        yield from _nothing_held_out(dataset)
-
-
-def _nothing_held_out(dataset: DatasetConfig) -> Iterator[Problem]:
-    """Validation without data of its own takes what training holds out."""
-    if dataset.test_size:
-        return
-    own = f'"{_SYNTHETIC}" for its held-out pairs' if dataset.is_synthetic else '"path/to/heldout.parquet"'
-    hint = f"write {_VALIDATION}.name = {own}, or {_TRAIN}.test_size = 0.1"
-    related = (_TRAIN, "validation.enable", f"{_VALIDATION}.files")
-    message = "no dataset is named and the training data holds nothing out"
-    yield Problem(f"{_VALIDATION}.name", message, "", hint, related=related)
-
-
 def dataset_can_be_read(config: Config) -> Iterator[Problem]:
     """Local data exists and has the named columns; the built-in generator knows its options."""
     yield from dataset_problems(config, _TRAIN, config.train.train_policy.dataset, "train")
@@ -82,7 +52,7 @@ def dataset_can_be_read(config: Config) -> Iterator[Problem]:
 
 
 def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Role) -> Iterator[Problem]:
-    """What is wrong with one dataset: `key` is its section."""
+    """Report the faults of one dataset: `key` is its section."""
     yield from _idle_keys(key, dataset)
     if dataset.files:
         yield from _file_problems(config, key, dataset)
@@ -219,29 +189,6 @@ def _scored_by_source(config: Config, dataset_key: str) -> bool:
     return any("by_source" in weights for weights in roles)
 
 
-def pairs_are_whole(config: Config) -> Iterator[Problem]:
-    """Supervised rows are conversations, or a prompt and a response; not half of it, not both."""
-    if config.is_grpo:
-        return
-    sft = config.sft
-    prompt, response = f"{_POLICY}.prompt_column_name", f"{_POLICY}.response_column_name"
-    for key, value, other, missing in (
-        (prompt, sft.prompt_column_name, response, sft.response_column_name),
-        (response, sft.response_column_name, prompt, sft.prompt_column_name),
-    ):
-        if value and not missing:
-            hint = f"write {other} too, or {_POLICY}.conversation_column_name in place of both"
-            yield Problem(key, f"needs {other}", value, hint, related=(other,))
-    if sft.query_column_name and not sft.prompt_column_name:
-        key, name = f"{_POLICY}.query_column_name", sft.query_column_name
-        message, hint = f"follows the question, which {prompt} names", f"write {prompt} too, or leave it out"
-        yield Problem(key, message, name, hint, related=(prompt,))
-    if sft.has_pairs and "conversation_column_name" in sft.model_fields_set:
-        key, name = f"{_POLICY}.conversation_column_name", sft.conversation_column_name
-        message = f"{prompt} and {response} are read in place of a conversation"
-        yield Problem(key, message, name, "leave it out, or those two", related=(prompt, response))
-
-
 # ---- lengths ----------------------------------------------------------------------------------------------
 
 
@@ -359,11 +306,50 @@ def template_can_be_read(config: Config) -> Iterator[Problem]:
         yield error.problem
 
 
-DATA_RULES = (
-    dataset_is_named,
+def _own_validation_data(config: Config) -> str:
+    synthetic = config.train.train_policy.dataset.is_synthetic
+    own = f'"{_SYNTHETIC}" for its held-out pairs' if synthetic else '"path/to/heldout.parquet"'
+    return f"write {{!}} = {own}, or {_TRAIN}.test_size = 0.1"
+
+
+def _is_share(size: float | None) -> bool:
+    return isinstance(size, float) and size >= 1.0
+
+
+Pair = Row[SFTDataConfig]
+DATA_RULES: tuple[Rule, ...] = (
+    Refusal(f"{_TRAIN}.name", lambda c: not c.train.train_policy.dataset.is_named, "no dataset is named",
+        'write {.name!} = "path/to/data.parquet", or "synthetic:addition" to try it out', (".files",)),
+    Refusal(f"{_TRAIN}.test_size", lambda c: _is_share(c.train.train_policy.dataset.test_size),
+        "a float is a share of the dataset, below 1.0, got {}",
+        lambda c: f"write {{!}} = {int(c.train.train_policy.dataset.test_size or 0)} for rows, or a share below 1.0"),
+    Refusal(f"{_VALIDATION}.test_size", lambda c: c.validation.dataset.test_size is not None, "has no effect here",
+        f"write {_TRAIN}.test_size to hold out training rows"),
+    Refusal(f"{_VALIDATION}.name",
+        lambda c: _validates(c) and not c.validation.dataset.is_named
+        and c.train.train_policy.dataset.is_named and not c.train.train_policy.dataset.test_size,
+        "no dataset is named and the training data holds nothing out",
+        _own_validation_data, (_TRAIN, "validation.enable", ".files")),
     dataset_can_be_read,
-    pairs_are_whole,
+    Each(
+        section(_POLICY, lambda c: None if c.is_grpo else c.sft),
+        Pair("prompt_column_name", lambda sft: bool(sft.prompt_column_name) and not sft.response_column_name,
+            "needs {.response_column_name!}",
+            "write {.response_column_name!} too, or {.conversation_column_name!} in place of both",
+            (".response_column_name",)),
+        Pair("response_column_name", lambda sft: bool(sft.response_column_name) and not sft.prompt_column_name,
+            "needs {.prompt_column_name!}",
+            "write {.prompt_column_name!} too, or {.conversation_column_name!} in place of both",
+            (".prompt_column_name",)),
+        Pair("query_column_name", lambda sft: bool(sft.query_column_name) and not sft.prompt_column_name,
+            "follows the question, which {.prompt_column_name!} names",
+            "write {.prompt_column_name!} too, or leave it out", (".prompt_column_name",)),
+        Pair("conversation_column_name",
+            lambda sft: sft.has_pairs and "conversation_column_name" in sft.model_fields_set,
+            "{.prompt_column_name!} and {.response_column_name!} are read in place of a conversation",
+            "leave it out, or those two", (".prompt_column_name", ".response_column_name")),
+    ),
     prompts_fit,
     places_can_be_used,
     template_can_be_read,
-)
+)  # fmt: skip
