@@ -10,7 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.idle import written
+from schema.config.rules.rows import Each, Refusal, Row, Rule
+from schema.config.sections.controller import ControllerConfig
+from schema.config.sections.redis import RedisConfig
 from schema.util.proxies import is_loopback
 
 
@@ -22,39 +24,6 @@ def redis_address_is_one(config: Config) -> Iterator[Problem]:
         message = "cannot be read: its host or port is not valid (in a password, write / as %2F, # as %23, ? as %3F)"
         hint = 'write redis.url = "rediss://host:6379/0", with COSMOS_REDIS_PASSWORD in the environment'
         yield Problem("redis.url", message, None, hint)
-
-
-def redis_files_act(config: Config) -> Iterator[Problem]:
-    """Certificates are used by rediss:// alone, a certificate only with its key."""
-    redis = config.redis
-    if not redis.url.startswith("rediss://"):
-        for name, value in written(redis, "tls_ca", "tls_cert", "tls_key"):
-            message = "has no effect: only a rediss:// address is encrypted"
-            hint = f"write redis.url with rediss://, or leave redis.{name} out"
-            yield Problem(f"redis.{name}", message, value, hint, related=("redis.url",))
-    yield from _pair("redis", redis.tls_cert, redis.tls_key)
-
-
-def controller_files_act(config: Config) -> Iterator[Problem]:
-    """A certificate comes with its key, an authority is of use only where there is a certificate."""
-    controller = config.controller
-    yield from _pair("controller", controller.tls_cert, controller.tls_key)
-    if controller.tls_ca and not controller.tls_cert and not controller.tls_key:
-        message = "has no effect: without controller.tls_cert the API is served over http"
-        hint = "write controller.tls_cert and controller.tls_key, or leave controller.tls_ca out"
-        related = ("controller.tls_cert",)
-        yield Problem("controller.tls_ca", message, controller.tls_ca, hint, related=related)
-
-
-def _pair(section: str, cert: str, key: str) -> Iterator[Problem]:
-    """A certificate without its key proves nothing, a key without its certificate is never shown."""
-    if bool(cert) == bool(key):
-        return
-    there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
-    message = f"needs {section}.{missing} as well: a certificate is of use only with its private key"
-    hint = f"write {section}.{missing} too, or leave {section}.{there} out"
-    key_path = f"{section}.{there}"
-    yield Problem(key_path, message, cert or key, hint, related=(f"{section}.{missing}",))
 
 
 def redis_is_verified(config: Config) -> Iterator[Problem]:
@@ -92,19 +61,37 @@ def redis_is_not_overheard(config: Config) -> Iterator[Problem]:
     yield Problem("redis.url", message, None, hint)
 
 
-def tokens_are_not_overheard(config: Config) -> Iterator[Problem]:
-    """Warning: an address that others can reach, and no encryption."""
-    host = config.controller.host
-    if config.controller.tls_cert or is_loopback(host):
-        return
-    message = (
-        f"{host} can be reached from other machines, and without TLS tokens and samples travel in the clear"
-    )
-    hint = (
-        "write controller.tls_cert, controller.tls_key and controller.tls_ca, unless the network is trusted"
-    )
-    yield Problem("controller.host", message, host, hint, related=("controller.tls_cert",))
+Encrypted = Row[RedisConfig | ControllerConfig]
 
 
-TLS_RULES = (redis_address_is_one, redis_files_act, controller_files_act)
-TLS_WARNINGS = (redis_is_verified, redis_is_not_overheard, tokens_are_not_overheard)
+def _encrypted(config: Config) -> Iterator[tuple[str, RedisConfig | ControllerConfig]]:
+    yield "redis", config.redis
+    yield "controller", config.controller
+
+
+TLS_RULES: tuple[Rule, ...] = (
+    redis_address_is_one,
+    Refusal(("redis.tls_ca", "redis.tls_cert", "redis.tls_key"), lambda c: not c.redis.url.startswith("rediss://"),
+        "has no effect: only a rediss:// address is encrypted",
+        "write {.url!} with rediss://, or leave {!} out", (".url",)),
+    Each(
+        _encrypted,
+        Encrypted("tls_cert", lambda keys: bool(keys.tls_cert) and not keys.tls_key,
+            "needs {.tls_key!} as well: a certificate is of use only with its private key",
+            "write {.tls_key!} too, or leave {!} out", (".tls_key",)),
+        Encrypted("tls_key", lambda keys: bool(keys.tls_key) and not keys.tls_cert,
+            "needs {.tls_cert!} as well: a certificate is of use only with its private key",
+            "write {.tls_cert!} too, or leave {!} out", (".tls_cert",)),
+    ),
+    Refusal("controller.tls_ca",
+        lambda c: bool(c.controller.tls_ca) and not c.controller.tls_cert and not c.controller.tls_key,
+        "has no effect: without {.tls_cert!} the API is served over http",
+        "write {.tls_cert!} and {.tls_key!}, or leave {!} out", (".tls_cert",)),
+)  # fmt: skip
+TLS_WARNINGS: tuple[Rule, ...] = (
+    redis_is_verified,
+    redis_is_not_overheard,
+    Refusal("controller.host", lambda c: not c.controller.tls_cert and not is_loopback(c.controller.host),
+        "{~} can be reached from other machines, and without TLS tokens and samples travel in the clear",
+        "write {.tls_cert!}, {.tls_key!} and {.tls_ca!}, unless the network is trusted", (".tls_cert",)),
+)  # fmt: skip
