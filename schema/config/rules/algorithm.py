@@ -134,25 +134,7 @@ def options_belong_to_their_estimator(config: Config) -> Iterator[Problem]:
 
 _BETA = f"{_POLICY}.kl_beta"
 _REWARD = f"{_POLICY}.kl_in_reward"
-_EITHER = f"{_BETA} = 0.0 and {_REWARD}.beta = 0.0"
-
-
-def reference_is_used(config: Config) -> Iterator[Problem]:
-    """The reference model exists when a KL term does."""
-    if config.has_reference:
-        return
-    hint = f"write {_BETA} = 0.001, or leave it out"
-    related: tuple[str, ...] = (_BETA, f"{_REWARD}.beta")
-    without = _EITHER if config.is_grpo else f'{_POLICY}.type = "sft"'
-    if not config.is_grpo:
-        hint, related = "leave it out", (f"{_POLICY}.type",)
-    elif config.grpo.reference_reset_interval:
-        interval = config.grpo.reference_reset_interval
-        message = f"{interval} is the time between resets of a model that this job does not have ({without})"
-        yield Problem(f"{_POLICY}.reference_reset_interval", message, interval, hint, related=related)
-    message = f"this job has no reference model: {without}"
-    for name, value in written(config.reference, *ReferenceConfig.model_fields):
-        yield Problem(f"reference.{name}", message, value, hint, related=related)
+_WITHOUT = "{train.train_policy.kl_beta=} and {train.train_policy.kl_in_reward.beta=}"
 
 
 def _reaches(low: float | None, high: float | None) -> bool:
@@ -235,8 +217,15 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
         Policy("unbiased_kl_estimate", lambda p: p.kl_beta == 0.0 and p.unbiased_kl_estimate,
             "weighs a term that {.kl_beta=} leaves out", "write {.kl_beta!} = 0.001, or leave it out"),
     ),
-    reference_is_used,
+    Refusal(tuple(f"reference.{name}" for name in ReferenceConfig.model_fields), lambda c: not c.is_grpo,
+        "this job has no reference model: {train.train_policy.type=}"),
     InGrpo(
+        Refusal(f"{_POLICY}.reference_reset_interval",
+            lambda c: not c.has_reference and bool(c.grpo.reference_reset_interval),
+            f"{{}} is the time between resets of a model that this job does not have ({_WITHOUT})",
+            "write {.kl_beta!} = 0.001, or leave it out", (".kl_beta", ".kl_in_reward.beta")),
+        Refusal(tuple(f"reference.{name}" for name in ReferenceConfig.model_fields), lambda c: not c.has_reference,
+            f"this job has no reference model: {_WITHOUT}", f"write {_BETA} = 0.001, or leave it out"),
         Refusal(f"{_POLICY}.reset_optimizer_with_reference",
             lambda c: not c.grpo.reset_optimizer_with_reference and not c.grpo.reference_reset_interval,
             "false has no effect: {.reference_reset_interval!} is unset, so the reference model is never reset",

@@ -18,6 +18,7 @@ from schema.config.paths import address_fault, exists, home_hint, local_path
 from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.mesh import trainer_meshes
+from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.policy import ParallelismConfig
 from schema.config.vocabulary import difference, vocabulary_of
 
@@ -526,15 +527,6 @@ def unread_models(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, name, hint)
 
 
-def code_is_trusted(config: Config) -> Iterator[Problem]:
-    """Warning: a model's own code does what it likes."""
-    if not config.policy.trust_remote_code:
-        return
-    key, name = "policy.trust_remote_code", config.policy.model_name_or_path
-    message = f"Python code that comes with {name} or its tokenizer runs on these machines"
-    yield Problem(key, message, True, "leave it out unless the model needs it and you trust its authors")
-
-
 READING_RULES = (
     model_agrees,
     logprobs_are_right,
@@ -546,4 +538,9 @@ READING_RULES = (
 )
 """The rules that read files of models."""
 MODEL_RULES = (*READING_RULES, model_is_there, tokenizer_is_there, modules_can_be_imported, overrides_can_act)
-MODEL_WARNINGS = (model_warnings, code_is_trusted)
+MODEL_WARNINGS: tuple[Rule, ...] = (
+    model_warnings,
+    Refusal("policy.trust_remote_code", lambda c: c.policy.trust_remote_code,
+        "Python code that comes with {.model_name_or_path~} or its tokenizer runs on these machines",
+        "leave it out unless the model needs it and you trust its authors"),
+)  # fmt: skip

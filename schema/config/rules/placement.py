@@ -19,7 +19,7 @@ from schema.config.layout import (
 )
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Refusal, Rule
+from schema.config.rules.rows import InGrpo, Refusal, Rule
 from schema.config.sections.placement import flat
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
@@ -27,36 +27,11 @@ MOST_SHARE = 0.9
 """Above it nothing is left for a trainer next to the engine: CUDA contexts and NCCL take some GiB alone."""
 COMFORTABLE_SHARE = 0.6
 """A trainer holds weights, gradients, two moments and activations: seldom less than 40 % of what serving takes."""
-_ESTIMATOR = 'train.train_policy.advantage_estimator = "gae"'
-_SCORER = 'reward_model.enable = true and reward_model.model_name_or_path = "owner/name"'
+_NO_ROLE = "{} are devices of a role that this job does not have"
 _SHOWN = 8  # devices named in a message
 NEXT_TO_POLICY = ("reference", "critic")
 """Models of the policy's processes."""
 _ROLES = ("policy", "rollout", "reference", "critic", "reward_model")
-
-
-def roles_exist(config: Config) -> Iterator[Problem]:
-    """Devices are for roles that this job has."""
-    placement = config.placement
-    absent: list[tuple[str, str, str, str]] = []
-    if not config.is_grpo:
-        other = ("train.train_policy.type", '"sft"', 'train.train_policy.type = "grpo"')
-        absent += [("rollout", *other), ("reference", *other), ("critic", *other), ("reward_model", *other)]
-    else:
-        if not config.has_reference:
-            kl, reward = "train.train_policy.kl_beta", "train.train_policy.kl_in_reward.beta"
-            absent.append(("reference", kl, f"0.0, {reward} = 0.0", f"{kl} = 0.001"))
-        if not config.critic.enable:
-            absent.append(("critic", "critic.enable", "false", f"critic.enable = true and {_ESTIMATOR}"))
-        if not config.reward_model.enable:
-            absent.append(("reward_model", "reward_model.enable", "false", _SCORER))
-    for role, key, value, remedy in absent:
-        devices = getattr(placement, role)
-        if devices:
-            name = f"placement.{role}"
-            message = f"{devices} are devices of a role that this job does not have ({key} = {value})"
-            hint = f"write {name} = [], or {remedy}"
-            yield Problem(name, message, devices, hint, related=(key,))
 
 
 def devices_are_distinct(config: Config) -> Iterator[Problem]:
@@ -303,7 +278,20 @@ def _names(devices: list[int]) -> str:
 
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
-    roles_exist,
+    Refusal(tuple(f"placement.{role}" for role in ("rollout", "reference", "critic", "reward_model")),
+        lambda c: not c.is_grpo, _NO_ROLE + " ({train.train_policy.type=})",
+        'write {!} = [], or {train.train_policy.type!} = "grpo"'),
+    InGrpo(
+        Refusal(("placement.reference",), lambda c: not c.has_reference,
+            _NO_ROLE + " ({train.train_policy.kl_beta=}, {train.train_policy.kl_in_reward.beta=})",
+            "write {!} = [], or {train.train_policy.kl_beta!} = 0.001", ("train.train_policy.kl_beta",)),
+        Refusal(("placement.critic",), lambda c: not c.critic.enable, _NO_ROLE + " ({critic.enable=})",
+            'write {!} = [], or {critic.enable!} = true and train.train_policy.advantage_estimator = "gae"'),
+        Refusal(("placement.reward_model",), lambda c: not c.reward_model.enable,
+            _NO_ROLE + " ({reward_model.enable=})",
+            "write {!} = [], or {reward_model.enable!} = true and "
+            'reward_model.model_name_or_path = "owner/name"'),
+    ),
     devices_are_distinct,
     sharing_is_asked_for,
     other_roles_share_too,

@@ -18,6 +18,7 @@ from schema.config.reward_signature import of_source
 from schema.config.root import Config
 from schema.config.rules.data import dataset_problems
 from schema.config.rules.idle import written
+from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.reward import BUILTIN_REWARDS
 
 _POLICY = "train.train_policy"
@@ -124,15 +125,6 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def prompt_forms_are_used(config: Config) -> Iterator[Problem]:
-    """Supervised training has no rewards to hand a prompt to."""
-    forms = config.reward.prompt_forms
-    if config.is_grpo or not forms:
-        return
-    message, related = "supervised training has no rewards", (f"{_POLICY}.type",)
-    yield Problem("reward.prompt_forms", message, list(forms), "leave it out", related=related)
-
-
 def variables_can_be_passed(config: Config) -> Iterator[Problem]:
     """`reward.environment` has names, and none of ours: the secrets of a job never reach a reward."""
     for index, name in enumerate(config.reward.environment):
@@ -145,7 +137,12 @@ def variables_can_be_passed(config: Config) -> Iterator[Problem]:
             yield Problem(key, message, name, "give the reward a variable of another name")
 
 
-REWARD_RULES = (rewards_are_known, prompt_forms_are_used, variables_can_be_passed)
+REWARD_RULES: tuple[Rule, ...] = (
+    rewards_are_known,
+    Refusal(("reward.prompt_forms",), lambda c: not c.is_grpo, "supervised training has no rewards",
+        related=("train.train_policy.type",)),
+    variables_can_be_passed,
+)  # fmt: skip
 
 
 # ---- an evaluation ----------------------------------------------------------------------------------------

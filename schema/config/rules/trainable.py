@@ -14,6 +14,7 @@ from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.policy import LoraConfig
 
 _MAP = "policy.trainable_map"
+_MERGED = "an export has the adapters of policy.lora merged in: training could not go on with the same base"
 _WITHIN = "{} has no effect: with policy.lora the reference is the policy without what it has learned"
 
 
@@ -119,24 +120,6 @@ def _fault(pattern: str) -> str:
     return ""
 
 
-def adapters_are_saved_as_such(config: Config) -> Iterator[Problem]:
-    """An export has the adapters merged in, and no way back to adapters and base."""
-    ckpt, lora = config.train.ckpt, "policy.lora"
-    if config.policy.lora is None:
-        return
-    saved, loaded = "train.ckpt.save_contents", "train.ckpt.load_contents"
-    why = f"an export has the adapters of {lora} merged in: training could not go on with the same base"
-    if ckpt.enable_checkpoint and "model" not in ckpt.save_contents:
-        hint = f"write {saved} = {toml_value(['model', *ckpt.save_contents])}"
-        message = f"{toml_value(ckpt.save_contents)} keeps no weights but those of an export, and {why}"
-        yield Problem(saved, message, ckpt.save_contents, hint, related=(lora,))
-    if "hf_model" in (ckpt.load_contents or ()):
-        rest = ["model", *(name for name in ckpt.load_contents or () if name not in ("hf_model", "model"))]
-        hint = f"write {loaded} = {toml_value(rest)}, or name the export with policy.model_name_or_path"
-        message = f"{toml_value(ckpt.load_contents)} begins with an export, and {why}"
-        yield Problem(loaded, message, ckpt.load_contents, hint, related=(lora,))
-
-
 def reference_of_adapters_is_the_base(config: Config) -> Iterator[Problem]:
     """A whole reference model next to adapters has no adapters: it cannot become a copy of the policy."""
     lora, interval = config.policy.lora, config.grpo.reference_reset_interval if config.is_grpo else None
@@ -190,6 +173,11 @@ def adapters_can_be_published_alone(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, "adapter", hint, related=(related,))
 
 
+def _without_export(config: Config) -> list[str]:
+    loaded = config.train.ckpt.load_contents or ()
+    return ["model", *(name for name in loaded if name not in ("hf_model", "model"))]
+
+
 TRAINABLE_RULES: tuple[Rule, ...] = (
     Refusal(_MAP, lambda c: c.policy.lora is not None and c.policy.trainable_map is not None,
         "policy.lora freezes all parameters of the model, and this map chooses among them",
@@ -209,7 +197,16 @@ TRAINABLE_RULES: tuple[Rule, ...] = (
     decomposed_rows_are_whole,
     modules_are_named_once,
     patterns_are_sound,
-    adapters_are_saved_as_such,
+    Refusal("train.ckpt.save_contents",
+        lambda c: c.policy.lora is not None and c.train.ckpt.enable_checkpoint
+        and "model" not in c.train.ckpt.save_contents,
+        f"{{}} keeps no weights but those of an export, and {_MERGED}",
+        lambda c: f"write {{!}} = {toml_value(['model', *c.train.ckpt.save_contents])}", ("policy.lora",)),
+    Refusal("train.ckpt.load_contents",
+        lambda c: c.policy.lora is not None and "hf_model" in (c.train.ckpt.load_contents or ()),
+        f"{{}} begins with an export, and {_MERGED}",
+        lambda c: f"write {{!}} = {toml_value(_without_export(c))}, or name the export with "
+        "policy.model_name_or_path", ("policy.lora",)),
     reference_of_adapters_is_the_base,
     adapters_can_be_published_alone,
 )  # fmt: skip

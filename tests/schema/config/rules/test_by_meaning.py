@@ -218,7 +218,7 @@ FAULTS = {
         ({f"{P}.kl_type": "k1"}, '"k1"', f"{P}.kl_beta = 0.0"),
         ({f"{P}.unbiased_kl_estimate": True, f"{KL}.beta": 0.1}, f"{P}.kl_beta = 0.0"),
     ],
-    algorithm.reference_is_used: [
+    "reference_is_used": [
         ({f"{P}.reference_reset_interval": 50}, "50", f"{P}.kl_beta = 0.0", f"{KL}.beta = 0.0"),
         ({"reference.model_name_or_path": "owner/name"}, f"{P}.kl_beta = 0.0"),
         ({"reference.parallelism": {"tp_size": 1}}, f"{P}.kl_beta = 0.0"),
@@ -419,7 +419,7 @@ FAULTS = {
             "critic.parallelism.tp_size = 2 cuts",
         ),
     ],
-    trainable.adapters_are_saved_as_such: [
+    "adapters_are_saved_as_such": [
         (
             {f"{K}.save_contents": ["optimizer"], f"{K}.enable_checkpoint": True}
             | {f"{K}.export_safetensors": True}
@@ -613,7 +613,7 @@ FAULTS = {
 }
 SUPERVISED = {
     "critic_agrees": [({"critic.enable": True}, f'{P}.type = "sft"')],
-    algorithm.reference_is_used: [({"reference.offload": True}, f'{P}.type = "sft"')],
+    "reference_is_used": [({"reference.offload": True}, f'{P}.type = "sft"')],
     training.warmup_ends_in_time: [
         ({"train.optm_warmup_steps": 20, "train.max_num_steps": 20}, "train.max_num_steps = 20")
     ],

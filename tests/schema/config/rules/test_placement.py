@@ -19,7 +19,6 @@ from schema.config.rules.placement import (
     no_device_is_idle,
     other_roles_share_too,
     others_are_apart,
-    roles_exist,
     sharing_is_asked_for,
     turns_are_of_common_devices,
 )
@@ -37,7 +36,7 @@ SHARDS = "policy.parallelism.dp_shard_size"
 
 GPUS = "placement.gpus_per_node"
 FAULTS = {
-    roles_exist: [
+    "roles_exist": [
         ({"placement.critic": [1]}, "critic.enable = false"),
         ({"placement.reference": [[1]]}, "[[1]]", "train.train_policy.kl_beta = 0.0"),
         ({"placement.reward_model": [1]}, "reward_model.enable = false"),
@@ -122,7 +121,7 @@ FAULTS = {
     ],
 }
 SUPERVISED = {
-    roles_exist: [({R: [1]}, "[1]", 'train.train_policy.type = "sft"')],
+    "roles_exist": [({R: [1], "rollout.parallelism.tp_size": 1}, "[1]", 'train.train_policy.type = "sft"')],
     sharing_is_asked_for: [({"placement.share": "memory"}, '"memory"', '"sft"')],
     devices_suffice: [({GPUS: 2, "policy.parallelism.dp_shard_size": 4}, "fewer than the 4", "(policy 4)")],
     no_device_is_idle: [({GPUS: 2, P: [1]}, "device 0")],
