@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Each, Refusal, Row, Rule, section
+from schema.config.rules.rows import Each, Refusal, Row, Rule, refused, section
 from schema.config.sections.train import CheckpointConfig
 
 _CKPT = "train.ckpt"
@@ -19,31 +19,24 @@ _ckpt = section(_CKPT, lambda c: c.train.ckpt)
 
 def loads_what_was_saved(config: Config) -> Iterator[Problem]:
     """Checkpoints hold the contents that a resumed run loads, and the weights come from one place."""
-    ckpt = config.train.ckpt
-    if ckpt.load_contents is None:
+    ckpt, key = config.train.ckpt, f"{_CKPT}.load_contents"
+    if (loaded := ckpt.load_contents) is None:
         return
-    loaded, key, saved_key = ckpt.load_contents, f"{_CKPT}.load_contents", f"{_CKPT}.save_contents"
-    shown = toml_value(loaded)
     missing = [name for name in loaded if name != "hf_model" and name not in ckpt.save_contents]
     if missing:
-        held = toml_value(ckpt.save_contents)
-        message = f"{shown} asks for {toml_value(missing)}, which {saved_key} = {held} leaves out"
         both = [name for name in ("model", "optimizer", "extra") if name in {*ckpt.save_contents, *missing}]
-        hint = f"write {saved_key} = {toml_value(both)}, or leave it out"
-        yield Problem(key, message, loaded, hint, related=(saved_key,))
+        says = f"{{}} asks for {toml_value(missing)}, which {{.save_contents=}} leaves out"
+        yield refused(config, key, says, f"write {{.save_contents!}} = {toml_value(both)}, or leave it out")
     elif not {"model", "hf_model"} & set(loaded):
-        message = f"{shown} loads no weights: training would go on from the initial ones"
-        hint = f"leave it out, or write {key} = {toml_value(['model', *loaded])}"
-        yield Problem(key, message, loaded, hint)
+        says = "{} loads no weights: training would go on from the initial ones"
+        yield refused(config, key, says, f"leave it out, or write {{!}} = {toml_value(['model', *loaded])}")
     elif {"model", "hf_model"} <= set(loaded):
-        message = f'{shown} loads the weights twice: "model" from the shards and "hf_model" from the export'
-        hint = f"write {key} = {toml_value([name for name in loaded if name != 'hf_model'])}"
-        yield Problem(key, message, loaded, hint)
+        says = '{} loads the weights twice: "model" from the shards and "hf_model" from the export'
+        shards = [name for name in loaded if name != "hf_model"]
+        yield refused(config, key, says, f"write {{!}} = {toml_value(shards)}")
     elif "hf_model" in loaded and not ckpt.export_safetensors:
-        export = f"{_CKPT}.export_safetensors"
-        message = f"{shown} takes the weights from an export, and {export} = false makes none"
-        hint = f"write {export} = true, or leave it out"
-        yield Problem(key, message, loaded, hint, related=(export,))
+        says = "{} takes the weights from an export, and {.export_safetensors=} makes none"
+        yield refused(config, key, says, "write {.export_safetensors!} = true, or leave it out")
 
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")

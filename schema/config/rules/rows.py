@@ -60,15 +60,24 @@ class Row(Generic[S]):
             table, _, last = key.rpartition(".")
             if not isinstance(self.key, str) and not any(written(value_at(whole, table), last)):
                 continue
-            named: list[str] = []
-            says = _filled(self.says(section) if callable(self.says) else self.says, whole, key, named)
-            hint = _filled(self.hint(section) if callable(self.hint) else self.hint, whole, key, [])
-            related = named if self.related is None else [_absolute(other, table) for other in self.related]
-            yield Problem(key, says, value_at(whole, key), hint, related=tuple(related))
+            says = self.says(section) if callable(self.says) else self.says
+            hint = self.hint(section) if callable(self.hint) else self.hint
+            yield refused(whole, key, says, hint, self.related)
 
 
 Refusal = Row[Config]
 """A row about the configuration as a whole."""
+
+
+def refused(
+    config: Any, key: str, says: str, hint: str = "leave it out", related: Iterable[str] | None = None
+) -> Problem:
+    """A problem of a key, for rules that are functions. The texts and `related` are as in a row."""
+    named: list[str] = []
+    message, remedy = _filled(says, config, key, named), _filled(hint, config, key, [])
+    table = key.rpartition(".")[0]
+    others = named if related is None else [_absolute(other, table) for other in related]
+    return Problem(key, message, value_at(config, key), remedy, related=tuple(others))
 
 
 def _filled(text: str, config: Any, key: str, named: list[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from schema.config.backends import BACKENDS
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Each, Refusal, Row, Rule, section
+from schema.config.rules.rows import Each, Refusal, Row, Rule, refused, section
 from schema.config.sections.controller import ControllerConfig
 from schema.config.sections.train_policy import GrpoConfig
 
@@ -21,18 +21,16 @@ def interval_fits_staleness(config: Config) -> Iterator[Problem]:
     """Between two publications k steps pass: with S < k - 1 no group could be leased for the last of them."""
     if not config.is_grpo or config.staleness_bound >= config.train.sync_weight_interval - 1:
         return
-    interval, bound = config.train.sync_weight_interval, config.staleness_bound
-    message = (
-        f"weights published every {interval} steps need a staleness bound of at least {interval - 1}, but it "
-        f"is {bound}: training would wait for ever"
+    least, bound = config.train.sync_weight_interval - 1, config.staleness_bound
+    says = (
+        f"weights published every {{}} steps need a staleness bound of at least {least}, but it is {bound}: "
     )
-    hint = (
-        f"write {_POLICY}.allowed_outdated_steps = {interval - 1} or train.sync_weight_interval = {bound + 1}"
-    )
+    hint = f"write {_POLICY}.allowed_outdated_steps = {least} or {{!}} = {bound + 1}"
     if config.grpo.on_policy:
-        hint = f"write train.sync_weight_interval = {bound + 1}, or {_POLICY}.on_policy = false"
+        hint = f"write {{!}} = {bound + 1}, or {_POLICY}.on_policy = false"
     related = (f"{_POLICY}.allowed_outdated_steps", f"{_POLICY}.on_policy")
-    yield Problem("train.sync_weight_interval", message, interval, hint, related=related)
+    key = "train.sync_weight_interval"
+    yield refused(config, key, says + "training would wait for ever", hint, related)
 
 
 _KEY = "train.deterministic"

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Each, Refusal, Row, Rule
+from schema.config.rules.rows import Each, Refusal, Row, Rule, refused
 from schema.config.sections.critic import CriticConfig
 from schema.config.sections.optimizer import OptimizerKeys
 from schema.config.sections.reference import ReferenceConfig
 from schema.config.sections.train import TrainingConfig
-
-_STEPS = "train.max_num_steps"
-
 
 Trained = Row[TrainingConfig | CriticConfig]
 
@@ -31,51 +28,42 @@ def _decays(keys: OptimizerKeys) -> bool:
 def warmup_is_a_share_or_steps(config: Config) -> Iterator[Problem]:
     """A float is a share of all steps, and shares add up to at most all of them."""
     for section, keys in _trained(config):
-        key, warmup = f"{section}.optm_warmup_steps", keys.optm_warmup_steps
-        ratio, decay = f"{section}.optm_decay_ratio", keys.optm_decay_ratio or 0.0
+        warmup, decay = keys.optm_warmup_steps, keys.optm_decay_ratio or 0.0
         if not isinstance(warmup, float):
             continue
         if warmup > 1.0:
-            message = f"a float is a share of all steps, at most 1.0, got {warmup}"
-            whole = warmup.is_integer()
-            hint = f"write {key} = {int(warmup)} for steps" if whole else "for steps write an integer"
-            yield Problem(key, message, warmup, hint)
+            says, whole = "a float is a share of all steps, at most 1.0, got {}", warmup.is_integer()
+            hint = f"write {{!}} = {int(warmup)} for steps" if whole else "for steps write an integer"
+            yield refused(config, f"{section}.optm_warmup_steps", says, hint)
         elif warmup + decay > 1.0:
-            message = f"decay ({decay}) and {key} = {warmup} together are more than all steps"
-            hint = f"write {ratio} = {int((1.0 - warmup) * 100) / 100}, or less of both"
-            yield Problem(ratio, message, decay, hint, related=(key,))
+            says = "decay ({}) and {.optm_warmup_steps=} together are more than all steps"
+            hint = f"write {{!}} = {int((1.0 - warmup) * 100) / 100}, or less of both"
+            yield refused(config, f"{section}.optm_decay_ratio", says, hint)
 
 
 def decay_is_complete(config: Config) -> Iterator[Problem]:
     """A decay has a shape and a length; without both, keys of the decay would do nothing."""
+    related = (".optm_decay_type", ".optm_decay_ratio")
     for section, keys in _trained(config):
-        shape = keys.optm_decay_type
-        ratio_key, steps_key = f"{section}.optm_decay_ratio", f"{section}.optm_decay_steps"
-        type_key, factor_key = f"{section}.optm_decay_type", f"{section}.optm_min_lr_factor"
-        ratio, steps, related = keys.optm_decay_ratio or 0.0, keys.optm_decay_steps, (type_key, ratio_key)
-        lengths = [(key, value) for key, value in ((ratio_key, ratio), (steps_key, steps)) if value]
+        lengths = [name for name in ("optm_decay_ratio", "optm_decay_steps") if getattr(keys, name)]
         if len(lengths) == 2:
-            message = f"{steps} contradicts {ratio_key} = {ratio}: both are the length of the decay"
-            hint = f"leave it out, or write {ratio_key} = 0.0"
-            yield Problem(steps_key, message, steps, hint, related=(ratio_key,))
-        if shape == "inverse_sqrt":
-            for key, value in lengths:
-                message = (
-                    f'has no effect with {type_key} = "inverse_sqrt", which decays from the end of warm-up on'
-                )
-                yield Problem(key, message, value, "leave it out", related=(type_key,))
+            says = "{} contradicts {.optm_decay_ratio=}: both are the length of the decay"
+            hint = "leave it out, or write {.optm_decay_ratio!} = 0.0"
+            yield refused(config, f"{section}.optm_decay_steps", says, hint)
+        if keys.optm_decay_type == "inverse_sqrt":
+            says = "has no effect with {.optm_decay_type=}, which decays from the end of warm-up on"
+            yield from (refused(config, f"{section}.{name}", says) for name in lengths)
         elif _decays(keys) and not lengths:
-            message = f"a {shape} decay needs the share of steps over which it happens ({ratio_key})"
-            hint = f"write {ratio_key} = 0.2, or another share in (0.0, 1.0]"
-            yield Problem(type_key, message, shape, hint, related=related)
+            says = "a {~} decay needs the share of steps over which it happens ({.optm_decay_ratio!})"
+            hint = "write {.optm_decay_ratio!} = 0.2, or another share in (0.0, 1.0]"
+            yield refused(config, f"{section}.optm_decay_type", says, hint, related)
         if not _decays(keys):
-            message = f"has no effect without a decay ({type_key})"
-            for key, value in lengths:
-                hint = f'write {type_key} = "linear", "cosine", "sqrt" or "wsd", or leave it out'
-                yield Problem(key, message, value, hint, related=related)
+            says = "has no effect without a decay ({.optm_decay_type!})"
+            hint = 'write {.optm_decay_type!} = "linear", "cosine", "sqrt" or "wsd", or leave it out'
+            yield from (refused(config, f"{section}.{name}", says, hint, related) for name in lengths)
             if keys.optm_min_lr_factor:
                 hint = "leave it out, or write a decay too"
-                yield Problem(factor_key, message, keys.optm_min_lr_factor, hint, related=related)
+                yield refused(config, f"{section}.optm_min_lr_factor", says, hint, related)
 
 
 def decay_fits_the_run(config: Config) -> Iterator[Problem]:
@@ -85,12 +73,11 @@ def decay_fits_the_run(config: Config) -> Iterator[Problem]:
         warmup, steps = keys.optm_warmup_steps, keys.optm_decay_steps
         if total is None or steps is None or isinstance(warmup, float) or warmup + steps <= total:
             continue
-        key, warmup_key = f"{section}.optm_decay_steps", f"{section}.optm_warmup_steps"
-        message = f"{steps} and {warmup_key} = {warmup} together are more than {_STEPS} = {total}"
-        hint = f"write {_STEPS} = {warmup + steps}, or fewer steps of warm-up and decay"
+        says = "{} and {.optm_warmup_steps=} together are more than {train.max_num_steps=}"
+        hint = f"write {{train.max_num_steps!}} = {warmup + steps}, or fewer steps of warm-up and decay"
         if warmup < total:
-            hint = f"write {key} = {total - warmup}, or {_STEPS} = {warmup + steps}"
-        yield Problem(key, message, steps, hint, related=(warmup_key, _STEPS))
+            hint = f"write {{!}} = {total - warmup}, or {{train.max_num_steps!}} = {warmup + steps}"
+        yield refused(config, f"{section}.optm_decay_steps", says, hint)
 
 
 def options_belong_to_their_shape(config: Config) -> Iterator[Problem]:
@@ -133,25 +120,20 @@ def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
     """Warning: a run that is shorter than its warm-up never reaches the learning rate that is written."""
     total = config.train.max_num_steps
     for section, keys in _trained(config):
-        key, warmup = f"{section}.optm_warmup_steps", keys.optm_warmup_steps
+        warmup = keys.optm_warmup_steps
         if total is not None and not isinstance(warmup, float) and warmup >= total:
-            message = (
-                f"{warmup} steps of warm-up do not end within {_STEPS} = {total}: the peak is never reached"
-            )
-            hint = f"write {key} = {total // 10}, or a share of all steps as a float"
-            yield Problem(key, message, warmup, hint, related=(_STEPS,))
+            says = "{} steps of warm-up do not end within {train.max_num_steps=}: the peak is never reached"
+            hint = f"write {{!}} = {total // 10}, or a share of all steps as a float"
+            yield refused(config, f"{section}.optm_warmup_steps", says, hint)
 
 
 def kernels_take_their_types(config: Config) -> Iterator[Problem]:
     """FlashAttention computes in 16 bits."""
-    key, version = "train.fa_version", config.train.fa_version
-    for section, keys in _trained(config) if version is not None else ():
+    for section, keys in _trained(config) if config.train.fa_version is not None else ():
         if keys.param_dtype == "float32":
             dtype = f"{section}.param_dtype"
-            message = f'{version} computes in bfloat16 or float16, and {dtype} = "float32"'
-            yield Problem(
-                key, message, version, f'write {dtype} = "bfloat16", or leave it out', related=(dtype,)
-            )
+            says = f"{{}} computes in bfloat16 or float16, and {{{dtype}=}}"
+            yield refused(config, "train.fa_version", says, f'write {dtype} = "bfloat16", or leave it out')
 
 
 def _sharded(config: Config) -> Iterator[tuple[str, TrainingConfig | CriticConfig | ReferenceConfig]]:

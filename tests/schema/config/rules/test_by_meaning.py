@@ -4,10 +4,12 @@ works (`tests.schema.remedies`), and what stands next to each fault and is sound
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from schema.config.loading.explain import all_fields
 from schema.config.rules import (
     RULES,
     WARNINGS,
@@ -21,7 +23,8 @@ from schema.config.rules import (
     training,
 )
 from schema.config.rules import checkpoint as ckpt
-from schema.config.rules.rows import Rule
+from schema.config.rules.rows import FirstOf, InGrpo, Rule
+from schema.config.rules.rows import Row as Row_
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, Row, cases, check_case, config_of, never_asked
 from tests.support.each import check_each
@@ -784,6 +787,24 @@ def test_every_rule_of_these_modules_is_tried_and_asked() -> None:
     rules = rules_of("_RULES", "_WARNINGS")
     assert never_asked(rules, CASES, GRPO) == [timing.the_same_bits_are_possible]  # its cases: test_timing
     assert set(rules) <= {*RULES, *WARNINGS}
+
+
+def keys_named(rule: Rule) -> list[str]:
+    """The keys of a row about the whole configuration, and those that its texts name; of others none."""
+    if isinstance(rule, InGrpo | FirstOf):
+        return [key for inner in rule.rules for key in keys_named(inner)]
+    if not isinstance(rule, Row_):
+        return []
+    keys = [rule.key] if isinstance(rule.key, str) else [*rule.key]
+    texts = " ".join(text for text in (rule.says, rule.hint) if isinstance(text, str))
+    others = [*re.findall(r"{([a-z0-9_.]+)[=!~]?}", texts), *(rule.related or ())]
+    table = keys[0].rpartition(".")[0]
+    return keys + [f"{table}{other}" if other.startswith(".") else other for other in others]
+
+
+def test_rows_name_keys_that_are_there() -> None:
+    known = {".".join(path[:end]) for path in all_fields() for end in range(1, len(path) + 1)}
+    assert [key for rule in (*RULES, *WARNINGS) for key in keys_named(rule) if key not in known] == []
 
 
 @pytest.mark.parametrize(
