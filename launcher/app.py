@@ -246,9 +246,9 @@ def run(
         written = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
         raise typer.Exit(slurm.write(written, os.environ))
     with ended_at_once():
-        from launcher.job.resume import continued
-        from launcher.job.run import Cluster, launch
-        from launcher.job.run import check as check_job
+        from launcher.job.launch import Cluster, launch
+        from launcher.job.launch import check as check_job
+        from launcher.job.request import continued
         from launcher.nodes.announcement import HeadAddress
 
     if not dry_run:

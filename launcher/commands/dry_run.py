@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launcher.job.run import Checked
+from launcher.job.launch import Checked
 from launcher.plan import credentials, nsight, placement, redis_server
 from launcher.plan.machine import Capacity, Machine, find_capacity
 from launcher.plan.placement import ProcessSpec, Replica, place

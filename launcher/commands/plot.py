@@ -156,7 +156,7 @@ class Curves:
 
     def title(self) -> str:
         """Model, cores and time."""
-        from launcher.display import duration
+        from launcher.display.view import duration
 
         model = str((self.config.get("policy") or {}).get("model_name_or_path", "a model"))
         parts = ["/".join(model.rstrip("/").split("/")[-2:])]

@@ -174,7 +174,7 @@ def advice(found: Mapping[str, Any]) -> str:
 
 
 def _after_failure(found: Mapping[str, Any], resume: str) -> str:
-    from launcher.job.summary import ALL_DROPPED, out_of_data
+    from launcher.display.summary import ALL_DROPPED, out_of_data
 
     if found["summary"] and out_of_data(found["summary"]):
         return ALL_DROPPED
@@ -183,7 +183,7 @@ def _after_failure(found: Mapping[str, Any], resume: str) -> str:
 
 def _redis(found: Mapping[str, Any]) -> str:
     """What the launcher found wrong with Redis."""
-    from launcher.display import REDIS
+    from launcher.display.view import REDIS
 
     return REDIS.get((found["launcher"] or {}).get("redis", ""), "")
 
@@ -225,7 +225,7 @@ def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
     now = time.time() if now is None else now
     text = [_title(found)]
     if found["summary"] is not None:
-        from launcher.job.summary import rows
+        from launcher.display.summary import rows
 
         text += [f"  {name}: {value}" for name, value in rows(found["summary"])]
     elif found["status"] is not None:
@@ -273,7 +273,7 @@ def _title(found: Mapping[str, Any]) -> str:
 
 
 def _job_lines(found: Mapping[str, Any]) -> list[str]:
-    from launcher.display import View, line, rewards_text
+    from launcher.display.view import View, line, rewards_text
     from schema.wire.messages import JobStatus
 
     status, ledger = JobStatus.model_validate(found["status"]), found["ledger"]
@@ -301,7 +301,7 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _history_lines(found: Mapping[str, Any]) -> list[str]:
-    from launcher.job.summary import learning
+    from launcher.display.summary import learning
 
     steps, validations = found["history"]["steps"], found["history"]["validations"]
     text = [f"  steps: {_steps(found)}, the last at {_clock(steps[-1]['at'])}"] if steps else []
@@ -310,7 +310,7 @@ def _history_lines(found: Mapping[str, Any]) -> list[str]:
 
 def why_lines(found: Mapping[str, Any]) -> list[str]:
     """What a job waits for, whom, what fails, and what would help: of a dead one, how it died and what came last."""
-    from launcher.display import View, sentence
+    from launcher.display.view import View, sentence
     from schema.wire.messages import JobStatus
 
     text = []
@@ -394,7 +394,7 @@ def _weights(weights: WeightsStatus, rollouts: int) -> str:
 
 def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
     """What died, when and why; and how often it was restarted."""
-    from launcher.display import duration
+    from launcher.display.view import duration
 
     launcher = found["launcher"] or {}
     text = []

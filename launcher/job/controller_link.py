@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from controller.client import AsyncClient, Call, ControllerError, ControllerLost
 from controller.client import calls as api
-from launcher.job.summary import Collected
+from launcher.display.summary import Collected
 from schema.wire.messages import JobStatus
 
 T = TypeVar("T")

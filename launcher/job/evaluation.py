@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.job.screen import Screen
-from launcher.job.summary import FORMAT
+from launcher.display.screen import Screen
+from launcher.display.summary import FORMAT
 from launcher.plan.credentials import given_to
 from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, read_json

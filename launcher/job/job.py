@@ -23,19 +23,19 @@ from typing import Any
 
 from controller.client import ControllerError
 from controller.client import calls as api
-from launcher.display import View, duration
+from launcher.display.screen import Screen
+from launcher.display.summary import Collected, Result
+from launcher.display.view import View, duration
 from launcher.job.controller_link import BRIEF, ControllerLink
 from launcher.job.event_log import EventLog
+from launcher.job.plan import Outcome, Plan
 from launcher.job.redis_pulse import RedisPulse
 from launcher.job.scaling import LocalScaling
-from launcher.job.screen import Screen
-from launcher.job.summary import Collected, Result
 from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
 from launcher.plan import nsight, placement, redis_server
 from launcher.plan.credentials import given_to, given_to_trackers, withheld
 from launcher.plan.placement import ProcessSpec
-from launcher.plan.plan import Outcome, Plan
 from launcher.plan.rundir import environment
 from launcher.processes.host import Folders, Host
 from launcher.processes.logs import tail

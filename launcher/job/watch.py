@@ -11,10 +11,10 @@ from pathlib import Path
 
 from controller.client import ControllerError, NotServing, Unauthorized
 from controller.client import calls as api
-from launcher.display import View, sample_line
+from launcher.display.view import View, sample_line
 from launcher.job.controller_link import ControllerLink
+from launcher.job.plan import Outcome, Plan
 from launcher.plan import nsight
-from launcher.plan.plan import Outcome, Plan
 from launcher.processes.logs import tail
 from launcher.processes.supervisor import Supervisor
 from launcher.restarts import EXIT_FAILED, EXIT_OK, is_hung

@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
+from launcher.display.screen import open_screen
+from launcher.display.summary import Result
 from launcher.job import redis_pulse
 from launcher.job.job import Job
-from launcher.job.screen import open_screen
-from launcher.job.summary import Result
+from launcher.job.plan import Plan
 from launcher.plan import redis_server
 from launcher.plan.placement import ProcessSpec, Replica
-from launcher.plan.plan import Plan
 from launcher.plan.rundir import RunDir, Tokens
 from launcher.processes.supervisor import free_port
 from launcher.restarts import Role

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from launcher.display.screen import Screen
 from launcher.errors import LaunchError
 from launcher.job.job import Job
-from launcher.job.screen import Screen
+from launcher.job.plan import Plan
 from launcher.job.trackers import command as tracked_by
 from launcher.nodes.announcement import HeadAddress
 from launcher.nodes.head import NodeServer, Terms
@@ -15,7 +16,6 @@ from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
 from launcher.plan.placement import place as placed
-from launcher.plan.plan import Plan
 from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
 from launcher.targets.kubernetes import cluster_job, render

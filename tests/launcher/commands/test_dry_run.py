@@ -12,7 +12,7 @@ from launcher.commands import dry_run as dryrun
 from launcher.commands.dry_run import HOST, Planned, plan, plan_lines
 from launcher.commands.tiny_model import write_tiny_model
 from launcher.errors import LaunchError
-from launcher.job.run import Checked
+from launcher.job.launch import Checked
 from launcher.plan.machine import Capacity, Machine
 from launcher.plan.rundir import RunDir
 from launcher.preflight.memory import PROGRAM_BYTES

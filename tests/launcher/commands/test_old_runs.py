@@ -10,7 +10,7 @@ import pytest
 from launcher.commands.plot import Curves
 from schema.wire import event_file, sample_file
 from tests.launcher.cli import cosmos
-from tests.launcher.job.test_summary import full, result
+from tests.launcher.display.test_summary import full, result
 from tests.launcher.samples import write_job
 from tests.schema.wire.test_event_file import step
 from tests.schema.wire.test_sample_file import record

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job.summary import Collected, Result
+from launcher.display.summary import Collected, Result
 from launcher.plan.rundir import RunDir, Tokens
 from schema.config import load_config
 from tests.launcher.cli import cosmos

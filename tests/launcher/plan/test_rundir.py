@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.display.summary import Collected, Result, rows
 from launcher.errors import LaunchError
-from launcher.job.summary import Collected, Result, rows
 from launcher.plan.rundir import (
     RunDir,
     Tokens,

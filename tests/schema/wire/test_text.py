@@ -15,10 +15,10 @@ from rich.console import Console
 
 import schema.wire.messages.recovery  # noqa: F401 - its messages are looked at
 from launcher.commands.status import lines, why_lines
-from launcher.display import View, line, panel
+from launcher.display.screen import Screen, TerminalScreen
+from launcher.display.summary import rows, table
+from launcher.display.view import View, line, panel
 from launcher.errors import LaunchError
-from launcher.job.screen import Screen, TerminalScreen
-from launcher.job.summary import rows, table
 from launcher.processes.logs import tail
 from schema.util.text import PLAIN, LogFormatter, indented, one_line, visible
 from schema.wire import messages as m

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LaunchError
-from launcher.job.resume import continued, finished, finished_lines
+from launcher.job.request import continued, finished, finished_lines
 from launcher.nodes.announcement import HeadAddress
 from launcher.paths import absolute
 from launcher.plan import nsight, redis_server
@@ -42,7 +42,7 @@ from schema.config.loading.load import load
 from schema.util.tls import server_context
 
 if TYPE_CHECKING:
-    from launcher.job.screen import Screen
+    from launcher.display.screen import Screen
     from launcher.nodes.head import NodeServer
 
 
@@ -94,10 +94,10 @@ def launch(
 ) -> int:
     """Run a job to its end and return the exit code. Raises ConfigError, LaunchError before anything starts.
 
-    `resume`: None for a run of its own, else what follows `--resume` (see `launcher.job.resume`). cluster: where this
-    machine is one of several. rollouts: whether the job starts its rollout replicas itself.
+    `resume`: None for a run of its own, else what follows `--resume` (see `launcher.job.request`). cluster: where
+    this machine is one of several. rollouts: whether the job starts its rollout replicas itself.
     """
-    from launcher.job.screen import open_screen
+    from launcher.display.screen import open_screen
 
     if cluster is not None and not cluster.leads:
         checked = check(paths, overrides, env, joins=True, rollouts=rollouts)
@@ -193,7 +193,7 @@ def _join(checked: Checked, cluster: Cluster, env: Mapping[str, str], *, resumes
     """Be a node of a job that another machine leads. resumes: the head goes on with a run, or finds it finished."""
     import asyncio
 
-    from launcher.job.screen import open_screen
+    from launcher.display.screen import open_screen
     from launcher.nodes.agent import Joining, run_node
 
     _check_cluster(checked.config, cluster)
@@ -222,9 +222,9 @@ def _run(
     early = note_signals()
     import asyncio  # a dry run, which loads this module too, need not wait for it
 
+    from launcher.display.summary import ALL_DROPPED, Result, out_of_data
     from launcher.job.job import Job
-    from launcher.job.summary import ALL_DROPPED, Result, out_of_data
-    from launcher.plan.plan import LOOPBACK, Plan
+    from launcher.job.plan import LOOPBACK, Plan
     from launcher.processes.supervisor import free_port
 
     # "save a checkpoint": until the job is up there is nothing to save.

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from launcher.display import LinePacer, View, line, panel
+from launcher.display.view import LinePacer, View, line, panel
 from schema.util.text import indented, visible
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Screen:
 
     def table(self, summary: Mapping[str, Any]) -> None:
         """Print the final table."""
-        from launcher.job.summary import rows
+        from launcher.display.summary import rows
 
         found = rows(summary)
         width = max(len(name) for name, _ in found)
@@ -83,7 +83,7 @@ class TerminalScreen(Screen):
             self._console.file = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
     def table(self, summary: Mapping[str, Any]) -> None:
-        from launcher.job.summary import table
+        from launcher.display.summary import table
 
         self.close()
         self._console.print(table(summary))

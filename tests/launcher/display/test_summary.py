@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.job.summary import Collected, Result, learning, out_of_data, rows, table
+from launcher.display.summary import Collected, Result, learning, out_of_data, rows, table
 from schema.wire.data_report import DataReport, FileReport, Rows
 from schema.wire.messages import LedgerStatus, Phase, StepRecord
 from tests.launcher.samples import held_out_loss, job_status, validation

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.display import FAILED, duration, number, rewards_text
+from launcher.display.view import FAILED, duration, number, rewards_text
 from schema.util.atomic_file import write_text
 from schema.util.text import one_line
 from schema.wire import data_report

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher.display import LINE_EVERY, SIGN_OF_LIFE, LinePacer, View, duration, line, panel, sparkline
-from launcher.job.screen import Screen
+from launcher.display.screen import Screen
+from launcher.display.view import LINE_EVERY, SIGN_OF_LIFE, LinePacer, View, duration, line, panel, sparkline
 from schema.wire.messages import Phase
 from tests.launcher.samples import held_out_loss, job_status, validation
 
