@@ -246,23 +246,18 @@ def run(
         written = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
         raise typer.Exit(slurm.write(written, os.environ))
     with ended_at_once():
-        from launcher.job.launch import Cluster, launch
-        from launcher.job.launch import check as check_job
-        from launcher.job.request import continued
+        from launcher.job.checked import check
+        from launcher.job.launch import launch
+        from launcher.job.request import Cluster, Request
         from launcher.nodes.announcement import HeadAddress
 
     if not dry_run:
         cluster = Cluster(HeadAddress.parse(head), _number(node)) if head else None
-        here = not no_rollouts
-        raise typer.Exit(
-            launch(configs, overrides, resume=resume, env=os.environ, cluster=cluster, rollouts=here)
-        )
+        request = Request(configs, overrides, os.environ, resume, cluster, rollouts=not no_rollouts)
+        raise typer.Exit(launch(request))
     from launcher.commands.dry_run import plan, plan_lines
 
-    if resume is not None:
-        found = continued(resume, configs, overrides)
-        configs, overrides = found.configs, found.overrides
-    planned = plan(check_job(configs, overrides, os.environ), resume=resume is not None, env=os.environ)
+    planned = plan(check(Request(configs, overrides, os.environ, resume).continued()))
     if as_json:
         print_json(planned.as_dict())
     else:

@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launcher.job.launch import Checked
+from launcher.job.checked import Checked
+from launcher.job.directory import choose
 from launcher.plan import credentials, nsight, placement, redis_server
 from launcher.plan.machine import Capacity, Machine, find_capacity
 from launcher.plan.placement import ProcessSpec, Replica, place
-from launcher.plan.rundir import RunDir, Tokens, choose, environment
+from launcher.plan.rundir import RunDir, Tokens, environment
 from launcher.plan.tls import controller_url
 from launcher.preflight import memory
 from launcher.preflight.memory import Cache, Part, size_text
@@ -96,10 +97,10 @@ class Planned:
         return data
 
 
-def plan(checked: Checked, *, resume: bool, env: Mapping[str, str]) -> Planned:
+def plan(checked: Checked) -> Planned:
     """Decide everything that a start decides. Raises LaunchError where a start would be refused."""
-    config = checked.config
-    run, continued = choose(config, resume or config.train.resume is True, time.time())
+    config, env = checked.config, checked.request.env
+    run, continued = choose(config, checked.resumes, time.time())
     model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
     teachers = _teachers(config, env)
     workers = [] if config.is_evaluation else place(config, *[checked.machine] * config.placement.nodes)

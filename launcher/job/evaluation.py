@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher.display.screen import Screen
 from launcher.display.summary import FORMAT
+from launcher.job.directory import Start
 from launcher.plan.credentials import given_to
 from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, read_json
@@ -130,11 +131,11 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def run_evaluation(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
-    """From a checked configuration and a locked run directory to the exit code."""
-    began = time.monotonic()
+def run_evaluation(start: Start) -> int:
+    """From a locked run directory to the exit code."""
+    began, run, screen, config = time.monotonic(), start.run, start.screen, start.checked.config
     run.write_config(config)
-    code = asyncio.run(evaluate(config, run, env, screen))
+    code = asyncio.run(evaluate(config, run, start.checked.request.env, screen))
     elapsed = time.monotonic() - began
     outcome = "stopped" if code > SIGNALLED else "finished" if code == EXIT_OK else "failed"
     reason = "" if code == EXIT_OK else f"exit code {code}"

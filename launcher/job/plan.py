@@ -1,4 +1,4 @@
-"""What a job is before its first process starts, and how it ended: plain values."""
+"""The fourth stage of a start: everything that is decided before the first process starts, and how a job ended."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from launcher.plan.placement import Replica
+from launcher.job.directory import Start
+from launcher.plan import redis_server
+from launcher.plan.machine import Machine
+from launcher.plan.placement import PlacementError, Replica, place_elastic
 from launcher.plan.redis_server import RedisServer
 from launcher.plan.rundir import RunDir, Tokens
-from schema.config import Config
+from launcher.plan.tls import controller_url, reachable_host
+from launcher.processes.supervisor import free_port
+from schema.config import Config, ConfigError
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,3 +52,45 @@ class Plan:
     """Rollout replicas that there is room for, started when they are needed."""
     address: str = LOOPBACK
     """Of this machine, for the others of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a job runs. host, port: where its controller listens. address: of this machine, for the others."""
+
+    host: str
+    port: int
+    url: str
+    address: str = LOOPBACK
+    others: Sequence[Machine] = ()
+
+
+def site_here(config: Config) -> Site:
+    """This machine alone. Raises OSError: `controller.host` is not an address of it."""
+    port = config.controller.port or free_port(reachable_host(config))
+    return Site(config.controller.host, port, controller_url(config, port))
+
+
+def plan(start: Start, site: Site, tokens: Tokens, reuse_data: bool) -> Plan:
+    """Decide what runs where. Raises ConfigError: the job does not fit the machines."""
+    checked, run = start.checked, start.run
+    config, request = checked.config, checked.request
+    try:
+        workers, reserve = place_elastic(config, checked.machine, *site.others, rollouts=request.rollouts)
+    except PlacementError as error:  # of what other machines have, which nobody knew before
+        raise ConfigError([error.problem]) from None
+    return Plan(
+        config=config,
+        run=run,
+        tokens=tokens,
+        url=site.url,
+        host=site.host,
+        port=site.port,
+        redis=redis_server.named(config.redis, request.env) or redis_server.embedded(run.redis),
+        workers=workers,
+        reserve=reserve,
+        reuse_data=reuse_data,
+        continued=start.goes_on,
+        env=request.env,
+        address=site.address,
+    )

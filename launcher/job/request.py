@@ -1,5 +1,6 @@
-"""`cosmos-launch --resume`: which run goes on, and with which configuration.
+"""The first stage of a start: what the command line asks for, and the run that it goes on with.
 
+    --config FILE                 a run of its own
     --resume                      the newest run below ./outputs, with the configuration it was started with
     --resume DIR                  that run, or the newest one below DIR, with its own configuration
     --config FILE --resume        the newest run of the file's train.output_dir, with the file
@@ -12,59 +13,67 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import LaunchError
 from launcher.job.remote import DEFAULT_OUTPUT, run_below
+from launcher.nodes.announcement import HeadAddress
 from launcher.plan.rundir import RunDir, already_running
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """A job on several machines. number: of this one, 0 leads; None: it leads if the head's address is its own."""
+
+    head: HeadAddress
+    number: int | None = None
+
+    @cached_property
+    def leads(self) -> bool:
+        """Whether this is the head. Raises LaunchError if its name is unknown."""
+        return self.head.is_here() if self.number is None else self.number == 0
+
+
 @dataclass(frozen=True, slots=True)
-class Continued:
-    """What a start that resumes reads. `run` is None where the configuration says which one it is."""
+class Request:
+    """A start that is asked for.
 
-    configs: list[Path]
-    overrides: list[str]
-    run: RunDir | None
+    resume: None for a run of its own, else what follows `--resume`. cluster: where this machine is one of several.
+    rollouts: whether the job starts its rollout replicas itself. run: the one that goes on, where it is named.
+    """
 
+    configs: Sequence[Path]
+    overrides: Sequence[str]
+    env: Mapping[str, str]
+    resume: str | None = None
+    cluster: Cluster | None = None
+    rollouts: bool = True
+    run: RunDir | None = None
 
-def continued(resume: str, configs: Sequence[Path], overrides: Sequence[str]) -> Continued:
-    """Find the run. Raises LaunchError: there is none, it is alive, or its configuration is missing."""
-    if configs and not resume:
-        return Continued(list(configs), list(overrides), None)
-    run = run_below(Path(resume or DEFAULT_OUTPUT), named=bool(resume))
-    if run.is_alive():
-        raise already_running(run)
-    if not configs and not run.config_toml.is_file():
-        raise LaunchError(
-            f"{run.path} holds no config.toml",
-            "name the configuration: cosmos-launch --config run.toml --resume",
+    @property
+    def is_node(self) -> bool:
+        """Whether another machine leads the job. Raises LaunchError if the name of the head is unknown."""
+        return self.cluster is not None and not self.cluster.leads
+
+    def continued(self) -> Request:
+        """The request with the run that it names, whose configuration counts where no other is given.
+
+        Raises LaunchError: there is no such run, it is alive, or its configuration is missing.
+        """
+        if self.resume is None or (self.configs and not self.resume):
+            return self
+        run = run_below(Path(self.resume or DEFAULT_OUTPUT), named=bool(self.resume))
+        if run.is_alive():
+            raise already_running(run)
+        if not self.configs and not run.config_toml.is_file():
+            raise LaunchError(
+                f"{run.path} holds no config.toml",
+                "name the configuration: cosmos-launch --config run.toml --resume",
+            )
+        place = {"train.output_dir": str(run.path.parent), "train.timestamp": run.path.name}
+        where = [f"{key}={json.dumps(value)}" for key, value in place.items()]
+        return replace(
+            self, configs=self.configs or [run.config_toml], overrides=[*self.overrides, *where], run=run
         )
-    place = {"train.output_dir": str(run.path.parent), "train.timestamp": run.path.name}
-    where = [f"{key}={json.dumps(value)}" for key, value in place.items()]
-    return Continued(list(configs) or [run.config_toml], [*overrides, *where], run)
-
-
-def finished(run: RunDir) -> dict[str, Any] | None:
-    """The summary of a run that has reached its end: there is nothing to go on with."""
-    summary = run.summary()
-    return summary if summary is not None and summary["outcome"] == "finished" else None
-
-
-def finished_lines(run: RunDir, summary: Mapping[str, Any]) -> list[str]:
-    """The message about it."""
-    steps = (summary.get("status") or {}).get("total_steps")
-    model = summary.get("final_model")
-    lines = [
-        f"{run.path} has finished"
-        + (f" its {steps} steps" if steps is not None else "")
-        + ": nothing to resume"
-    ]
-    if model:
-        lines += [
-            f"its model is in {model}; to train it further, start a run of its own:",
-            f"    cosmos-launch --config {run.config_toml} --set policy.model_name_or_path={model}",
-        ]
-    return lines

@@ -321,35 +321,6 @@ def already_running(run: RunDir) -> LaunchError:
     )
 
 
-def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
-    """The directory for this start, and whether it continues an earlier run.
-
-    Resuming takes the directory of `train.timestamp`, else the newest run of `train.output_dir`; where there is
-    none the run starts afresh. Raises LaunchError if a new run would mix with an old one.
-    """
-    root = Path(os.path.abspath(os.path.expanduser(config.train.output_dir)))
-    name = config.train.timestamp
-    if resume:
-        found = RunDir(root / name) if name else newest(root)
-        if found is not None and found.config_json.is_file():
-            return found, True
-    if name:
-        run = RunDir(root / name)
-        if run.is_alive():
-            raise already_running(run)
-        if run.config_json.exists():
-            raise LaunchError(
-                f"train.timestamp: {run.path} holds a run already",
-                "continue it with --resume, or leave train.timestamp out to start another one",
-            )
-        return run, False
-    stamp = time.strftime("%Y%m%d%H%M%S", time.localtime(now))
-    path, count = root / stamp, 1
-    while path.exists():
-        path, count = root / f"{stamp}-{count}", count + 1
-    return RunDir(path), False
-
-
 def is_run(path: Path) -> bool:
     """Whether a directory is that of a run."""
     return os.path.isfile(path / "config.json") and os.path.isdir(path / "logs")

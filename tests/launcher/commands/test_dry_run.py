@@ -12,7 +12,8 @@ from launcher.commands import dry_run as dryrun
 from launcher.commands.dry_run import HOST, Planned, plan, plan_lines
 from launcher.commands.tiny_model import write_tiny_model
 from launcher.errors import LaunchError
-from launcher.job.launch import Checked
+from launcher.job.checked import Checked
+from launcher.job.request import Request
 from launcher.plan.machine import Capacity, Machine
 from launcher.plan.rundir import RunDir
 from launcher.preflight.memory import PROGRAM_BYTES
@@ -38,7 +39,7 @@ def planned(
     monkeypatch.setattr(dryrun, "find_capacity", lambda gpus: capacity)
     policy = {"model_name_or_path": "tiny", "model_max_length": 100, **sections.pop("policy", {})}
     made = config(policy=policy, **sections)
-    return plan(Checked(made, machine, []), resume=False, env=env or {})
+    return plan(Checked(Request([], [], env or {}), made, machine, []))
 
 
 def test_processes_of_a_small_machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytes
     with pytest.raises(LaunchError, match="holds a run already"):
         planned(Machine(2), Capacity(GIB, GIB), monkeypatch, train={"timestamp": "mine"})
     again = config(train={"timestamp": "mine"}, policy={"model_name_or_path": "tiny"})
-    assert plan(Checked(again, Machine(2), []), resume=True, env={}).continued
+    assert plan(Checked(Request([], [], {}, resume=""), again, Machine(2), [])).continued
 
 
 def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""The second stage of a start: the configuration, loaded and checked on this machine. Changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from launcher.errors import LaunchError
+from launcher.job.request import Request
+from launcher.plan.machine import Machine, find_machine
+from launcher.plan.tls import unencrypted_addresses
+from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
+from launcher.resolved_config import values
+from schema.config import Config, ConfigError, Problem, check_warnings
+from schema.config.loading.load import load
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration that can run on this machine."""
+
+    request: Request
+    config: Config
+    machine: Machine
+    warnings: list[Problem]
+    origins: dict[str, str] = field(default_factory=dict)
+    """Where the keys that were written come from."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on with a run, where there is one."""
+        asked = self.request.resume is not None or self.config.train.resume is True
+        return asked and not self.config.is_evaluation
+
+
+def check(request: Request) -> Checked:
+    """Load and check everything that can be checked before a process starts. Raises ConfigError."""
+    env, loaded = request.env, load(request.configs, request.overrides, request.env)
+    config, machine, joins = loaded.config, find_machine(env), request.is_node
+    findings = check_machine(config, machine, joins=joins, rollouts=request.rollouts)
+    redis = Findings() if joins else check_redis(config, env)  # controller and Redis are the head's
+    problems = findings.problems + redis.problems + unset_variables(config, env)
+    if problems:
+        raise ConfigError(loaded.placed(problems))
+    warnings = (
+        check_warnings(config) + unencrypted_addresses(config, env) + findings.warnings + redis.warnings
+    )
+    origins = {value.key: value.source for value in values(loaded, changed_only=True)}
+    return Checked(request, config, machine, loaded.warnings + loaded.placed(warnings), origins)
+
+
+def check_start(checked: Checked) -> None:
+    """Raises LaunchError: the options of the start do not fit the configuration."""
+    config, cluster = checked.config, checked.request.cluster
+    nodes = 1 if config.is_evaluation else config.placement.nodes
+    if nodes > 1 and cluster is None:
+        raise LaunchError(
+            f"placement.nodes = {nodes}: the job runs on several machines, and none is named as their head",
+            "run the same command on each with the address of one of them: --head ADDRESS; or --target slurm",
+        )
+    if nodes == 1 and cluster is not None:
+        raise LaunchError(
+            f"--head {cluster.head} is for jobs on several machines, and placement.nodes = 1",
+            "write placement.nodes = 2, or as many as there are, or leave --head out",
+        )
+    if config.is_evaluation and checked.request.resume is not None:
+        raise LaunchError(
+            "an evaluation has nothing to resume", "leave --resume out: it is quick to run again"
+        )
