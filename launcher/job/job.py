@@ -34,9 +34,8 @@ from launcher.job.scaling import LocalScaling
 from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
 from launcher.plan import nsight, placement, redis_server
-from launcher.plan.credentials import given_to, given_to_trackers, withheld
+from launcher.plan.credentials import environment, given_to, given_to_trackers, withheld
 from launcher.plan.placement import ProcessSpec
-from launcher.plan.rundir import environment
 from launcher.processes.host import Folders, Host
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals

@@ -29,10 +29,10 @@ from launcher.nodes.announcement import (
 from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, T
 from launcher.nodes.orders import OrderError, Orders, run_of
 from launcher.plan import nsight
-from launcher.plan.credentials import given_to
+from launcher.plan.credentials import given_to, trust
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
-from launcher.plan.rundir import RunDir, trust
+from launcher.plan.rundir import RunDir
 from launcher.processes.host import KEEPER_MARGIN, End, Folders, LocalHost, LocalProcess, Order
 from launcher.processes.keeper import KILL_TIMEOUT
 from launcher.processes.signals import stop_signals

@@ -148,10 +148,10 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
     import asyncio
 
     from launcher.plan import nsight
-    from launcher.plan.credentials import given_to
+    from launcher.plan.credentials import environment, given_to
     from launcher.plan.machine import find_machine
     from launcher.plan.placement import PlacementError, ProcessSpec, another_policy, joined
-    from launcher.plan.rundir import Tokens, environment
+    from launcher.plan.rundir import Tokens
     from launcher.processes.host import Folders
     from launcher.processes.signals import stop_signals
     from launcher.processes.supervisor import Setting, Supervisor

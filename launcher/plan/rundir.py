@@ -39,13 +39,11 @@ from typing import Any, Self
 
 from launcher.errors import LaunchError
 from launcher.locks import held_alone, held_by_any
-from launcher.paths import absolute, resolved
-from launcher.restarts import Role
+from launcher.paths import resolved
 from schema.config import Config
 from schema.config.loading.tomlwrite import dumps
 from schema.util.atomic_file import write_text
 from schema.util.file_lock import try_lock
-from schema.util.proxies import spared
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
@@ -339,51 +337,6 @@ def newest(root: Path, *, nested: bool = False) -> RunDir | None:
             except OSError:  # removed just now
                 continue
     return RunDir(max(runs, key=lambda path: runs[path])) if runs else None
-
-
-def environment(
-    role: Role, tokens: Tokens, url: str, redis_url: str, password: str, tls_ca: str = ""
-) -> dict[str, str]:
-    """The secrets and addresses that a role gets: its own and no other. `tls_ca`: whom callers of `url` trust."""
-    if role is Role.CONTROLLER:
-        env = {
-            f"COSMOS_TOKEN_{name.upper()}": getattr(tokens, name) for name in ("user", "rollout", "policy")
-        }
-        env["COSMOS_REDIS_URL"] = redis_url
-        return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
-    if role in (Role.ROLLOUT, Role.POLICY):
-        env = {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
-        return env | trust(tls_ca)
-    return {}
-
-
-def trust(tls_ca: str) -> dict[str, str]:
-    """Whom callers of the controller trust, where that is not whom the system does: `controller.tls_ca`."""
-    return {"COSMOS_TLS_CA": absolute(tls_ca)} if tls_ca else {}
-
-
-def base_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment, without the secrets and addresses of jobs and without keys of the configuration, which
-    may hold credentials: processes read `config.json`. For the user's own secrets see `launcher.plan.credentials`,
-    for addresses that no proxy is asked for `spared`."""
-    private = (
-        "COSMOS_TOKEN",
-        "COSMOS_REDIS_",
-        "COSMOS_CONTROLLER_URL",
-        "COSMOS_REPLICA_",
-        "COSMOS_PARENT_PID",
-    )
-    kept = {
-        key: value
-        for key, value in env.items()
-        if not key.startswith(private) and not (key.upper().startswith("COSMOS_") and "__" in key)
-    }
-    root = Path(__file__).resolve().parents[2]
-    # Run from a source tree: -P keeps the current directory off the path.
-    if (root / "pyproject.toml").exists():
-        kept["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [kept.get("PYTHONPATH")])])
-    # What processes print is read as UTF-8.
-    return {**kept, **spared(kept), "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

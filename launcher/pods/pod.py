@@ -358,8 +358,8 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
 def _environment(
     spec: ProcessSpec, config: Config, url: str, token: str, keep: Path | None
 ) -> dict[str, str]:
-    from launcher.plan.credentials import given_to
-    from launcher.plan.rundir import Tokens, environment
+    from launcher.plan.credentials import environment, given_to
+    from launcher.plan.rundir import Tokens
 
     own = environment(spec.role, Tokens("", token, token), url, "", "", config.controller.tls_ca)
     if spec.role is Role.ROLLOUT and keep is not None:

@@ -30,8 +30,7 @@ def run_step(
     """
     import subprocess  # with the next two 100 ms that a command which runs no step need not spend
 
-    from launcher.plan.credentials import credentials_of
-    from launcher.plan.rundir import base_environment
+    from launcher.plan.credentials import base_environment, credentials_of
     from launcher.restarts import Role
 
     argv = [sys.executable, "-P", "-m", module, "--run-dir", str(directory), *arguments]

@@ -19,7 +19,8 @@ from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.server import Settings, StartError, open_job
 from controller.state.job_facts import ledger_params, scale_limits
-from launcher.plan.rundir import Tokens, environment
+from launcher.plan.credentials import environment
+from launcher.plan.rundir import Tokens
 from launcher.plan.tls import check_encryption
 from launcher.restarts import Role
 from rollout_worker.groups.pushing import _Entry, shared_payloads
