@@ -32,12 +32,15 @@ class Checked:
         return asked and not self.config.is_evaluation
 
 
-def check(request: Request) -> Checked:
-    """Load and check everything that can be checked before a process starts. Raises ConfigError."""
+def check(request: Request, *, joins: bool = False) -> Checked:
+    """Load and check everything that can be checked before a process starts. Raises ConfigError.
+
+    joins: controller and Redis are another machine's.
+    """
     env, loaded = request.env, load(request.configs, request.overrides, request.env)
-    config, machine, joins = loaded.config, find_machine(env), request.is_node
+    config, machine = loaded.config, find_machine(env)
     findings = check_machine(config, machine, joins=joins, rollouts=request.rollouts)
-    redis = Findings() if joins else check_redis(config, env)  # controller and Redis are the head's
+    redis = Findings() if joins else check_redis(config, env)
     problems = findings.problems + redis.problems + unset_variables(config, env)
     if problems:
         raise ConfigError(loaded.placed(problems))

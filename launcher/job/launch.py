@@ -70,7 +70,7 @@ def lead(request: Request) -> int:
 
 def follow(request: Request, cluster: Cluster) -> int:
     """Be a node of a job that another machine leads, until that has ended."""
-    checked = check(request)
+    checked = check(request, joins=True)
     check_start(checked)
     import asyncio
 
@@ -99,7 +99,7 @@ def train(start: Start) -> int:
 
     # "save a checkpoint": until the job is up there is nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    tokens, reuse_data = start.write()
+    tokens, reuse_data = start.run.write_start(start.checked.config, start.checked.origins)
     screen = start.screen
     if reuse_data and (warning := changed_since(start.checked.config, start.run.path)):
         screen.event(f"warning: {warning}")

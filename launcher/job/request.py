@@ -52,11 +52,6 @@ class Request:
     rollouts: bool = True
     run: RunDir | None = None
 
-    @property
-    def is_node(self) -> bool:
-        """Whether another machine leads the job. Raises LaunchError if the name of the head is unknown."""
-        return self.cluster is not None and not self.cluster.leads
-
     def continued(self) -> Request:
         """The request with the run that it names, whose configuration counts where no other is given.
 

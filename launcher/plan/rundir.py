@@ -32,7 +32,8 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -96,6 +97,7 @@ class RunDir:
         self.origins_json = path / "origins.json"
         self.config_toml, self.checkpoints = path / "config.toml", path / "checkpoints"
         self.profiles, self.starts_json = path / "profiles", path / "starts.json"
+        self.prompts = path / "data" / "train.safetensors"
         self._lock: int | None = None
 
     def take(self) -> bool:
@@ -134,7 +136,7 @@ class RunDir:
         write_text(self.config_toml, dumps(again), mode=0o600)
         return data
 
-    def write_origins(self, found: dict[str, str]) -> None:
+    def write_origins(self, found: Mapping[str, str]) -> None:
         """Write origins.json, by key; a start that goes on with config.toml leaves those of its keys as they were."""
         earlier, own = read_json(self.origins_json) or {}, str(self.config_toml)
         kept = {key: earlier.get(key, "") if where.startswith(own) else where for key, where in found.items()}
@@ -144,6 +146,17 @@ class RunDir:
     def written_config(self) -> dict[str, Any] | None:
         """config.json of an earlier start, or None."""
         return read_json(self.config_json)
+
+    def write_start(self, config: Config, origins: Mapping[str, str]) -> tuple[Tokens, bool]:
+        """Write the configuration, where its keys come from, and fresh tokens.
+
+        Returns the tokens, and whether the data that an earlier start prepared can be used again.
+        """
+        before, now = self.written_config(), self.write_config(config)
+        self.write_origins(origins)
+        tokens = Tokens.fresh()
+        self.write_tokens(tokens, trainers=config.policy.parallelism.n_init_replicas > 1)
+        return tokens, before is not None and _same_data(before, now) and self.prompts.exists()
 
     def write_tokens(self, tokens: Tokens, *, trainers: bool = False) -> None:
         """Leave the tokens that people need: `user` to look and operate, the others to join a replica by hand.
@@ -252,6 +265,27 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, the directory is this process's alone. Raises LaunchError: it cannot be made, or another has it."""
+        self.make()
+        self.lock()
+        try:
+            yield
+        finally:
+            self.unlock()
+
+    def take_over(self, patience: float, event: Callable[[str], None]) -> None:
+        """Go on with a run once the processes of an earlier start have left; they get `patience` seconds.
+
+        Raises LaunchError: some do not leave.
+        """
+        if leaving := self.leaving():
+            event(f"waiting for processes of an earlier start to leave ({', '.join(leaving)})")
+        self.wait_until_left(patience)
+        self.forget_earlier_end()
+        self.sweep()
+
     def wait_until_left(self, timeout: float) -> None:
         """Wait for processes of an earlier, killed launcher. Raises LaunchError if they do not leave."""
         give_up = time.monotonic() + timeout
@@ -317,6 +351,52 @@ def already_running(run: RunDir) -> LaunchError:
         f"a job runs in {run.path} already" + (f" (its launcher is {holder})" if holder else ""),
         f"`cosmos-launch status {run.path}` shows it, `cosmos-launch stop {run.path}` ends it",
     )
+
+
+def _same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two configurations prepare the same data: nothing but the resumption and the services differs."""
+
+    def relevant(data: Mapping[str, Any]) -> dict[str, Any]:
+        return {**data, "train": {**data["train"], "resume": None}, "controller": None, "launcher": None}
+
+    return relevant(before) == relevant(now)
+
+
+def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
+    """The directory for this start, and whether it continues an earlier run.
+
+    Resuming takes the directory of `train.timestamp`, else the newest run of `train.output_dir`; where there is
+    none the run starts afresh. Raises LaunchError if a new run would mix with an old one.
+    """
+    root = Path(os.path.abspath(os.path.expanduser(config.train.output_dir)))
+    name = config.train.timestamp
+    if resume:
+        found = RunDir(root / name) if name else newest(root)
+        if found is not None and found.config_json.is_file():
+            return found, True
+    if name:
+        run = RunDir(root / name)
+        if run.is_alive():
+            raise already_running(run)
+        if run.config_json.exists():
+            raise LaunchError(
+                f"train.timestamp: {run.path} holds a run already",
+                "continue it with --resume, or leave train.timestamp out to start another one",
+            )
+        return run, False
+    stamp = time.strftime("%Y%m%d%H%M%S", time.localtime(now))
+    path, count = root / stamp, 1
+    while path.exists():
+        path, count = root / f"{stamp}-{count}", count + 1
+    return RunDir(path), False
+
+
+def claim(config: Config, resume: bool) -> tuple[RunDir, bool]:
+    """As `choose`. A directory without a name is made at once: another launcher may begin in the same second."""
+    while True:
+        run, continues = choose(config, resume, time.time())
+        if continues or config.train.timestamp or run.take():
+            return run, continues
 
 
 def is_run(path: Path) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from launcher.display.screen import Screen
 from launcher.errors import LaunchError
-from launcher.job.directory import choose
 from launcher.job.job import Job
 from launcher.job.plan import Plan
 from launcher.job.trackers import command as tracked_by
@@ -17,7 +16,7 @@ from launcher.plan import nsight, redis_server
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
 from launcher.plan.placement import place as placed
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
 from launcher.targets.kubernetes import cluster_job, render
 from schema.config import Config

@@ -16,9 +16,8 @@ import pytest
 
 from launcher.display.summary import Collected, Result, rows
 from launcher.errors import LaunchError
-from launcher.job.directory import choose
 from launcher.plan.credentials import base_environment, environment
-from launcher.plan.rundir import RunDir, Tokens, newest, read_json, write_text
+from launcher.plan.rundir import RunDir, Tokens, choose, newest, read_json, write_text
 from launcher.restarts import Role
 from schema.config import Config, load_config
 from tests.launcher.samples import config, write_job
