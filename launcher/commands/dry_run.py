@@ -15,11 +15,11 @@ from typing import Any
 
 from launcher.job.checked import Checked
 from launcher.plan import credentials, nsight, placement, redis_server
+from launcher.plan.addresses import controller_url
 from launcher.plan.credentials import environment
 from launcher.plan.machine import Capacity, Machine, find_capacity
 from launcher.plan.placement import ProcessSpec, Replica, place
 from launcher.plan.rundir import RunDir, Tokens, choose
-from launcher.plan.tls import controller_url
 from launcher.preflight import memory
 from launcher.preflight.memory import Cache, Part, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model

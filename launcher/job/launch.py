@@ -25,8 +25,8 @@ from launcher.job.directory import FinishedError, Start, opened, refuse_finished
 from launcher.job.request import Cluster, Request
 from launcher.nodes.announcement import HeadAddress
 from launcher.paths import absolute
+from launcher.plan.addresses import reachable_elsewhere, url_of
 from launcher.plan.rundir import RunDir, Tokens, newest
-from launcher.plan.tls import reachable_elsewhere, url_of
 from launcher.processes.signals import note_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config.chat_template import changed_since
@@ -137,7 +137,7 @@ async def _nodes(
     from launcher.job.plan import Site
     from launcher.nodes.agreement import facts
     from launcher.nodes.head import NodeServer, Terms
-    from launcher.processes.supervisor import free_port
+    from launcher.plan.addresses import free_port
 
     config, env = start.checked.config, start.checked.request.env
     wanted, tls = config.controller, None

@@ -9,12 +9,11 @@ from typing import Literal
 
 from launcher.job.directory import Start
 from launcher.plan import redis_server
+from launcher.plan.addresses import controller_url, free_port, reachable_host
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError, Replica, place_elastic
 from launcher.plan.redis_server import RedisServer
 from launcher.plan.rundir import RunDir, Tokens
-from launcher.plan.tls import controller_url, reachable_host
-from launcher.processes.supervisor import free_port
 from schema.config import Config, ConfigError
 
 LOOPBACK = "127.0.0.1"

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from launcher.plan.addresses import reachable_host
 from schema.config import Config, Problem
 from schema.util.proxies import is_loopback, proxy_of
 from schema.wire.store_url import is_url
 
 if TYPE_CHECKING:
     import ssl
-
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to reach such a listener
-
-
-def reachable_host(config: Config) -> str:
-    """The host by which processes of this machine reach the controller."""
-    return ANY_ADDRESS.get(config.controller.host, config.controller.host)
-
-
-def controller_url(config: Config, port: int | str) -> str:
-    """The address of the controller for processes of this machine."""
-    return url_of(config, reachable_host(config), port)
-
-
-def reachable_elsewhere(config: Config) -> str:
-    """The host by which other machines reach the controller, as far as this one knows its name; the local one where
-    only that reaches it."""
-    host = config.controller.host
-    return socket.gethostname() if host in ANY_ADDRESS else host
-
-
-def url_of(config: Config, host: str, port: int | str) -> str:
-    """The controller's URL at a host."""
-    return f"{config.controller.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def check_encryption(config: Config) -> tuple[list[Problem], list[Problem]]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from launcher.plan import nsight
+from launcher.plan.addresses import free_port
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import keeper
 from launcher.processes.host import (
@@ -49,8 +47,6 @@ from schema.util.memory_kills import PROBABLY
 
 log = logging.getLogger(__name__)
 
-FIRST_PORT, ATTEMPTS = 10_000, 100
-"""The lowest port that is chosen, and how many are tried before the system chooses one."""
 PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL
@@ -358,31 +354,3 @@ async def _wait_all(chosen: list[Supervised], seconds: float) -> None:
     _, late = await asyncio.wait(waits, timeout=seconds)
     for task in late:
         task.cancel()
-
-
-def free_port(host: str) -> int:
-    """A port on which nobody listens on `host`. Raises OSError: it is not an address of this machine.
-
-    It lies below those that the system gives to connections, where there is room: one of those may be given away in
-    the seconds until its server starts, or while that is down.
-    """
-    end = _first_of_connections()
-    for _ in range(ATTEMPTS if end > FIRST_PORT else 0):
-        with suppress(OSError):
-            return _bound(host, random.SystemRandom().randrange(FIRST_PORT, end))
-    return _bound(host, 0)
-
-
-def _bound(host: str, port: int) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])
-
-
-def _first_of_connections() -> int:
-    """The first port that the system gives to connections; 0: not known."""
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from controller.client import Client, ControllerError
+from launcher.plan.addresses import free_port
 from launcher.plan.redis_server import valkey_binary
-from launcher.processes.supervisor import free_port
 from launcher.targets.manifests.base import CONFIG_FOLDER, SECRET_FOLDER
 from tests.e2e.program import COMMAND, LONG, ROOT
 from tests.support.waiting import PATIENCE, until

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from controller.client import calls as api
-from launcher.processes.supervisor import free_port
+from launcher.plan.addresses import free_port
 from schema.wire.messages import Phase
 from tests.e2e.cluster import Cluster, Container
 from tests.e2e.program import GROUPS, check_ledger, command, write_config

@@ -17,9 +17,9 @@ from launcher.job import redis_pulse
 from launcher.job.job import Job
 from launcher.job.plan import Plan
 from launcher.plan import redis_server
+from launcher.plan.addresses import free_port
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.plan.rundir import RunDir, Tokens
-from launcher.processes.supervisor import free_port
 from launcher.restarts import Role
 from schema.config import Config
 from schema.wire.prompts import write_prompts

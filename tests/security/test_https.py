@@ -18,10 +18,11 @@ import pytest
 from controller.client import AsyncClient, Client, ControllerLost, Untrusted
 from controller.client import calls as api
 from controller.server import StartError, serve
+from launcher.plan.addresses import controller_url
 from launcher.plan.credentials import environment
 from launcher.plan.machine import Machine
 from launcher.plan.rundir import Tokens
-from launcher.plan.tls import check_encryption, controller_url, unencrypted_addresses
+from launcher.plan.tls import check_encryption, unencrypted_addresses
 from launcher.pods.api_server import ApiServer, ClusterError
 from launcher.preflight.checks import check_machine
 from launcher.restarts import Role

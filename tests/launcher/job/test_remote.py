@@ -15,8 +15,8 @@ from launcher.commands import plot
 from launcher.errors import LaunchError
 from launcher.job.remote import HOW_TO_GET_IN, Target, find
 from launcher.nodes import join
+from launcher.plan.addresses import controller_url, reachable_elsewhere, url_of
 from launcher.plan.rundir import RunDir, Tokens
-from launcher.plan.tls import controller_url, reachable_elsewhere, url_of
 from launcher.restarts import Role
 from tests.launcher.samples import config
 from tests.support.controller import TOKENS

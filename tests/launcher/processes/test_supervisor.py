@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan import redis_server
+from launcher.plan import addresses, redis_server
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.processes import host
-from launcher.processes import supervisor as supervising
 from launcher.processes.host import Folders, LocalHost
 from launcher.processes.private_directory import make_private
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
@@ -185,16 +184,16 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path):
 def test_a_chosen_port_is_given_to_no_connection_meanwhile(address: str, monkeypatch: pytest.MonkeyPatch):
     """On a busy machine one of those is taken within seconds, and the controller could not listen."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found = {supervising.free_port(address) for _ in range(20)}
-    assert all(supervising.FIRST_PORT <= port < first for port in found)
+    found = {addresses.free_port(address) for _ in range(20)}
+    assert all(addresses.FIRST_PORT <= port < first for port in found)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as taken:
         port = int(taken.getsockname()[1])
-        monkeypatch.setattr(supervising, "FIRST_PORT", port)
-        monkeypatch.setattr(supervising, "_first_of_connections", lambda: port + 1)
-        assert supervising.free_port(address) != port, "it is in use, and so is all that may be tried"
+        monkeypatch.setattr(addresses, "FIRST_PORT", port)
+        monkeypatch.setattr(addresses, "_first_of_connections", lambda: port + 1)
+        assert addresses.free_port(address) != port, "it is in use, and so is all that may be tried"
     with pytest.raises(OSError, match="assign"):
-        supervising.free_port("192.0.2.1")
+        addresses.free_port("192.0.2.1")
 
 
 def test_a_crashing_replica_is_restarted_until_its_budget_is_used_up(tmp_path: Path):
