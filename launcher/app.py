@@ -247,9 +247,11 @@ def run(
         raise typer.Exit(slurm.write(written, os.environ))
     with ended_at_once():
         from launcher.job.checked import check
-        from launcher.job.launch import launch
         from launcher.job.request import Cluster, Request
         from launcher.nodes.announcement import HeadAddress
+
+        if not dry_run:
+            from launcher.job.launch import launch
 
     if not dry_run:
         cluster = Cluster(HeadAddress.parse(head), _number(node)) if head else None

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from schema.config import Config
     from schema.wire.messages import ReplicaInfo
 
 HEALTHY_AFTER = 300.0
@@ -53,10 +54,19 @@ class Budget:
     backoff_max: float
     healthy_after: float = HEALTHY_AFTER
 
+    @classmethod
+    def of_config(cls, config: Config) -> Budget:
+        """The budget of each replica of a job."""
+        launcher = config.launcher
+        return cls(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
+
     def delay(self, attempt: int) -> float:
         """Seconds to wait before restart number `attempt` (from 1) of a streak: doubled each time, bounded."""
         # The exponent is bounded too: beyond 2**60 seconds a float product could overflow.
         return float(min(self.backoff * 2.0 ** min(attempt - 1, 60), self.backoff_max))
+
+
+NO_RESTARTS = Budget(0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

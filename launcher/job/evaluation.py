@@ -12,65 +12,41 @@ import json
 import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from launcher.display.screen import Screen
 from launcher.display.summary import FORMAT
 from launcher.job.directory import Start
-from launcher.plan.credentials import given_to
+from launcher.plan.credentials import process_environment
 from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.host import Folders
 from launcher.processes.logs import tail
-from launcher.processes.signals import stop_signals
-from launcher.processes.supervisor import Exit, Setting, Situation, Supervised, Supervisor
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget, Role
+from launcher.processes.signals import queued_signals
+from launcher.processes.supervisor import Once, Setting, Supervised, Supervisor, attended
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED, Role
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.wire import data_report
 
-POLL = 0.5
-"""Seconds between looks at how far a step is."""
-
-
-class Watcher:
-    """What the supervisor asks: a step is run once, its exit code is looked at here."""
-
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-
-    async def exited(self, exit_: Exit) -> Situation:
-        return Situation(over=True, needed=False)
-
-    def event(self, text: str) -> None:
-        self._screen.event(text)
-
 
 async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
     """Run both steps; answers the exit code: 0, 1 if answers could not be scored, 2 for a fault of config or data."""
-    setting = Setting(
-        Folders(run.logs, run.locks),
-        grace=1.0,
-        budget=Budget(0, 0.0, 0.0),
-        environment=lambda spec: {**given_to(spec.role, config, env), **spec.env},
-    )
-    supervisor = Supervisor(setting, Watcher(screen))
-    interrupted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    signals = stop_signals()
-    for number in signals:
-        asyncio.get_running_loop().add_signal_handler(number, _once, interrupted, int(number))
-    try:
-        for replica in evaluation(str(run.path)):
-            code = await _step(supervisor, replica, interrupted, screen)
-            if code != EXIT_OK and not (run.path / "evaluation.json").exists():
-                return code
-            if replica.role is Role.DATA:
-                for text in data_report.of_run(run.path):
-                    screen.event(f"data: {text}")
-    finally:
-        await supervisor.kill_all()
-        for number in signals:
-            asyncio.get_running_loop().remove_signal_handler(number)
+    environment = partial(process_environment, config, env)
+    setting = Setting(Folders.of_run(run), 1.0, NO_RESTARTS, environment)
+    supervisor = Supervisor(setting, Once(screen.event))
+    with queued_signals() as interrupts:
+        try:
+            for replica in evaluation(str(run.path)):
+                code = await _step(supervisor, replica, interrupts, screen)
+                if code != EXIT_OK and not (run.path / "evaluation.json").exists():
+                    return code
+                if replica.role is Role.DATA:
+                    for text in data_report.of_run(run.path):
+                        screen.event(f"data: {text}")
+        finally:
+            await supervisor.kill_all()
     found = read_json(run.path / "evaluation.json")
     if found is None:
         screen.event("failed: the scores were not written")
@@ -80,31 +56,26 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
     return EXIT_FAILED if found["errors"] else EXIT_OK
 
 
-def _once(interrupted: asyncio.Future[int], number: int) -> None:
-    if not interrupted.done():
-        interrupted.set_result(number)
-
-
 async def _step(
-    supervisor: Supervisor, replica: Replica, interrupted: asyncio.Future[int], screen: Screen
+    supervisor: Supervisor, replica: Replica, interrupts: asyncio.Queue[int], screen: Screen
 ) -> int:
     """One process to its end, its last line shown whenever it changes."""
     supervised = supervisor.launch(replica)
     log_file = supervisor.setting.folders.logs / f"{replica.processes[0].name}.log"
     shown = ""
-    done = asyncio.create_task(supervised.done.wait())
-    waits: set[asyncio.Future[Any]] = {done, interrupted}
-    while not done.done() and not interrupted.done():
-        await asyncio.wait(waits, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+
+    def show() -> None:
+        nonlocal shown
         said = " ".join(tail(log_file, 1))
         if said and said != shown:
             shown = said
             screen.event(said.partition(": ")[2] or said)
-    done.cancel()
-    if interrupted.done():
-        screen.event(f"stopping ({signal.Signals(interrupted.result()).name})")
+
+    number = await attended(supervised.done.wait(), interrupts, show)
+    if number is not None:
+        screen.event(f"stopping ({signal.Signals(number).name})")
         await supervisor.kill_all()
-        return 128 + interrupted.result()
+        return SIGNALLED + number
     return _code(supervised)
 
 

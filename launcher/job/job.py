@@ -33,14 +33,14 @@ from launcher.job.redis_pulse import RedisPulse
 from launcher.job.scaling import LocalScaling
 from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
-from launcher.plan import nsight, placement, redis_server
-from launcher.plan.credentials import environment, given_to, given_to_trackers, withheld
+from launcher.plan import placement, redis_server
+from launcher.plan.credentials import environment, process_environment, withheld
 from launcher.plan.placement import ProcessSpec
-from launcher.processes.host import Folders, Host
+from launcher.processes.host import Host
 from launcher.processes.logs import tail
 from launcher.processes.signals import stop_signals
 from launcher.processes.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
-from launcher.restarts import EXIT_CONFIG, EXIT_NAME_TAKEN, EXIT_OK, Budget, EndJob, Role, is_crash
+from launcher.restarts import EXIT_CONFIG, EXIT_NAME_TAKEN, EXIT_OK, EndJob, Role, is_crash
 from schema.wire import data_report
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
@@ -67,20 +67,15 @@ class Job:
         self.plan, self.screen, self._early = plan, screen, early
         config, run = plan.config, plan.run
         self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
-        launcher = config.launcher
-        budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
-        self._grace = nsight.grace(config)
-        folders = Folders(run.logs, run.locks, run.profiles)
-        setting = Setting(folders, self._grace, budget, self._environment, hosts or {}, _meeting)
-        self.supervisor = Supervisor(setting, self)
+        setting = Setting.of_run(config, run, self._environment, hosts, _meeting)
+        self.supervisor, self._grace = Supervisor(setting, self), setting.grace
         self.link = ControllerLink(plan.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
         self._interrupts: asyncio.Queue[int] = asyncio.Queue()
         self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
         self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
-        given = given_to_trackers(config.logging.logger, plan.env)
-        self.trackers = Trackers(config, run.path, given, self.event)
+        self.trackers = Trackers(config, run.path, plan.env, self.event)
         rollouts = [*plan.workers, *plan.reserve]
         self.scaling = LocalScaling(rollouts, self.link, self.supervisor, self.event)
         self._errands: set[asyncio.Task[None]] = set()
@@ -261,9 +256,9 @@ class Job:
             )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
-        here = {"COSMOS_NODE_ADDRESS": self.plan.address}
-        own = self.own(spec, self.plan.config.controller.tls_ca)
-        return {**given_to(spec.role, self.plan.config, self.plan.env), **here, **spec.env, **own}
+        config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.address}
+        own = here | self.own(spec, config.controller.tls_ca)
+        return process_environment(config, self.plan.env, spec, own)
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
         """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node knows itself."""

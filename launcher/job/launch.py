@@ -25,7 +25,7 @@ from launcher.job.directory import FinishedError, Start, opened, refuse_finished
 from launcher.job.request import Cluster, Request
 from launcher.nodes.announcement import HeadAddress
 from launcher.paths import absolute
-from launcher.plan.addresses import reachable_elsewhere, url_of
+from launcher.plan.addresses import Site, free_port, reachable_elsewhere, url_of
 from launcher.plan.rundir import RunDir, Tokens, newest
 from launcher.processes.signals import note_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
@@ -34,7 +34,6 @@ from schema.util.tls import server_context
 
 if TYPE_CHECKING:
     from launcher.display.summary import Result
-    from launcher.job.plan import Site
     from launcher.nodes.head import NodeServer
 
 
@@ -115,11 +114,11 @@ def train(start: Start) -> int:
 async def _run(start: Start, tokens: Tokens, reuse_data: bool, early: Sequence[int]) -> Result:
     """early: signals that have come, and come until the job reads them."""
     from launcher.job.job import Job
-    from launcher.job.plan import plan, site_here
+    from launcher.job.plan import plan
 
     checked, cluster = start.checked, start.checked.request.cluster
     if cluster is None:
-        site = site_here(checked.config)
+        site = Site.here(checked.config)
         return await Job(plan(start, site, tokens, reuse_data), start.screen, early).run()
     async with _nodes(start, cluster.head, early) as (server, site):
         job = Job(plan(start, site, tokens, reuse_data), start.screen, early, server.hosts)
@@ -134,10 +133,8 @@ async def _nodes(
     start: Start, head: HeadAddress, early: Sequence[int]
 ) -> AsyncIterator[tuple[NodeServer, Site]]:
     """The other machines, once they have come to this one. Raises LaunchError."""
-    from launcher.job.plan import Site
     from launcher.nodes.agreement import facts
     from launcher.nodes.head import NodeServer, Terms
-    from launcher.plan.addresses import free_port
 
     config, env = start.checked.config, start.checked.request.env
     wanted, tls = config.controller, None

@@ -9,14 +9,11 @@ from typing import Literal
 
 from launcher.job.directory import Start
 from launcher.plan import redis_server
-from launcher.plan.addresses import controller_url, free_port, reachable_host
-from launcher.plan.machine import Machine
+from launcher.plan.addresses import LOOPBACK, Site
 from launcher.plan.placement import PlacementError, Replica, place_elastic
 from launcher.plan.redis_server import RedisServer
 from launcher.plan.rundir import RunDir, Tokens
 from schema.config import Config, ConfigError
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +48,6 @@ class Plan:
     """Rollout replicas that there is room for, started when they are needed."""
     address: str = LOOPBACK
     """Of this machine, for the others of the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a job runs. host, port: where its controller listens. address: of this machine, for the others."""
-
-    host: str
-    port: int
-    url: str
-    address: str = LOOPBACK
-    others: Sequence[Machine] = ()
-
-
-def site_here(config: Config) -> Site:
-    """This machine alone. Raises OSError: `controller.host` is not an address of it."""
-    port = config.controller.port or free_port(reachable_host(config))
-    return Site(config.controller.host, port, controller_url(config, port))
 
 
 def plan(start: Start, site: Site, tokens: Tokens, reuse_data: bool) -> Plan:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ import typer
 from launcher.errors import LaunchError
 from launcher.paths import resolved
 from launcher.plan import nsight, placement
-from launcher.plan.credentials import given_to
+from launcher.plan.credentials import process_environment
 from launcher.plan.machine import find_machine
 from launcher.plan.placement import PlacementError, Replica
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
-from launcher.processes.signals import stop_signals
-from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Budget
+from launcher.processes.signals import queued_signals
+from launcher.processes.supervisor import Exit, Once, Setting, Supervisor, attended
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED
 from schema.config import Config, ConfigError
 from schema.config.loading.load import load
 from schema.config.trained import READ, changes_numbers, settings_digest
@@ -105,8 +106,8 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
         setting = Setting(
             Folders(directory, directory, run.profiles),
             nsight.grace(config),
-            Budget(0, 0.0, 0.0),
-            lambda spec: {**given_to(spec.role, config, env), **spec.env},
+            NO_RESTARTS,
+            partial(process_environment, config, env),
         )
         code = asyncio.run(run_ranks(replica, directory / "output.jsonl", setting, screen.show))
         screen.end()
@@ -213,16 +214,6 @@ def sweep(profiles: Path) -> None:
 # ---- its processes --------------------------------------------------------------------------------------------
 
 
-class Once:
-    """What the supervisor asks: nothing is started again."""
-
-    async def exited(self, exit_: Exit) -> Situation:
-        return Situation(over=True, needed=False)
-
-    def event(self, text: str) -> None:
-        """There is nothing to say."""
-
-
 @dataclass
 class Follower:
     """The records that are appended to a file, each once it is a whole line."""
@@ -246,40 +237,25 @@ async def run_ranks(replica: Replica, output: Path, setting: Setting, show: Call
     The first signal asks the ranks to leave, so that they write what they have recorded; the second one kills them.
     """
     supervisor, reported = Supervisor(setting, Once()), Follower(output)
-    loop = asyncio.get_running_loop()
-    asked, killed = loop.create_future(), loop.create_future()
-    signals = stop_signals()
 
-    def interrupt(number: int) -> None:
-        for future in (asked, killed):
-            if not future.done():
-                return future.set_result(number)
+    def show_new() -> None:
+        for record in reported.new():
+            show(record)
 
-    async def follow(*until: asyncio.Future[Any]) -> None:
-        while not any(one.done() for one in until):
-            await asyncio.wait(until, timeout=POLL)
-            for record in reported.new():
-                show(record)
-
-    for number in signals:
-        loop.add_signal_handler(number, interrupt, int(number))
-    supervised = supervisor.launch(replica)
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(supervised.done.wait())]
-    try:
-        await follow(tasks[0], asked)
-        if asked.done():
-            if asked.result() == signal.SIGINT:
-                _complain("leaving after this step, once profiles are written; Ctrl-C again leaves at once")
-            tasks.append(asyncio.create_task(supervisor.stop([replica.name])))
-            await follow(tasks[1], killed)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await supervisor.kill_all()
-        for number in signals:
-            loop.remove_signal_handler(number)
-    if asked.done():
-        return SIGNALLED + int(asked.result())
+    with queued_signals() as interrupts:
+        supervised = supervisor.launch(replica)
+        try:
+            number = await attended(supervised.done.wait(), interrupts, show_new, POLL)
+            if number is not None:
+                if number == signal.SIGINT:
+                    _complain(
+                        "leaving after this step, once profiles are written; Ctrl-C again leaves at once"
+                    )
+                await attended(supervisor.stop([replica.name]), interrupts, show_new, POLL)
+        finally:
+            await supervisor.kill_all()
+    if number is not None:
+        return SIGNALLED + number
     if supervised.last_exit is None:
         # The task that cares for the ranks has failed, and says so in its very next turn.
         ending = await asyncio.wait_for(supervisor.ended, SAYING)

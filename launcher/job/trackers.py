@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from launcher.plan.credentials import given_to_trackers
 from launcher.processes import keeper
 from launcher.processes.host import LocalProcess, start_kept
 from launcher.restarts import EXIT_OK, HEALTHY_AFTER, describe_exit
@@ -43,7 +44,8 @@ class Trackers:
         self, config: Config, run_dir: Path, env: Mapping[str, str], event: Callable[[str], None]
     ) -> None:
         self._command = command(config, run_dir)
-        self._run_dir, self._env, self._event = run_dir, env, event
+        self._run_dir, self._event = run_dir, event
+        self._env = given_to_trackers(config.logging.logger, env)
         self._settings = keeper.Settings(
             os.getpid(), CLOSE_SECONDS, str(run_dir / ".locks" / "trackers.lock")
         )

@@ -29,7 +29,7 @@ from launcher.nodes.announcement import (
 from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, T
 from launcher.nodes.orders import OrderError, Orders, run_of
 from launcher.plan import nsight
-from launcher.plan.credentials import given_to, trust
+from launcher.plan.credentials import process_environment, trust
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
@@ -278,16 +278,15 @@ class Node:
         self._grace = nsight.grace(joining.config)
         self._orders = Orders(joining.config, joining.machine, number)
         self.why = ""
-        self._host = LocalHost(Folders(run.logs, run.locks, run.profiles), self._grace, self._environment)
+        self._host = LocalHost(Folders.of_run(run), self._grace, self._environment)
         self._processes: dict[int, LocalProcess] = {}
         self._names: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config = self._joining.config
-        given = given_to(spec.role, config, self._joining.env)
         own = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
-        return {**given, **own, **spec.env}
+        return process_environment(config, self._joining.env, spec, own)
 
     async def run(self, stopping: asyncio.Task[bool]) -> int | None:
         """Obey the head; the exit code, or None when the head is gone. No process is left behind."""

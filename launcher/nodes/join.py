@@ -16,7 +16,7 @@ import typer
 
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
-from launcher.restarts import EXIT_FAILED, EXIT_OK, Role
+from launcher.restarts import EXIT_FAILED, EXIT_OK, SIGNALLED, Role
 
 if TYPE_CHECKING:
     from launcher.plan.rundir import RunDir
@@ -145,17 +145,12 @@ def own_address(url: str) -> str:
 
 async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[str, str]) -> int | None:
     """Keep the replica up until it leaves; the exit code, or None if it left in order: with this start of the job."""
-    import asyncio
-
-    from launcher.plan import nsight
-    from launcher.plan.credentials import environment, given_to
+    from launcher.plan.credentials import environment, process_environment
     from launcher.plan.machine import find_machine
     from launcher.plan.placement import PlacementError, ProcessSpec, another_policy, joined
     from launcher.plan.rundir import Tokens
-    from launcher.processes.host import Folders
-    from launcher.processes.signals import stop_signals
-    from launcher.processes.supervisor import Setting, Supervisor
-    from launcher.restarts import Budget
+    from launcher.processes.signals import queued_signals
+    from launcher.processes.supervisor import Setting, Supervisor, attended
     from schema.config import Config, ConfigError
 
     config = Config.model_validate(_config(run))
@@ -176,31 +171,29 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
         own = environment(spec.role, tokens, joined_to.url, "", "", config.controller.tls_ca)
         if role is Role.POLICY:  # by which it is reached by the others
             own["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
-        return {**given_to(spec.role, config, env), **spec.env, **own}
+        return process_environment(config, env, spec, own)
 
-    launcher, observer = config.launcher, _Observer()
-    budget = Budget(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
-    folders = Folders(run.logs, run.locks, run.profiles)
-    supervisor = Supervisor(Setting(folders, nsight.grace(config), budget, whole), observer)
-    loop, asked = asyncio.get_running_loop(), asyncio.Queue[int]()
-    for number in stop_signals():
-        loop.add_signal_handler(number, asked.put_nowait, int(number))
-    kept = supervisor.launch(replica)
-    observer.event(f"{name} joins {joined_to.url}; its log: {folders.log_of(kept.replica.processes[0])}")
-    left, interrupted = asyncio.create_task(kept.done.wait()), asyncio.create_task(asked.get())
-    try:
-        while not (left.done() or interrupted.done()) and _Controller.of(run, joined_to.role) == joined_to:
-            await asyncio.wait({left, interrupted}, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
-        if left.done():
-            if supervisor.ended.done():
-                observer.event(supervisor.ended.result().verdict.reason)
-            return observer.code or None
-        why = "the job was started again"
-        if interrupted.done():
-            why = f"{signal.Signals(interrupted.result()).name}; again kills it at once"
-        observer.event(f"leaving ({why})")
-        stopping, again = asyncio.create_task(supervisor.stop([name])), asyncio.create_task(asked.get())
-        await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
-        return 128 + interrupted.result() if interrupted.done() else None
-    finally:
-        await supervisor.kill_all()
+    observer = _Observer()
+    supervisor = Supervisor(Setting.of_run(config, run, whole), observer)
+    with queued_signals() as interrupts:
+        kept = supervisor.launch(replica)
+        log_file = supervisor.setting.folders.log_of(replica.processes[0])
+        observer.event(f"{name} joins {joined_to.url}; its log: {log_file}")
+
+        def has_restarted() -> bool:
+            return _Controller.of(run, role) != joined_to
+
+        try:
+            number = await attended(kept.done.wait(), interrupts, has_restarted, POLL)
+            if kept.done.is_set():
+                if supervisor.ended.done():
+                    observer.event(supervisor.ended.result().verdict.reason)
+                return observer.code or None
+            why = "the job was started again"
+            if number is not None:
+                why = f"{signal.Signals(number).name}; again kills it at once"
+            observer.event(f"leaving ({why})")
+            await attended(supervisor.stop([name]), interrupts)
+            return None if number is None else SIGNALLED + number
+        finally:
+            await supervisor.kill_all()

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.plan.machine import Machine
 from schema.config import Config
 
+LOOPBACK = "127.0.0.1"
 FIRST_PORT, ATTEMPTS = 10_000, 100
 """The lowest port that is chosen, and how many are tried before the system chooses one."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to reach such a listener
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a job runs. host, port: where its controller listens; `url` is what its processes are given.
+
+    address: of this machine, for the others. others: the machines that are not this one.
+    """
+
+    host: str
+    port: int
+    url: str
+    address: str = LOOPBACK
+    others: Sequence[Machine] = ()
+
+    @classmethod
+    def here(cls, config: Config) -> Site:
+        """This machine alone. Raises OSError: `controller.host` is not an address of it."""
+        port = config.controller.port or free_port(reachable_host(config))
+        return cls(config.controller.host, port, controller_url(config, port))
 
 
 def reachable_host(config: Config) -> str:

@@ -136,7 +136,7 @@ def _tell(reason: str) -> None:
 def _controller(config: Config) -> NoReturn:
     """Become the controller of the job. Raises LaunchError."""
     from launcher.plan import placement
-    from launcher.plan.credentials import given_to
+    from launcher.plan.credentials import process_environment
     from schema.util.atomic_file import write_text
 
     run = _run_dir(config)
@@ -152,7 +152,7 @@ def _controller(config: Config) -> NoReturn:
     own = {
         name: text for name, text in os.environ.items() if name.startswith(("COSMOS_TOKEN_", "COSMOS_REDIS_"))
     }
-    env = {**given_to(spec.role, config, os.environ), **spec.env, **own}
+    env = process_environment(config, os.environ, spec, own)
     sys.stdout.flush()
     os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - the same program, with arguments of ours
 
@@ -220,11 +220,11 @@ def _prepare(run: RunDir, config: Config) -> None:
     import asyncio
 
     from launcher.plan import placement
-    from launcher.plan.credentials import given_to
+    from launcher.plan.credentials import process_environment
     from launcher.pods import children
 
     (spec,) = placement.data_preparation(str(run.path)).processes
-    env = {**given_to(spec.role, config, os.environ), **spec.env}
+    env = process_environment(config, os.environ, spec)
     ended = asyncio.run(children.run([children.Command("data", spec.argv, env)]))
     if ended.signalled:
         raise SystemExit(SIGNALLED + ended.signalled)
@@ -358,7 +358,7 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
 def _environment(
     spec: ProcessSpec, config: Config, url: str, token: str, keep: Path | None
 ) -> dict[str, str]:
-    from launcher.plan.credentials import environment, given_to
+    from launcher.plan.credentials import environment, process_environment
     from launcher.plan.rundir import Tokens
 
     own = environment(spec.role, Tokens("", token, token), url, "", "", config.controller.tls_ca)
@@ -369,7 +369,7 @@ def _environment(
     if spec.role is Role.POLICY:
         own["COSMOS_RENDEZVOUS"] = _rendezvous()
         own["COSMOS_NODE_ADDRESS"] = os.environ.get("COSMOS_NODE_ADDRESS") or "127.0.0.1"
-    return {**given_to(spec.role, config, os.environ), **spec.env, **own}
+    return process_environment(config, os.environ, spec, own)
 
 
 def _rendezvous() -> str:

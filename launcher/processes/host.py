@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 from launcher.plan import nsight
 from launcher.plan.placement import ProcessSpec
+from launcher.plan.rundir import RunDir
 from launcher.processes import keeper
 from launcher.processes.logs import tail
 from launcher.processes.private_directory import make_private
@@ -102,6 +103,11 @@ class Folders:
     logs: Path
     locks: Path
     profiles: Path = Path()
+
+    @classmethod
+    def of_run(cls, run: RunDir) -> Folders:
+        """Those of a run directory."""
+        return cls(run.logs, run.locks, run.profiles)
 
     def log_of(self, spec: ProcessSpec) -> Path:
         return self.logs / f"{spec.name}.log"

@@ -14,6 +14,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -61,3 +65,18 @@ def note_signals() -> list[int]:
     for number in stop_signals():
         signal.signal(number, lambda number, _: noted.append(number))
     return noted
+
+
+@contextmanager
+def queued_signals() -> Iterator[asyncio.Queue[int]]:
+    """Inside, with an event loop, signals that stop the job do nothing but appear, in order, in the queue."""
+    import asyncio  # not in the commands that have no loop
+
+    loop, queue, numbers = asyncio.get_running_loop(), asyncio.Queue[int](), stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, queue.put_nowait, int(number))
+    try:
+        yield queue
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -11,14 +11,15 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from launcher.plan import nsight
 from launcher.plan.addresses import free_port
 from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.rundir import RunDir
 from launcher.processes import keeper
 from launcher.processes.host import (
     KEEPER_MARGIN,
@@ -43,10 +44,13 @@ from launcher.restarts import (
     Role,
     describe_exit,
 )
+from schema.config import Config
 from schema.util.memory_kills import PROBABLY
 
 log = logging.getLogger(__name__)
 
+POLL = 0.5
+"""Seconds between looks at what is attended."""
 PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL
@@ -116,6 +120,19 @@ class Observer(Protocol):
     def event(self, text: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Once:
+    """Observes processes that run once: none is started again. say: gets what happens."""
+
+    say: Callable[[str], None] = lambda text: None
+
+    async def exited(self, exit_: Exit) -> Situation:
+        return Situation(over=True, needed=False)
+
+    def event(self, text: str) -> None:
+        self.say(text)
+
+
 ELASTIC = (Role.POLICY, Role.ROLLOUT)
 """Roles whose replicas go on without one of theirs, if there are others."""
 
@@ -138,6 +155,25 @@ class Setting:
     """The other machines, by the number of the node."""
     rendezvous: Callable[[], Mapping[str, str]] = _loopback
     """Where the ranks of a replica meet at one start of it: variables for each."""
+
+    @classmethod
+    def of_run(
+        cls,
+        config: Config,
+        run: RunDir,
+        environment: Callable[[ProcessSpec], Mapping[str, str]],
+        hosts: Mapping[int, Host] | None = None,
+        rendezvous: Callable[[], Mapping[str, str]] = _loopback,
+    ) -> Setting:
+        """As the configuration of a job says."""
+        return cls(
+            Folders.of_run(run),
+            nsight.grace(config),
+            Budget.of_config(config),
+            environment,
+            hosts or {},
+            rendezvous,
+        )
 
 
 @dataclass(slots=True)
@@ -347,6 +383,28 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("supervision failed", exc_info=error)
             self.end(EndJob(1, f"the launcher could not {task.get_name()}: {type(error).__name__}: {error}"))
+
+
+async def attended(
+    work: Coroutine[Any, Any, Any],
+    interrupts: asyncio.Queue[int],
+    look: Callable[[], Any] = bool,
+    every: float = POLL,
+) -> int | None:
+    """Wait for something, and look every so many seconds; the signal that ended the wait, or None.
+
+    look: ends it, too, by something true. Work that is not done by then is cancelled.
+    """
+    waits = awaited, signalled = asyncio.create_task(work), asyncio.create_task(interrupts.get())
+    try:
+        while not (awaited.done() or signalled.done()):
+            await asyncio.wait(waits, timeout=every, return_when=asyncio.FIRST_COMPLETED)
+            if look():
+                break
+        return signalled.result() if signalled.done() else None
+    finally:
+        for task in waits:
+            task.cancel()
 
 
 async def _wait_all(chosen: list[Supervised], seconds: float) -> None:
