@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, cast
 
 from schema.config import BUILTIN_REWARDS, Config, local_path
@@ -51,6 +52,15 @@ def resolved(config: Config, base: str = "") -> dict[str, Any]:
             if key in section:
                 section[key] = _rewards(section[key], base)
     return cast("dict[str, Any]", cut(data))
+
+
+def leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of nested tables by their dotted key, in order; an empty table is a value."""
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        is_table = isinstance(value, dict) and value
+        found |= leaves(value, f"{above}{name}.") if is_table else {f"{above}{name}": value}
+    return found
 
 
 def _source(name: str | None, base: str) -> str | None:

@@ -69,7 +69,7 @@ class Job:
         self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
         setting = Setting.of_run(config, run, self._environment, hosts, _meeting)
         self.supervisor, self._grace = Supervisor(setting, self), setting.grace
-        self.link = ControllerLink(plan.url, plan.tokens.user, config.controller.tls_ca or None)
+        self.link = ControllerLink(plan.site.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
         self._interrupts: asyncio.Queue[int] = asyncio.Queue()
         self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
@@ -198,7 +198,7 @@ class Job:
         self._send(self.redis.look_forever)
         self.view.stage = "starting the controller"
         self.supervisor.launch(
-            placement.controller(str(plan.run.path), plan.host, plan.port), after="workers"
+            placement.controller(str(plan.run.path), plan.site.host, plan.site.port), after="workers"
         )
         self.link.started.set()
         if not await self.link.wait_ready(config.controller.start_timeout):
@@ -251,19 +251,19 @@ class Job:
     def _hint_join(self) -> None:
         if self.plan.config.is_grpo:
             self.event(
-                f"the controller listens at {self.plan.url}; another rollout replica joins with "
+                f"the controller listens at {self.plan.site.url}; another rollout replica joins with "
                 f"`cosmos-launch join {self.plan.run.path}`"
             )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
-        config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.address}
+        config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
         own = here | self.own(spec, config.controller.tls_ca)
         return process_environment(config, self.plan.env, spec, own)
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
         """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node knows itself."""
         plan = self.plan
-        own = environment(spec.role, plan.tokens, plan.url, plan.redis.url, plan.redis.password, tls_ca)
+        own = environment(spec.role, plan.tokens, plan.site.url, plan.redis.url, plan.redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
             own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
         return own

@@ -9,7 +9,7 @@ from typing import Literal
 
 from launcher.job.directory import Start
 from launcher.plan import redis_server
-from launcher.plan.addresses import LOOPBACK, Site
+from launcher.plan.addresses import Site
 from launcher.plan.placement import PlacementError, Replica, place_elastic
 from launcher.plan.redis_server import RedisServer
 from launcher.plan.rundir import RunDir, Tokens
@@ -34,10 +34,7 @@ class Plan:
     config: Config
     run: RunDir
     tokens: Tokens
-    url: str
-    host: str
-    """Where the controller listens, at `port`."""
-    port: int
+    site: Site
     redis: RedisServer
     workers: list[Replica]
     reuse_data: bool
@@ -46,8 +43,6 @@ class Plan:
     env: Mapping[str, str]
     reserve: Sequence[Replica] = ()
     """Rollout replicas that there is room for, started when they are needed."""
-    address: str = LOOPBACK
-    """Of this machine, for the others of the job."""
 
 
 def plan(start: Start, site: Site, tokens: Tokens, reuse_data: bool) -> Plan:
@@ -58,18 +53,8 @@ def plan(start: Start, site: Site, tokens: Tokens, reuse_data: bool) -> Plan:
         workers, reserve = place_elastic(config, checked.machine, *site.others, rollouts=request.rollouts)
     except PlacementError as error:  # of what other machines have, which nobody knew before
         raise ConfigError([error.problem]) from None
+    redis = redis_server.named(config.redis, request.env) or redis_server.embedded(run.redis)
     return Plan(
-        config=config,
-        run=run,
-        tokens=tokens,
-        url=site.url,
-        host=site.host,
-        port=site.port,
-        redis=redis_server.named(config.redis, request.env) or redis_server.embedded(run.redis),
-        workers=workers,
-        reserve=reserve,
-        reuse_data=reuse_data,
-        continued=start.goes_on,
-        env=request.env,
-        address=site.address,
-    )
+        config=config, run=run, tokens=tokens, site=site, redis=redis, workers=workers, reserve=reserve,
+        reuse_data=reuse_data, continued=start.goes_on, env=request.env,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 import typer
 
 from launcher.errors import LaunchError
-from launcher.paths import resolved
+from launcher.paths import leaves, resolved
 from launcher.plan import nsight, placement
 from launcher.plan.credentials import process_environment
 from launcher.plan.machine import find_machine
@@ -129,13 +129,13 @@ def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -
     if not run.config_toml.is_file():
         raise LaunchError(f"{run.path} holds no config.toml", "it is not the directory of a run any more")
     written = load([run.config_toml]).config
-    before = dict(_leaves(resolved(written)))
+    before = leaves(resolved(written))
     config = load([run.config_toml], overrides, env).config
     if not config.is_grpo or config.is_evaluation:
         raise LaunchError(
             f"{run.path} is not a run of reinforcement learning", "only such runs record batches"
         )
-    now = dict(_leaves(resolved(config)))
+    now = leaves(resolved(config))
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if problems := nsight.check_nsight(config):
         raise ConfigError(problems)
@@ -145,14 +145,6 @@ def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -
             "keys of [train], [policy], [profiler], [placement] and [launcher] may change",
         )
     return config, Changes(changed, settings_digest(written), settings_digest(config))
-
-
-def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts]:

@@ -33,10 +33,9 @@ from launcher.plan.credentials import process_environment, trust
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
-from launcher.processes.host import KEEPER_MARGIN, End, Folders, LocalHost, LocalProcess, Order
-from launcher.processes.keeper import KILL_TIMEOUT
-from launcher.processes.signals import stop_signals
-from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
+from launcher.processes.host import End, Folders, LocalHost, LocalProcess, Order, escalation
+from launcher.processes.signals import queued_signals
+from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, SIGNALLED
 from schema.config import Config
 from schema.util.proof_exchange import ProofError
 from schema.util.tls import client_context
@@ -73,18 +72,18 @@ class _RefusedError(Exception):
 
 async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
     """Be a node until the job is over; the job's exit code. Raises LaunchError: it cannot join, with the reason."""
-    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
-    asked: list[int] = []
-
-    def interrupt(number: int) -> None:
-        asked.append(number)
-        interrupted.set()
-
-    for number in stop_signals():
-        loop.add_signal_handler(number, interrupt, int(number))
+    loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # the head's matter
-    known = facts(joining.config, joining.env)
-    stopping, unsteady_since = asyncio.create_task(interrupted.wait()), float("inf")
+    try:
+        with queued_signals() as interrupts:
+            return await _be_node(joining, asyncio.create_task(interrupts.get()), event)
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
+async def _be_node(joining: Joining, stopping: asyncio.Task[int], event: Callable[[str], None]) -> int:
+    """stopping: ends with the signal that asks this machine to leave."""
+    known, unsteady_since = facts(joining.config, joining.env), float("inf")
     try:
         while True:
             searching = asyncio.create_task(_join_once(joining, known, event))
@@ -92,12 +91,12 @@ async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
             if not searching.done():
                 searching.cancel()
                 await asyncio.wait({searching})
-                return 128 + asked[0]
+                return SIGNALLED + stopping.result()
             node = searching.result()
             joined = time.monotonic()
             code = await node.run(stopping)
             if code is not None:
-                return code if not asked else 128 + asked[0]
+                return SIGNALLED + stopping.result() if stopping.done() else code
             event(f"the connection to the head is lost ({node.why}); joining again")
             is_steady = time.monotonic() - joined > STEADY
             unsteady_since = float("inf") if is_steady else min(unsteady_since, joined)
@@ -110,8 +109,6 @@ async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
             await asyncio.wait({stopping}, timeout=LOOK)
     finally:
         stopping.cancel()
-        for number in (*stop_signals(), signal.SIGUSR1):
-            loop.remove_signal_handler(number)
 
 
 async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable[[str], None]) -> Node:
@@ -288,7 +285,7 @@ class Node:
         own = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
         return process_environment(config, self._joining.env, spec, own)
 
-    async def run(self, stopping: asyncio.Task[bool]) -> int | None:
+    async def run(self, stopping: asyncio.Task[int]) -> int | None:
         """Obey the head; the exit code, or None when the head is gone. No process is left behind."""
         code: int | None = None
         self.why = "it was interrupted there"
@@ -364,10 +361,7 @@ class Node:
 
     async def _end_all(self) -> None:
         """SIGTERM, the grace, then kill; none is left."""
-        for number, seconds in (
-            (signal.SIGTERM, self._grace + KEEPER_MARGIN), (signal.SIGINT, KILL_TIMEOUT + KEEPER_MARGIN),
-            (signal.SIGKILL, KEEPER_MARGIN),
-        ):  # fmt: skip
+        for number, seconds in escalation(self._grace):
             for process in self._processes.values():
                 process.send_signal(number)
             give_up = time.monotonic() + seconds

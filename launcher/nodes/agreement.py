@@ -13,12 +13,11 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import cosmos_launch
-from launcher.paths import resolved
+from launcher.paths import leaves, resolved
 from launcher.preflight.models import UnknownModelError, find_model
 from schema.config import Config, local_path
 
@@ -39,12 +38,12 @@ def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = ABSENT
     found["model"] = _model(config, env)
-    leaves = dict(_leaves(resolved(config)))
-    for value in leaves.values():
+    values = leaves(resolved(config))
+    for value in values.values():
         path = value.rpartition(":")[0] if isinstance(value, str) else ""
         if path.endswith(".py"):
             found[f"file {path}"] = _file(Path(path))
-    return found | {key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in leaves.items()}
+    return found | {key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in values.items()}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
@@ -78,14 +77,6 @@ def clocks_apart(ours: float, theirs: float) -> str:
     if abs(apart) <= CLOCK_TOLERANCE:
         return ""
     return f"its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of the head"
-
-
-def _leaves(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def _code() -> str:

@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -191,9 +191,11 @@ def _locked(path: Path, seconds: float) -> int | None:
 
 def _keep_config(run: RunDir, config: Config) -> None:
     """Write config.json. Raises LaunchError: the run was begun with another configuration, and cannot go on."""
+    from launcher.paths import leaves
+
     earlier = run.written_config()
     if earlier is not None:
-        before, now = _leaves(earlier), _leaves(config.to_dict())
+        before, now = leaves(earlier), leaves(config.to_dict())
         unlike = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         wrong = [key for key in unlike if not key.startswith(MAY_CHANGE)]
         if wrong:
@@ -204,15 +206,6 @@ def _keep_config(run: RunDir, config: Config) -> None:
         if not unlike:
             return
     run.write_config(config)
-
-
-def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, item in data.items():
-        found |= (
-            _leaves(item, f"{above}{name}.") if isinstance(item, dict) and item else {f"{above}{name}": item}
-        )
-    return found
 
 
 def _prepare(run: RunDir, config: Config) -> None:

@@ -82,6 +82,15 @@ class Order:
     private: str = ""
 
 
+def escalation(grace: float) -> list[tuple[signal.Signals, float]]:
+    """How processes are ended: signals one after the other, and the seconds that each gets."""
+    return [
+        (signal.SIGTERM, grace + KEEPER_MARGIN),
+        (signal.SIGINT, keeper.KILL_TIMEOUT + KEEPER_MARGIN),
+        (signal.SIGKILL, KEEPER_MARGIN),
+    ]
+
+
 class Host(Protocol):
     """A machine that can run processes."""
 

@@ -30,6 +30,7 @@ from launcher.processes.host import (
     LocalHost,
     Order,
     Process,
+    escalation,
 )
 from launcher.restarts import (
     EXIT_FAILED,
@@ -249,11 +250,7 @@ class Supervisor:
             if not supervised.alive and supervised.task is not None:
                 supervised.task.cancel()
         wait = self.setting.grace if grace is None else grace
-        for number, seconds in (
-            (signal.SIGTERM, wait + KEEPER_MARGIN),
-            (signal.SIGINT, keeper.KILL_TIMEOUT + KEEPER_MARGIN),
-            (signal.SIGKILL, KEEPER_MARGIN),
-        ):
+        for number, seconds in escalation(wait):
             chosen = [supervised for supervised in chosen if not supervised.done.is_set()]
             if not chosen:
                 return

@@ -17,7 +17,7 @@ from launcher.job import redis_pulse
 from launcher.job.job import Job
 from launcher.job.plan import Plan
 from launcher.plan import redis_server
-from launcher.plan.addresses import free_port
+from launcher.plan.addresses import Site, free_port
 from launcher.plan.placement import ProcessSpec, Replica
 from launcher.plan.rundir import RunDir, Tokens
 from launcher.restarts import Role
@@ -62,9 +62,7 @@ def main() -> int:
         config=settings,
         run=run,
         tokens=tokens,
-        url=f"http://127.0.0.1:{port}",
-        host="127.0.0.1",
-        port=port,
+        site=Site("127.0.0.1", port, f"http://127.0.0.1:{port}"),
         redis=redis_server.embedded(run.redis),
         workers=[Replica("policy-0", Role.POLICY, (spec,))],
         reuse_data=True,

@@ -13,6 +13,7 @@ from launcher.job.trackers import command as tracked_by
 from launcher.nodes.announcement import HeadAddress
 from launcher.nodes.head import NodeServer, Terms
 from launcher.plan import nsight, redis_server
+from launcher.plan.addresses import Site
 from launcher.plan.machine import Machine
 from launcher.plan.placement import PlacementError
 from launcher.plan.placement import place as placed
@@ -69,7 +70,7 @@ def _job(config: Config, place: Place) -> Job:
     run = RunDir(place.directory())
     server = redis_server.RedisServer("unix:///nowhere")
     plan = Plan(
-        config=config, run=run, tokens=Tokens.fresh(), url="http://127.0.0.1:1", host="127.0.0.1", port=1,
+        config=config, run=run, tokens=Tokens.fresh(), site=Site("127.0.0.1", 1, "http://127.0.0.1:1"),
         redis=server, workers=[], reuse_data=False, continued=False, env={},
     )  # fmt: skip
 
