@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpukit.bench import Bench
 from benchmarks.gpukit.training import samples
 from launcher.plan.machine import Capability, Machine, has_module
-from launcher.preflight.checks import check_hardware, missing_kernels
+from launcher.preflight.hardware import check_hardware
+from launcher.preflight.packages import missing_kernels
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.lr_schedule import Schedule

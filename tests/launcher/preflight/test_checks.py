@@ -14,20 +14,17 @@ import pytest
 
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, count_cores, find_machine, has_module
-from launcher.preflight.checks import (
-    check_engine_hardware,
+from launcher.preflight.checks import check_machine, check_redis, unset_variables
+from launcher.preflight.hardware import check_engine_hardware, check_hardware
+from launcher.preflight.packages import (
     check_engine_version,
-    check_hardware,
-    check_machine,
     check_overrides,
-    check_redis,
     fields,
     missing_compiler,
     missing_kernels,
     missing_packages,
     missing_trackers,
     unknown_names,
-    unset_variables,
 )
 from schema.config import Config
 from tests.launcher.samples import config
@@ -266,13 +263,13 @@ def test_what_an_engine_does_on_gpus_alone(
     kind = {"num_experts": 4} if "mixture" in words else {}
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, **kind}))
     wanted = config(rollout={"backend": "vllm", **rollout}, policy={"model_name_or_path": str(tmp_path)})
-    monkeypatch.setattr("launcher.preflight.checks._has_amx", lambda: False)
+    monkeypatch.setattr("launcher.preflight.hardware._has_amx", lambda: False)
     found = check_engine_hardware(wanted, Machine(8))
     assert [words in problem.message for problem in found] == [True] * bool(words)
     assert all(problem.hint for problem in found)
     assert check_engine_hardware(wanted, Machine(8, ("0", "1", "2", "3"))) == []
     if words == "AMX":
-        monkeypatch.setattr("launcher.preflight.checks._has_amx", lambda: True)
+        monkeypatch.setattr("launcher.preflight.hardware._has_amx", lambda: True)
         assert check_engine_hardware(wanted, Machine(8)) == []
 
 

@@ -1,0 +1,111 @@
+"""What the hardware of this machine can do, against the numerics and kernels that a job asks for."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+
+from launcher.plan.machine import Capability, Machine
+from schema.config import Config, Problem
+from schema.config.model_facts import BrokenModelError, read_facts
+
+# fp8 and FlashAttention exist from some generation of GPUs on. A GPU whose generation is unknown is taken to be
+# able: a wrong refusal would be worse than the worker's own error.
+
+ANY_LATER: Capability = (99, 0)
+SWITCHES: dict[str, tuple[str, Capability]] = {
+    "train.fp8.enable_fp8": ("fp8 training", (8, 9)),  # Ada and Hopper are the first that multiply fp8
+    "policy.enable_liger_kernel": ("a Liger kernel", (7, 0)),  # Volta is the first that Triton compiles for
+    "rollout.vllm_use_flashinfer": ("flashinfer", (7, 5)),  # Turing
+    "rollout.sampling_config.use_flashinfer": ("flashinfer", (7, 5)),
+}
+"""Key that is true or false -> what it switches on, and the first generation of GPUs that can do it."""
+FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
+    2: ((8, 0), ANY_LATER),
+    3: ((9, 0), (9, 9)),
+    4: ((9, 0), ANY_LATER),
+}
+"""Version -> first and last generation: 2 from Ampere on, 3 Hopper alone, 4 from Hopper on."""
+
+
+def check_hardware(config: Config, machine: Machine) -> list[Problem]:
+    """Numerics that this machine's GPUs cannot do, one problem each; without GPUs none of them."""
+    found = []
+    for key, (what, first) in SWITCHES.items():
+        if attrgetter(key)(config) and (config.is_grpo or not key.startswith("rollout.")):
+            found.append(_unable(machine, key, True, what, first, ANY_LATER, f"write {key} = false"))
+    if (version := config.train.fa_version) is not None:
+        what, (first, last) = f"FlashAttention {version}", FLASH_ATTENTION[version]
+        found.append(_unable(machine, "train.fa_version", version, what, first, last, "leave it out"))
+    return [problem for problem in found if problem is not None]
+
+
+def _unable(
+    machine: Machine, key: str, value: bool | int, what: str, first: Capability, last: Capability, remedy: str
+) -> Problem | None:
+    """The problem of a value that needs GPUs from `first` to `last`; None where the machine has them."""
+    if not machine.gpus:
+        message = f"{what} needs a GPU, and this machine has none that the installed torch can use"
+        return Problem(key, message, value, remedy)
+    unable = [one for one in machine.capabilities if one is not None and not first <= one <= last]
+    if not unable:
+        return None
+    needed = _text(first) + (" or later" if last == ANY_LATER else f" to {_text(last)}")
+    message = (
+        f"{what} needs GPUs of compute capability {needed}, and this machine has one of {_text(min(unable))}"
+    )
+    return Problem(key, message, value, remedy)
+
+
+def check_engine_hardware(config: Config, machine: Machine) -> list[Problem]:
+    """What an engine does on GPUs alone; with GPUs nothing."""
+    rollout, engine = config.rollout, config.rollout.engine
+    if machine.gpus or not config.is_grpo:
+        return []
+    problems, mesh = [], rollout.parallelism
+    none = "and this machine has none that the installed torch can use"
+    if mesh.ep_size > 1 and not engine.one_device:
+        key = "rollout.parallelism.ep_size"
+        message = f"{engine.title} shares experts among GPUs (its kernel for a CPU takes all of them), {none}"
+        hint = f"write {key} = 1: tp_size = {mesh.tp_size} cuts each expert"
+        problems.append(Problem(key, message, mesh.ep_size, hint))
+    elif mesh.dp_shard_size > 1 and not engine.one_device and _has_experts(config):
+        key = "rollout.parallelism.dp_shard_size"
+        message = f"copies of {engine.title} exchange the tokens of a mixture of experts among GPUs, {none}"
+        hint = f"write {key} = 1, and a larger rollout.parallelism.n_init_replicas"
+        problems.append(Problem(key, message, mesh.dp_shard_size, hint))
+    if rollout.quantization in engine.quantisations:
+        key, able = "rollout.quantization", sorted(engine.cpu_quantisations)
+        hint = f'write {key} = "none"'
+        if rollout.quantization not in able:
+            message = f"{engine.title} quantises so on a GPU, {none}"
+            problems.append(
+                Problem(key, message, rollout.quantization, f"{hint}, or one of {', '.join(able)} on a CPU")
+            )
+        elif not _has_amx():
+            message = (
+                f"{engine.title} computes with it on a GPU or a CPU with AMX tiles, and this CPU has none"
+            )
+            problems.append(Problem(key, message, rollout.quantization, hint))
+    return problems
+
+
+def _has_experts(config: Config) -> bool:
+    policy = config.policy
+    try:
+        facts = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config)
+    except BrokenModelError:
+        return False
+    return facts is not None and bool(facts.experts)
+
+
+def _has_amx() -> bool:
+    """Whether this machine's CPU multiplies tiles; one of which nothing is known is taken to be able."""
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+
+
+def _text(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
