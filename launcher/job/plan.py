@@ -10,7 +10,8 @@ from typing import Literal
 from launcher.job.directory import Start
 from launcher.plan import redis_server
 from launcher.plan.addresses import Site
-from launcher.plan.placement import PlacementError, Replica, place_elastic
+from launcher.plan.needs import PlacementError
+from launcher.plan.placement import Replica, place_elastic
 from launcher.plan.redis_server import RedisServer
 from launcher.plan.rundir import RunDir, Tokens
 from schema.config import Config, ConfigError

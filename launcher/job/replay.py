@@ -28,7 +28,8 @@ from launcher.paths import leaves, resolved
 from launcher.plan import nsight, placement
 from launcher.plan.credentials import process_environment
 from launcher.plan.machine import find_machine
-from launcher.plan.placement import PlacementError, Replica
+from launcher.plan.needs import PlacementError
+from launcher.plan.placement import Replica
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
 from launcher.processes.signals import queued_signals

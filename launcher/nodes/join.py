@@ -147,7 +147,8 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
     """Keep the replica up until it leaves; the exit code, or None if it left in order: with this start of the job."""
     from launcher.plan.credentials import environment, process_environment
     from launcher.plan.machine import find_machine
-    from launcher.plan.placement import PlacementError, ProcessSpec, another_policy, joined
+    from launcher.plan.needs import PlacementError
+    from launcher.plan.placement import ProcessSpec, another_policy, joined
     from launcher.plan.rundir import Tokens
     from launcher.processes.signals import queued_signals
     from launcher.processes.supervisor import Setting, Supervisor, attended

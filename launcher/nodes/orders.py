@@ -15,7 +15,8 @@ from pathlib import Path
 from launcher.nodes import messages as m
 from launcher.paths import absolute
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, ProcessSpec, Replica, place_elastic, process_of
+from launcher.plan.needs import PlacementError
+from launcher.plan.placement import ProcessSpec, Replica, place_elastic, process_of
 from launcher.plan.rundir import RunDir
 from launcher.restarts import Role
 from schema.config import Config

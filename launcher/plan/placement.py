@@ -22,13 +22,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.plan.machine import Machine
+from launcher.plan.needs import (
+    MOST_ON_CPU,
+    Needs,
+    PlacementError,
+    absent_devices,
+    needs,
+    spans_nodes,
+    too_few,
+    too_few_to_replay,
+    too_many,
+    unlike_the_policy,
+)
 from launcher.restarts import Role
 from schema.config import Config, Problem
-from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout, rollout_layout
-from schema.config.rules.placement import COMFORTABLE_SHARE, PLACEMENT_RULES, SHARE_KEY
-
-MOST_ON_CPU = 256
-"""Worker processes on a machine without GPUs: each loads torch, which takes half a GiB."""
+from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout
+from schema.config.rules.placement import PLACEMENT_RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +71,6 @@ class Replica:
     devices: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """How many GPUs (or, on CPU, ranks) a job takes."""
-
-    policy_replicas: int
-    policy_ranks: int
-    rollout_replicas: int
-    rollout_gpus: int
-
-
-class PlacementError(ValueError):
-    """The job does not fit this machine; `problem` has what it needs, what the machine has, and what to write."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
-
-
-def needs(config: Config, gpus: int, *, rollouts: bool = True) -> Needs:
-    """Ranks per replica. -1 of `policy.parallelism.dp_shard_size` takes its list, or the GPUs that are left.
-
-    rollouts: whether rollout replicas run here; else they join from elsewhere.
-    """
-    policy, shared = policy_layout(config), config.placement.share != "none"
-    rollout = rollout_layout(config) if config.is_grpo and rollouts else None
-    per_rollout = (rollout.size or 1) if rollout else 0
-    ranks = policy.size
-    if ranks is None:
-        left = gpus - sum(len(role.devices) for role in apart_layouts(config))
-        if policy.listed:
-            left = len(policy.devices)
-        elif rollout is not None and not shared:
-            left -= len(rollout.devices) or rollout.replicas * per_rollout
-        ranks = policy.unit * max(1, left // (policy.unit * policy.replicas))
-    return Needs(policy.replicas, ranks, rollout.replicas if rollout else 0, per_rollout)
-
-
 def cpu_threads(config: Config, machine: Machine, worker_processes: int) -> int:
     """Torch threads per worker process: two OpenMP teams on one core slow each other down many times."""
     return config.launcher.cpu_threads or max(1, machine.cores // max(1, worker_processes))
@@ -128,7 +100,7 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Rep
     wanted = needs(config, count, rollouts=rollouts)
     workers = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
     if not count and workers > MOST_ON_CPU * len(machines):
-        raise PlacementError(_too_many(wanted, workers, len(machines)))
+        raise PlacementError(too_many(wanted, workers, len(machines)))
     devices = _deal(config, wanted, count)
     nodes = _nodes(wanted, devices, len(machines), len(gpus[0]))
     for role in apart_layouts(config) if count else ():
@@ -214,7 +186,7 @@ def _nodes(
         of_policy = [[device // gpus_per_node for device in mine[:ranks]] for mine in devices["policy"]]
         for index, mine in enumerate(rollouts):
             if len({device // gpus_per_node for device in mine}) > 1:
-                raise PlacementError(_spans_nodes(index, mine, gpus_per_node))
+                raise PlacementError(spans_nodes(index, mine, gpus_per_node))
         return _Nodes(of_policy, [mine[0] // gpus_per_node for mine in rollouts])
     part = -(-wanted.policy_ranks // count)
     of_policy = [[rank // part for rank in range(wanted.policy_ranks)]] * wanted.policy_replicas
@@ -248,15 +220,6 @@ def _check_nearness(
                 )
 
 
-def _spans_nodes(index: int, devices: tuple[int, ...], gpus_per_node: int) -> Problem:
-    message = (
-        f"rollout-{index} would have devices {', '.join(map(str, devices))}, which are on several machines of "
-        f"{gpus_per_node} GPUs, and an engine runs on one (--target kubernetes gives it several)"
-    )
-    hint = "write sizes in [rollout.parallelism] that divide it, or placement.rollout with lists within one machine"
-    return Problem("placement.rollout", message, None, hint, related=("placement.gpus_per_node",))
-
-
 def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> Replica:
     """The ranks of a trainer alone, on the devices of the first replica in the job, and with as many threads.
 
@@ -269,28 +232,18 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
     there = role.devices or _free(config, listed, len(gpus))
     devices = tuple(there[:world]) if gpus else ()
     if gpus and len(devices) < world:
-        raise PlacementError(_too_few_to_replay(role, world, len(there), listed, len(gpus)))
+        raise PlacementError(too_few_to_replay(role, world, len(there), listed, len(gpus)))
     for other in apart_layouts(config) if gpus else ():
         if len(other.devices) < (copies := _data_ranks(config, world)):
-            raise PlacementError(_unlike_the_policy(other, copies))
+            raise PlacementError(unlike_the_policy(other, copies))
         devices += tuple(other.devices[:copies])
     if beyond := sorted(device for device in devices if device >= len(gpus)):
-        raise PlacementError(_beyond(role, beyond, len(gpus)))
+        raise PlacementError(absent_devices(role, beyond, len(gpus)))
     workers = wanted.policy_replicas * world + wanted.rollout_replicas
     threads = str(cpu_threads(config, machine, workers))
     env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads} | _visible([gpus], 0, devices)
     profiled, argv = config.profiler.enable_nsys, _module("policy_worker.replay", *arguments)
     return _policy("replay", [0] * world, [env], devices, profiled, argv)
-
-
-def _too_many(wanted: Needs, workers: int, nodes: int) -> Problem:
-    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
-    if wanted.rollout_replicas:
-        parts += f", {wanted.rollout_replicas} rollout replicas"
-    message = f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU * nodes} that share the cores of "
-    message += "a machine without GPUs" if nodes == 1 else f"{nodes} machines without GPUs"
-    key = "rollout.parallelism" if wanted.rollout_replicas > workers // 2 else "policy.parallelism"
-    return Problem(key, message, workers, f"write smaller sizes in [{key}], or run it where the GPUs are")
 
 
 def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int, ...]]]:
@@ -306,7 +259,7 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
         return {role.name: [()] * role.replicas for role in roles.values()}
     for role in listed:
         if beyond := sorted(device for device in role.devices if device >= count):
-            raise PlacementError(_beyond(role, beyond, count))
+            raise PlacementError(absent_devices(role, beyond, count))
     free = _free(config, listed, count)
     totals = {"policy": wanted.policy_replicas * wanted.policy_ranks}
     totals["rollout"] = wanted.rollout_replicas * wanted.rollout_gpus
@@ -319,12 +272,12 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
         else:
             mine = free[start : start + totals[name]]
             if len(mine) < totals[name]:
-                raise PlacementError(_too_few(config, wanted, listed, len(free), count))
+                raise PlacementError(too_few(config, wanted, listed, len(free), count))
             dealt[name] = role.dealt(mine)
             start += 0 if shared else totals[name]
     for role in apart_layouts(config):
         if len(role.devices) != (copies := _data_ranks(config, totals["policy"])):
-            raise PlacementError(_unlike_the_policy(role, copies))
+            raise PlacementError(unlike_the_policy(role, copies))
     return dealt
 
 
@@ -348,70 +301,6 @@ def _data_ranks(config: Config, ranks: int) -> int:
     """Of so many ranks of the policy those that have samples of their own."""
     mesh = config.policy.parallelism
     return ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size)
-
-
-def _unlike_the_policy(role: RoleLayout, ranks: int) -> Problem:
-    own = len(role.devices)
-    message = f"names {own} devices, and policy.parallelism.dp_shard_size = -1 makes {ranks} data ranks here"
-    hint = f"name {ranks} devices, one for each, or write policy.parallelism.dp_shard_size = {own}"
-    return Problem(role.key, message, role.listed, hint, related=("policy.parallelism.dp_shard_size",))
-
-
-def _beyond(role: RoleLayout, beyond: list[int], count: int) -> Problem:
-    names = ", ".join(map(str, beyond))
-    message = f"names device {names}, and this machine has {count} GPUs for this job (0 to {count - 1})"
-    return Problem(
-        role.key, message, role.listed, "name devices that are there; look at CUDA_VISIBLE_DEVICES"
-    )
-
-
-def _too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, count: int) -> Problem:
-    policy, rollout = (
-        wanted.policy_replicas * wanted.policy_ranks,
-        wanted.rollout_replicas * wanted.rollout_gpus,
-    )
-    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
-    if wanted.rollout_replicas:
-        parts += f", {wanted.rollout_replicas} rollout replicas of {wanted.rollout_gpus}"
-    shared = config.placement.share != "none"
-    total = max(policy, rollout) if shared else policy + rollout
-    message = f"the job needs {total} GPUs ({parts}), this machine has {count}"
-    if config.placement.gpus_per_node is not None:
-        message += " for it (placement.gpus_per_node)"
-    if listed and not shared:
-        message += f", and {listed[0].key} leaves {free}"
-    if rollout and not shared and not listed and max(policy, rollout) <= count:
-        return _needs_sharing(config, message)
-    hint = (
-        "lower policy.parallelism or rollout.parallelism (n_init_replicas, dp_shard_size), "
-        "or look at CUDA_VISIBLE_DEVICES"
-    )
-    key = "rollout.parallelism" if wanted.rollout_replicas else "policy.parallelism"
-    return Problem(key, message, total, hint)
-
-
-def _too_few_to_replay(
-    role: RoleLayout, world: int, there: int, listed: list[RoleLayout], count: int
-) -> Problem:
-    message, key = f"the replay needs {world} GPUs, ", "policy.parallelism.dp_shard_size"
-    message += f"{role.key} names {there}" if role.listed else f"this machine has {count}"
-    if listed and not role.listed:
-        message += f", and {listed[0].key} leaves {there}"
-    hint = f"write {key} = {there // role.unit}" if there >= role.unit else ""
-    if listed:
-        hint += f"{', or ' if hint else 'write '}another {listed[0].key}"
-    return Problem(key, message, world, hint or "replay it where the GPUs are")
-
-
-def _needs_sharing(config: Config, message: str) -> Problem:
-    """The roles fit one upon the other: say what to write for that, and what happens then."""
-    share = config.rollout.gpu_memory_utilization
-    hint = 'write placement.share = "memory": both stay in the memory of the same GPUs'
-    if config.rollout.engine.reserves_memory:
-        part = "" if share <= COMFORTABLE_SHARE else f" (write {SHARE_KEY} = 0.5)"
-        hint += f", {config.rollout.engine.title} takes {share:.0%} of it{part} and the trainer what is left"
-    related = ("rollout.parallelism", "policy.parallelism", SHARE_KEY)
-    return Problem("placement.share", message + ", and none is shared", "none", hint, related=related)
 
 
 def _visible(gpus: Sequence[tuple[str, ...]], node: int, devices: Sequence[int]) -> dict[str, str]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, ProcessSpec, another_policy, follower, joined, needs
+from launcher.plan.needs import PlacementError, needs
+from launcher.plan.placement import ProcessSpec, another_policy, follower, joined
 from schema.config import Config, ConfigError
 
 

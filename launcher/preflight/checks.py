@@ -18,8 +18,9 @@ from pathlib import Path
 from launcher.paths import absolute
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, has_module
+from launcher.plan.needs import PlacementError, needs
 from launcher.plan.nsight import check_nsight
-from launcher.plan.placement import PlacementError, needs, place_elastic
+from launcher.plan.placement import place_elastic
 from launcher.plan.tls import check_encryption
 from launcher.preflight.hardware import check_engine_hardware, check_hardware
 from launcher.preflight.memory import size_text

@@ -23,7 +23,7 @@ import typer
 
 from launcher.errors import LaunchError
 from launcher.paths import absolute
-from launcher.plan.placement import needs
+from launcher.plan.needs import needs
 from launcher.restarts import EXIT_OK
 from schema.config import Config
 from schema.config.layout import rollout_layout

@@ -15,7 +15,7 @@ from launcher.nodes.head import NodeServer, Terms
 from launcher.plan import nsight, redis_server
 from launcher.plan.addresses import Site
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError
+from launcher.plan.needs import PlacementError
 from launcher.plan.placement import place as placed
 from launcher.plan.rundir import RunDir, Tokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role

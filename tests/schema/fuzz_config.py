@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from launcher.plan.machine import Machine
-from launcher.plan.placement import MOST_ON_CPU, PlacementError, place
+from launcher.plan.needs import MOST_ON_CPU, PlacementError
+from launcher.plan.placement import place
 from schema.config import Config, ConfigError, check_config, check_warnings, load_config
 from schema.config.loading.tomlwrite import dumps
 from schema.config.problem import MOST_SHOWN, MOST_TEXT

@@ -14,7 +14,8 @@ import pytest
 
 from launcher.job.replay import Changes, differences, medians, read_config, run_ranks, sweep, text_of
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, ProcessSpec, Replica, place, replay
+from launcher.plan.needs import PlacementError
+from launcher.plan.placement import ProcessSpec, Replica, place, replay
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
 from launcher.processes.supervisor import Setting

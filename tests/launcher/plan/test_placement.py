@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.plan.machine import GpuFacts, Machine, parse_driver, visible_gpus
-from launcher.plan.placement import PlacementError, controller, joined, needs, place, place_elastic
+from launcher.plan.needs import PlacementError, needs
+from launcher.plan.placement import controller, joined, place, place_elastic
 from launcher.restarts import Role
 from schema.config import Config, Problem
 from tests.launcher.samples import config

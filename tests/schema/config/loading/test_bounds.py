@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launcher.plan.machine import Machine
-from launcher.plan.placement import PlacementError, place
+from launcher.plan.needs import PlacementError
+from launcher.plan.placement import place
 from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.columns import UnreadableDataError, columns_of
 from schema.config.loading import explain
