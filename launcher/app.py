@@ -9,11 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from launcher.commands import configuration, convert, export, init, operate, plot, replay, samples, try_reward
+from launcher.commands import configuration, convert, init, kept, machines, operate, plot, samples, try_reward
 from launcher.commands.options import Overrides, print_json, print_problems
 from launcher.errors import LaunchError
-from launcher.nodes import join
-from launcher.pods import autoscale, pod
 from launcher.processes.signals import ended_at_once
 
 HELP = """
@@ -111,11 +109,11 @@ app.command()(operate.checkpoint)
 app.command()(operate.profile)
 app.command()(operate.drain)
 app.command()(operate.scale)
-app.command()(join.join)
-app.command()(pod.pod)
-app.command()(autoscale.autoscale)
-app.command()(export.export)
-app.command()(replay.replay)
+app.command()(machines.join)
+app.command()(machines.pod)
+app.command()(machines.autoscale)
+app.command()(kept.export)
+app.command()(kept.replay)
 app.command()(samples.samples)
 app.command()(plot.plot)
 app.command()(plot.dashboard)

@@ -2,67 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import typer
 
+from controller.client import Client, ControllerError
+from controller.client import calls as api
 from launcher.errors import LaunchError
-from launcher.processes.signals import ended_at_once
+from launcher.plan.credentials import environment, process_environment
+from launcher.plan.machine import find_machine
+from launcher.plan.needs import PlacementError
+from launcher.plan.placement import ProcessSpec, another_policy, joined
+from launcher.plan.rundir import RunDir, Tokens
+from launcher.processes.signals import queued_signals
+from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor, attended
 from launcher.restarts import EXIT_FAILED, EXIT_OK, SIGNALLED, Role
-
-if TYPE_CHECKING:
-    from launcher.plan.rundir import RunDir
-    from launcher.processes.supervisor import Exit, Situation
+from schema.config import Config, ConfigError
+from schema.wire.messages import TERMINAL_PHASES
 
 POLL = 1.0
 
 
-def join(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN_DIR", help="The job's run directory, which this machine shares.")
-    ],
-    name: Annotated[
-        str,
-        typer.Option(
-            "--name", help="Name of the replica, the same when it comes back. Unset: by host and process."
-        ),
-    ] = "",
-    policy: Annotated[
-        bool,
-        typer.Option(
-            "--policy",
-            help="A policy replica, of a job that has several (policy.parallelism.n_init_replicas).",
-        ),
-    ] = False,
-    wait: Annotated[
-        float,
-        typer.Option("--wait", min=0.0, metavar="SECONDS", help="Wait so long for the job to be there."),
-    ] = 0.0,
-) -> None:
-    """Add a rollout replica to a job that runs, on the GPUs of CUDA_VISIBLE_DEVICES; Ctrl-C lets it leave.
+def serve(run: RunDir, role: Role, name: str, wait: float, env: Mapping[str, str]) -> int:
+    """Keep a replica up for as long as the job runs, whichever start of it; the exit code.
 
-    With --policy a trainer, which gets parts of each batch from one of the next steps on. A replica is started again
-    when it crashes, as the job's own are, and ends with the job. Its log is in the run directory.
+    name: empty for one by host and process. wait: seconds for the job to be there. Raises ConfigError, LaunchError.
     """
-    with ended_at_once():
-        import asyncio
-
-        from launcher.plan.rundir import RunDir
-
-    place, role = RunDir(Path(run).expanduser().absolute()), Role.POLICY if policy else Role.ROLLOUT
-    name, code = name or f"{socket.gethostname()}-{os.getpid()}", None
-    while code is None:
-        found = _wait_for(place, role, wait)
-        code = EXIT_OK if found is None else asyncio.run(_serve(place, found, name, os.environ))
-    raise typer.Exit(code)
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    while True:
+        found = _wait_for(run, role, wait)
+        if found is None:
+            return EXIT_OK
+        if (code := asyncio.run(_serve(run, found, name, env))) is not None:
+            return code
 
 
 @dataclass(frozen=True)
@@ -101,10 +81,6 @@ def _wait_for(run: RunDir, role: Role, wait: float) -> _Controller | None:
 
 def _look(run: RunDir, found: _Controller) -> tuple[str | None, str]:
     """The job's phase, and what keeps replicas out."""
-    from controller.client import Client, ControllerError
-    from controller.client import calls as api
-    from schema.wire.messages import TERMINAL_PHASES
-
     summary = run.summary()
     if summary is not None and not run.is_alive():
         return str(summary["outcome"]), f"the job has {summary['outcome']}"
@@ -125,8 +101,6 @@ class _Observer:
         self.code = EXIT_OK
 
     async def exited(self, exit_: Exit) -> Situation:
-        from launcher.processes.supervisor import Situation
-
         self.code = exit_.code
         return Situation(over=False, needed=False)
 
@@ -145,15 +119,6 @@ def own_address(url: str) -> str:
 
 async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[str, str]) -> int | None:
     """Keep the replica up until it leaves; the exit code, or None if it left in order: with this start of the job."""
-    from launcher.plan.credentials import environment, process_environment
-    from launcher.plan.machine import find_machine
-    from launcher.plan.needs import PlacementError
-    from launcher.plan.placement import ProcessSpec, another_policy, joined
-    from launcher.plan.rundir import Tokens
-    from launcher.processes.signals import queued_signals
-    from launcher.processes.supervisor import Setting, Supervisor, attended
-    from schema.config import Config, ConfigError
-
     config = Config.model_validate(_config(run))
     tokens, role = Tokens("", joined_to.token, joined_to.token), joined_to.role
     if role is Role.POLICY and config.policy.parallelism.n_init_replicas == 1:

@@ -9,90 +9,24 @@ service account that may read and change the scale of this one object, and for c
 
 from __future__ import annotations
 
-import os
+import asyncio
+import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
+import httpx
 import typer
 
+from controller.client import AsyncClient, ControllerError, Unusable
+from controller.client import calls as api
 from launcher.errors import LaunchError
-from launcher.pods.api_server import ACCOUNT, ApiServer, ClusterError
+from launcher.pods.api_server import ApiServer, ClusterError
 from launcher.pods.costs import Costs
-from launcher.processes.signals import ended_at_once
-from launcher.restarts import EXIT_OK
-
-if TYPE_CHECKING:
-    import asyncio
-
-    import httpx
-
-    from controller.client import AsyncClient
-    from schema.wire.messages.autoscale import AutoscaleStatus
-
+from schema.wire.messages.autoscale import AutoscaleStatus
 
 GROUPS = "leaderworkerset.x-k8s.io/v1"
 COSTS_EVERY = 20.0
 """Seconds between looks at deletion costs, which take a list of all replicas."""
-
-
-def autoscale(
-    namespace: Annotated[str, typer.Option("--namespace", metavar="NAME", help="Where the pods are.")],
-    controller: Annotated[
-        str, typer.Option("--controller", metavar="URL", help="Of the job; COSMOS_TOKEN is any token of it.")
-    ],
-    deployment: Annotated[
-        str, typer.Option("--deployment", metavar="NAME", help="The Deployment of rollout pods that follows.")
-    ] = "",
-    leader_worker_set: Annotated[
-        str,
-        typer.Option(
-            "--leader-worker-set",
-            metavar="NAME",
-            help="The LeaderWorkerSet that follows instead, where an engine has several pods.",
-        ),
-    ] = "",
-    costs: Annotated[
-        str,
-        typer.Option(
-            "--costs",
-            metavar="SELECTOR",
-            help="Labels of the rollout pods (KEY=VALUE,…) whose deletion cost is kept at their work in hand.",
-        ),
-    ] = "",
-    interval: Annotated[
-        float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between two looks.")
-    ] = 5.0,
-    account: Annotated[
-        Path, typer.Option("--account", metavar="DIR", help="With token and ca.crt of the service account.")
-    ] = ACCOUNT,
-) -> None:
-    """Let the cluster follow the number of rollout replicas that the controller asks for; SIGTERM ends it."""
-    with ended_at_once():
-        import asyncio
-
-    token = os.environ.get("COSMOS_TOKEN", "")
-    if not token:
-        raise LaunchError("COSMOS_TOKEN is not set", "set it to the rollout token of the job")
-    if deployment and leader_worker_set:
-        raise LaunchError("--deployment and --leader-worker-set are both there", "name the one that follows")
-    if not deployment and not leader_worker_set and not costs:
-        raise LaunchError(
-            "none of --deployment, --leader-worker-set and --costs says what to do",
-            "name the Deployment of rollout pods",
-        )
-    server = ApiServer.of_this_pod(account)
-    path = f"apps/v1/namespaces/{namespace}/deployments/{deployment}"
-    if leader_worker_set:
-        path = f"{GROUPS}/namespaces/{namespace}/leaderworkersets/{leader_worker_set}"
-    follower = _Follower(
-        server,
-        Scale(server, path) if deployment or leader_worker_set else None,
-        Costs(server, namespace, costs) if costs else None,
-    )
-    asyncio.run(_until_a_signal(follower, controller, token, interval))
-    raise typer.Exit(EXIT_OK)
 
 
 @dataclass(frozen=True)
@@ -129,11 +63,8 @@ def wanted(status: AutoscaleStatus) -> tuple[int | None, str]:
     return status.desired, status.reason
 
 
-async def _until_a_signal(follower: _Follower, url: str, token: str, interval: float) -> None:
+async def until_a_signal(follower: Follower, url: str, token: str, interval: float) -> None:
     """Raises LaunchError."""
-    import asyncio
-    import signal
-
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -150,7 +81,7 @@ async def _until_a_signal(follower: _Follower, url: str, token: str, interval: f
 
 
 @dataclass
-class _Follower:
+class Follower:
     """scale, costs: what follows the controller. kept_at: monotonic time of the last look at the costs."""
 
     server: ApiServer
@@ -160,10 +91,6 @@ class _Follower:
 
     async def follow(self, url: str, token: str, interval: float) -> None:
         """Raises LaunchError."""
-        import asyncio
-
-        from controller.client import AsyncClient, ControllerError, Unusable
-
         said = ""
         try:
             job = AsyncClient(url, token)
@@ -182,8 +109,6 @@ class _Follower:
 
     async def _look(self, http: httpx.AsyncClient, job: AsyncClient) -> str:
         """What has changed of the number, in words. Raises ClusterError, ControllerError."""
-        from controller.client import calls as api
-
         if self.scale is None:
             await self._keep_costs(http, job)
             return ""
@@ -198,8 +123,6 @@ class _Follower:
 
     async def _keep_costs(self, http: httpx.AsyncClient, job: AsyncClient, at_once: bool = False) -> None:
         """Now and then, and before the number falls. Raises ClusterError, ControllerError."""
-        from controller.client import calls as api
-
         if self.costs is None or not (at_once or time.monotonic() - self.kept_at >= COSTS_EVERY):
             return
         self.kept_at = time.monotonic()

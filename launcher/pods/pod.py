@@ -20,6 +20,7 @@ its processes say 0: it would count as complete.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -31,23 +32,30 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import NoReturn
 
 import typer
+from pydantic import ValidationError
 
+from controller.client import AsyncClient, Client, ControllerError
+from controller.client import calls as api
 from launcher.errors import LaunchError
-from launcher.processes.signals import ended_by_exit
+from launcher.nodes.agreement import ABSENT, PACKAGES, difference, facts
+from launcher.paths import leaves
+from launcher.plan import nsight, placement, pods
+from launcher.plan.credentials import environment, process_environment
+from launcher.plan.placement import ProcessSpec
+from launcher.plan.pods import EnginePod
+from launcher.plan.rundir import RunDir, Tokens, read_json
+from launcher.pods import children
+from launcher.pods.children import Ended
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role, is_hung
+from schema.config import Config
 from schema.config.chat_template import changed_since
+from schema.util.atomic_file import write_text
 from schema.util.file_lock import open_lock, release, try_lock
-
-if TYPE_CHECKING:
-    from launcher.plan.placement import ProcessSpec
-    from launcher.plan.pods import EnginePod
-    from launcher.plan.rundir import RunDir
-    from launcher.pods.children import Ended
-    from schema.config import Config
-    from schema.wire.messages import JobStatus
+from schema.wire.invalid import describe
+from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
 ANY = "0.0.0.0"  # noqa: S104 - pods are reached from other nodes; who may is the NetworkPolicy's business
 TERMINATION_LOG = "/dev/termination-log"
@@ -64,46 +72,22 @@ AGREEMENT = "agreement.json"
 """In the run directory: what the controller's pod has, which the others must have, too."""
 
 
-def pod(
-    role: Annotated[
-        Literal["controller", "policy", "rollout"], typer.Argument(help="What this pod is of the job.")
-    ],
-    config: Annotated[
-        Path, typer.Option("--config", "-c", metavar="FILE", help="The resolved configuration, as JSON.")
-    ],
-    stay: Annotated[
-        bool,
-        typer.Option(
-            "--stay", help="When the job is over, wait for SIGTERM: for pods that are always restarted."
-        ),
-    ] = False,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep",
-            metavar="DIR",
-            help="Folder that outlives containers of this pod, and no other pod sees.",
-        ),
-    ] = None,
-) -> None:
-    """Run one pod of a job on Kubernetes; manifests that `--target kubernetes` writes start it."""
-    with ended_by_exit():
-        try:
-            if role == "controller":
-                _controller(_read(config))
-            code = _worker(Role(role), _read(config), config, stay=stay, keep=keep)
-        except LaunchError as error:
-            _tell(error.render())
-            raise
-    raise typer.Exit(code)
+def run_pod(role: Role, file: Path, *, stay: bool, keep: Path | None) -> int:
+    """Run one pod to its end; the exit code. Raises LaunchError, whose text is left where the platform reads it.
+
+    file: the resolved configuration. stay: when the job is over, wait for SIGTERM. keep: a folder of this pod alone.
+    """
+    try:
+        config = _read(file)
+        if role is Role.CONTROLLER:
+            _controller(config)
+        return _worker(role, config, file, stay=stay, keep=keep)
+    except LaunchError as error:
+        _tell(error.render())
+        raise
 
 
 def _read(path: Path) -> Config:
-    from pydantic import ValidationError
-
-    from schema.config import Config
-    from schema.wire.invalid import describe
-
     try:
         return Config.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -118,8 +102,6 @@ def _read(path: Path) -> Config:
 
 
 def _run_dir(config: Config) -> RunDir:
-    from launcher.plan.rundir import RunDir
-
     return RunDir(Path(config.train.output_dir) / config.train.timestamp)
 
 
@@ -135,10 +117,6 @@ def _tell(reason: str) -> None:
 
 def _controller(config: Config) -> NoReturn:
     """Become the controller of the job. Raises LaunchError."""
-    from launcher.plan import placement
-    from launcher.plan.credentials import process_environment
-    from schema.util.atomic_file import write_text
-
     run = _run_dir(config)
     run.make()
     with _alone(run, config.controller.start_timeout):  # a stand-by begins at the same time
@@ -191,8 +169,6 @@ def _locked(path: Path, seconds: float) -> int | None:
 
 def _keep_config(run: RunDir, config: Config) -> None:
     """Write config.json. Raises LaunchError: the run was begun with another configuration, and cannot go on."""
-    from launcher.paths import leaves
-
     earlier = run.written_config()
     if earlier is not None:
         before, now = leaves(earlier), leaves(config.to_dict())
@@ -210,12 +186,6 @@ def _keep_config(run: RunDir, config: Config) -> None:
 
 def _prepare(run: RunDir, config: Config) -> None:
     """Prepare the data. Raises LaunchError."""
-    import asyncio
-
-    from launcher.plan import placement
-    from launcher.plan.credentials import process_environment
-    from launcher.pods import children
-
     (spec,) = placement.data_preparation(str(run.path)).processes
     env = process_environment(config, os.environ, spec)
     ended = asyncio.run(children.run([children.Command("data", spec.argv, env)]))
@@ -226,8 +196,6 @@ def _prepare(run: RunDir, config: Config) -> None:
 
 
 def _facts(config: Config) -> dict[str, str]:
-    from launcher.nodes.agreement import facts
-
     return {key: text for key, text in facts(config, os.environ).items() if not key.startswith(MAY_CHANGE)}
 
 
@@ -236,12 +204,6 @@ def _facts(config: Config) -> dict[str, str]:
 
 def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | None) -> int:
     """Run this pod's processes to their end; the exit code. Raises LaunchError. file: of the configuration."""
-    import asyncio
-
-    from controller.client import Client, ControllerError
-    from controller.client import calls as api
-    from launcher.pods import children
-
     url, token = _variable("COSMOS_CONTROLLER_URL"), _variable("COSMOS_TOKEN")
     tls_ca = config.controller.tls_ca or None
     patience = max(config.controller.start_timeout, config.controller.controller_lost_timeout)
@@ -276,12 +238,6 @@ def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | 
 
 async def _until_hung(names: set[str], config: Config, url: str, token: str) -> str:
     """Return, in words, when replicas of this pod live and have not been heard of for too long."""
-    import asyncio
-
-    from controller.client import AsyncClient, ControllerError
-    from controller.client import calls as api
-    from launcher.plan import nsight
-
     began = time.monotonic()
     timeout = config.controller.heartbeat_timeout + nsight.report_seconds(config)
     async with AsyncClient(url, token, tls_ca=config.controller.tls_ca or None) as client:
@@ -304,8 +260,6 @@ def _wait_for_the_end() -> None:
 
 
 def _is_over(status: JobStatus | None) -> bool:
-    from schema.wire.messages import TERMINAL_PHASES, Phase
-
     return status is not None and (status.phase in TERMINAL_PHASES or status.phase is Phase.FINISHING)
 
 
@@ -324,8 +278,6 @@ def _verdict(role: Role, ended: Ended, status: JobStatus | None) -> tuple[int, s
 
 def _specs(role: Role, config: Config, file: Path) -> list[ProcessSpec]:
     """The processes of this pod. Raises LaunchError."""
-    from launcher.plan import pods
-
     if role is Role.ROLLOUT:
         return pods.of_rollout(config, _variable("COSMOS_POD"), _engine_pod(config, file))
     ordinal = re.search(r"-(\d+)$", os.environ.get("COSMOS_POD", ""))
@@ -335,8 +287,6 @@ def _specs(role: Role, config: Config, file: Path) -> list[ProcessSpec]:
 
 def _engine_pod(config: Config, file: Path) -> EnginePod | None:
     """Which part of an engine this pod is; None: it is a whole one. Raises LaunchError."""
-    from launcher.plan.pods import EnginePod
-
     count, index = _number("LWS_GROUP_SIZE", "1"), _number("LWS_WORKER_INDEX", "0")
     if count < 2:
         return None
@@ -351,9 +301,6 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
 def _environment(
     spec: ProcessSpec, config: Config, url: str, token: str, keep: Path | None
 ) -> dict[str, str]:
-    from launcher.plan.credentials import environment, process_environment
-    from launcher.plan.rundir import Tokens
-
     own = environment(spec.role, Tokens("", token, token), url, "", "", config.controller.tls_ca)
     if spec.role is Role.ROLLOUT and keep is not None:
         own["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
@@ -390,8 +337,6 @@ def _kept_secret(folder: Path) -> str:
 
 def _both(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Without packages that one of them does not have: images may be made for a role."""
-    from launcher.nodes.agreement import ABSENT, PACKAGES
-
     alone = {name for name in PACKAGES if ABSENT in (theirs.get(name, ABSENT), ours.get(name, ABSENT))}
     one, other = ({key: text for key, text in facts.items() if key not in alone} for facts in (theirs, ours))
     return one, other
@@ -399,9 +344,6 @@ def _both(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[dict[str,
 
 def _check_agreement(config: Config) -> None:
     """Raises LaunchError: this pod has other code, or another configuration, than the controller."""
-    from launcher.nodes.agreement import difference
-    from launcher.plan.rundir import read_json
-
     path = _run_dir(config).path / AGREEMENT
     theirs = read_json(path)
     if theirs is None:
