@@ -56,11 +56,11 @@ def resolved(config: Config, base: str = "") -> dict[str, Any]:
 
 def leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """The values of nested tables by their dotted key, in order; an empty table is a value."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in data.items():
         is_table = isinstance(value, dict) and value
-        found |= leaves(value, f"{above}{name}.") if is_table else {f"{above}{name}": value}
-    return found
+        values |= leaves(value, f"{above}{name}.") if is_table else {f"{above}{name}": value}
+    return values
 
 
 def _source(name: str | None, base: str) -> str | None:

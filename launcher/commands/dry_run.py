@@ -150,12 +150,7 @@ def _services(config: Config, run: RunDir) -> Iterator[Replica]:
         argv = redis_server.command(binary, FREE_SOCKET, run.redis)
         yield Replica("redis", Role.REDIS, (ProcessSpec("redis", Role.REDIS, argv),))
     yield placement.data_preparation(str(run.path))
-    service = placement.controller(str(run.path), config.controller.host, config.controller.port)
-    if not config.controller.port:
-        (spec,) = service.processes
-        argv = (*spec.argv[:-1], FREE_PORT)
-        service = Replica(service.name, service.role, (ProcessSpec(spec.name, spec.role, argv, spec.env),))
-    yield service
+    yield placement.controller(str(run.path), config.controller.host, config.controller.port or FREE_PORT)
 
 
 @dataclass(frozen=True, slots=True)

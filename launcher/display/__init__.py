@@ -1,1 +1,1 @@
-"""What people see of a job: a panel or lines while it runs, a table at its end."""
+"""The view of a job that people see: a panel or lines while it runs, a table at its end."""

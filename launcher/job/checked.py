@@ -27,7 +27,7 @@ class Checked:
 
     @property
     def resumes(self) -> bool:
-        """Whether it goes on with a run, where there is one."""
+        """Whether the start continues a run, where there is one."""
         asked = self.request.resume is not None or self.config.train.resume is True
         return asked and not self.config.is_evaluation
 
@@ -52,7 +52,7 @@ def check(request: Request, *, joins: bool = False) -> Checked:
 
 
 def check_start(checked: Checked) -> None:
-    """Raises LaunchError: the options of the start do not fit the configuration."""
+    """Check the options of the start against the configuration. Raises LaunchError."""
     config, cluster = checked.config, checked.request.cluster
     nodes = 1 if config.is_evaluation else config.placement.nodes
     if nodes > 1 and cluster is None:

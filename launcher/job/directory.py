@@ -56,7 +56,7 @@ class Start:
 
 @contextmanager
 def opened(checked: Checked) -> Iterator[Start]:
-    """Have the run directory to oneself. Raises LaunchError, and FinishedError, before anything is changed."""
+    """Choose and lock the run directory. Raises LaunchError, and FinishedError before anything is changed."""
     config, resumes = checked.config, checked.resumes
     run, goes_on = claim(config, resumes)
     if goes_on:

@@ -24,7 +24,7 @@ from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.host import Folders
 from launcher.processes.logs import tail
 from launcher.processes.signals import queued_signals
-from launcher.processes.supervisor import Once, Setting, Supervised, Supervisor, attended
+from launcher.processes.supervisor import ONCE, Always, Setting, Supervised, Supervisor, attended
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED, Role
 from schema.config import Config
 from schema.util.atomic_file import write_text
@@ -35,7 +35,7 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
     """Run both steps; answers the exit code: 0, 1 if answers could not be scored, 2 for a fault of config or data."""
     environment = partial(process_environment, config, env)
     setting = Setting(Folders.of_run(run), 1.0, NO_RESTARTS, environment)
-    supervisor = Supervisor(setting, Once(screen.event))
+    supervisor = Supervisor(setting, Always(ONCE, screen.event))
     with queued_signals() as interrupts:
         try:
             for replica in evaluation(str(run.path)):
@@ -103,7 +103,7 @@ def _number(value: float | None) -> str:
 
 
 def run_evaluation(start: Start) -> int:
-    """From a locked run directory to the exit code."""
+    """Run an evaluation in its run directory; the exit code."""
     began, run, screen, config = time.monotonic(), start.run, start.screen, start.checked.config
     run.write_config(config)
     code = asyncio.run(evaluate(config, run, start.checked.request.env, screen))

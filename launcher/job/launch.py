@@ -1,4 +1,4 @@
-"""`cosmos-launch --config run.toml`: from what is asked for to a finished job, stage by stage.
+"""`cosmos-launch --config run.toml`: from a request to a finished job, stage by stage.
 
     request ─▶ checked configuration ─▶ run directory, locked ─▶ plan ─▶ job ─▶ table, exit code
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def launch(request: Request) -> int:
-    """Do this machine's part of what is asked for, to its end; the exit code.
+    """Run what is requested, or this machine's part of it, to its end; the exit code.
 
     Raises ConfigError, LaunchError before anything starts.
     """
@@ -68,7 +68,7 @@ def lead(request: Request) -> int:
 
 
 def follow(request: Request, cluster: Cluster) -> int:
-    """Be a node of a job that another machine leads, until that has ended."""
+    """Join the job of another machine as a node, until that job has ended."""
     checked = check(request, joins=True)
     check_start(checked)
     import asyncio
@@ -80,7 +80,7 @@ def follow(request: Request, cluster: Cluster) -> int:
     output = Path(absolute(train.output_dir))
     run = RunDir(output / train.timestamp) if train.timestamp else newest(output)
     if request.resume is not None and run is not None and not run.is_alive():
-        refuse_finished(run)  # the head has found it so, too
+        refuse_finished(run)  # as the head does
     screen = open_screen()
     try:
         joining = Joining(checked.config, checked.machine, cluster.head, cluster.number, request.env)
@@ -112,7 +112,7 @@ def train(start: Start) -> int:
 
 
 async def _run(start: Start, tokens: Tokens, reuse_data: bool, early: Sequence[int]) -> Result:
-    """early: signals that have come, and come until the job reads them."""
+    """Run the job on this machine, or on all of its cluster. early: signals that arrive before it handles them."""
     from launcher.job.job import Job
     from launcher.job.plan import plan
 
@@ -132,7 +132,7 @@ async def _run(start: Start, tokens: Tokens, reuse_data: bool, early: Sequence[i
 async def _nodes(
     start: Start, head: HeadAddress, early: Sequence[int]
 ) -> AsyncIterator[tuple[NodeServer, Site]]:
-    """The other machines, once they have come to this one. Raises LaunchError."""
+    """Wait for the other machines at the address of the head. Raises LaunchError: some do not come."""
     from launcher.nodes.agreement import facts
     from launcher.nodes.head import NodeServer, Terms
 

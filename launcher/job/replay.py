@@ -33,7 +33,7 @@ from launcher.plan.placement import Replica
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
 from launcher.processes.signals import queued_signals
-from launcher.processes.supervisor import Exit, Once, Setting, Supervisor, attended
+from launcher.processes.supervisor import ONCE, Always, Exit, Setting, Supervisor, attended
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED
 from schema.config import Config, ConfigError
 from schema.config.loading.load import load
@@ -229,7 +229,7 @@ async def run_ranks(replica: Replica, output: Path, setting: Setting, show: Call
 
     The first signal asks the ranks to leave, so that they write what they have recorded; the second one kills them.
     """
-    supervisor, reported = Supervisor(setting, Once()), Follower(output)
+    supervisor, reported = Supervisor(setting, Always(ONCE)), Follower(output)
 
     def show_new() -> None:
         for record in reported.new():

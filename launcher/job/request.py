@@ -1,4 +1,4 @@
-"""The first stage of a start: what the command line asks for, and the run that it goes on with.
+"""The first stage of a start: what the command line requests, and the run that it continues.
 
     --config FILE                 a run of its own
     --resume                      the newest run below ./outputs, with the configuration it was started with
@@ -38,7 +38,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A start that is asked for.
+    """A start that is requested.
 
     resume: None for a run of its own, else what follows `--resume`. cluster: where this machine is one of several.
     rollouts: whether the job starts its rollout replicas itself. run: the one that goes on, where it is named.
@@ -55,7 +55,7 @@ class Request:
     def continued(self) -> Request:
         """The request with the run that it names, whose configuration counts where no other is given.
 
-        Raises LaunchError: there is no such run, it is alive, or its configuration is missing.
+        Raises LaunchError: the run does not exist, it is alive, or its configuration is missing.
         """
         if self.resume is None or (self.configs and not self.resume):
             return self

@@ -82,7 +82,7 @@ async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
 
 
 async def _be_node(joining: Joining, stopping: asyncio.Task[int], event: Callable[[str], None]) -> int:
-    """stopping: ends with the signal that asks this machine to leave."""
+    """Join, and join again when the head is lost. stopping: ends with the signal that asks this machine to leave."""
     known, unsteady_since = facts(joining.config, joining.env), float("inf")
     try:
         while True:

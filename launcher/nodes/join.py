@@ -17,13 +17,13 @@ import typer
 from controller.client import Client, ControllerError
 from controller.client import calls as api
 from launcher.errors import LaunchError
-from launcher.plan.credentials import environment, process_environment
+from launcher.plan.credentials import process_environment, worker_secrets
 from launcher.plan.machine import find_machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import ProcessSpec, another_policy, joined
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.plan.rundir import RunDir
 from launcher.processes.signals import queued_signals
-from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor, attended
+from launcher.processes.supervisor import Always, Setting, Situation, Supervisor, attended
 from launcher.restarts import EXIT_FAILED, EXIT_OK, SIGNALLED, Role
 from schema.config import Config, ConfigError
 from schema.wire.messages import TERMINAL_PHASES
@@ -38,10 +38,10 @@ def serve(run: RunDir, role: Role, name: str, wait: float, env: Mapping[str, str
     """
     name = name or f"{socket.gethostname()}-{os.getpid()}"
     while True:
-        found = _wait_for(run, role, wait)
-        if found is None:
+        controller = _wait_for(run, role, wait)
+        if controller is None:
             return EXIT_OK
-        if (code := asyncio.run(_serve(run, found, name, env))) is not None:
+        if (code := asyncio.run(_serve(run, controller, name, env))) is not None:
             return code
 
 
@@ -96,16 +96,8 @@ def _config(run: RunDir) -> dict[str, Any]:
     return run.read_of_owner(run.config_json) or {"controller": {"tls_ca": ""}}
 
 
-class _Observer:
-    def __init__(self) -> None:
-        self.code = EXIT_OK
-
-    async def exited(self, exit_: Exit) -> Situation:
-        self.code = exit_.code
-        return Situation(over=False, needed=False)
-
-    def event(self, text: str) -> None:
-        typer.echo(f"{time.strftime('%H:%M:%S')} {text}")
+def _say(text: str) -> None:
+    typer.echo(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def own_address(url: str) -> str:
@@ -120,7 +112,7 @@ def own_address(url: str) -> str:
 async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[str, str]) -> int | None:
     """Keep the replica up until it leaves; the exit code, or None if it left in order: with this start of the job."""
     config = Config.model_validate(_config(run))
-    tokens, role = Tokens("", joined_to.token, joined_to.token), joined_to.role
+    role = joined_to.role
     if role is Role.POLICY and config.policy.parallelism.n_init_replicas == 1:
         raise LaunchError(
             f"{run.path} has one trainer: policy.parallelism.n_init_replicas = 1",
@@ -134,17 +126,18 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
         raise ConfigError([error.problem]) from None
 
     def whole(spec: ProcessSpec) -> dict[str, str]:
-        own = environment(spec.role, tokens, joined_to.url, "", "", config.controller.tls_ca)
+        own = worker_secrets(joined_to.url, joined_to.token, config.controller.tls_ca)
         if role is Role.POLICY:  # by which it is reached by the others
             own["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
         return process_environment(config, env, spec, own)
 
-    observer = _Observer()
-    supervisor = Supervisor(Setting.of_run(config, run, whole), observer)
+    supervisor = Supervisor(
+        Setting.of_run(config, run, whole), Always(Situation(over=False, needed=False), _say)
+    )
     with queued_signals() as interrupts:
         kept = supervisor.launch(replica)
         log_file = supervisor.setting.folders.log_of(replica.processes[0])
-        observer.event(f"{name} joins {joined_to.url}; its log: {log_file}")
+        _say(f"{name} joins {joined_to.url}; its log: {log_file}")
 
         def has_restarted() -> bool:
             return _Controller.of(run, role) != joined_to
@@ -153,12 +146,12 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
             number = await attended(kept.done.wait(), interrupts, has_restarted, POLL)
             if kept.done.is_set():
                 if supervisor.ended.done():
-                    observer.event(supervisor.ended.result().verdict.reason)
-                return observer.code or None
+                    _say(supervisor.ended.result().verdict.reason)
+                return (kept.last_exit and kept.last_exit.code) or None
             why = "the job was started again"
             if number is not None:
                 why = f"{signal.Signals(number).name}; again kills it at once"
-            observer.event(f"leaving ({why})")
+            _say(f"leaving ({why})")
             await attended(supervisor.stop([name]), interrupts)
             return None if number is None else SIGNALLED + number
         finally:

@@ -20,9 +20,9 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S1
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a job runs. host, port: where its controller listens; `url` is what its processes are given.
+    """The place of a job. host, port: where its controller listens. url: the address that its processes get.
 
-    address: of this machine, for the others. others: the machines that are not this one.
+    address: that of this machine, for the others. others: all machines but this one.
     """
 
     host: str

@@ -80,10 +80,12 @@ def environment(
         }
         env["COSMOS_REDIS_URL"] = redis_url
         return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
-    if role in (Role.ROLLOUT, Role.POLICY):
-        env = {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": getattr(tokens, str(role))}
-        return env | trust(tls_ca)
-    return {}
+    return worker_secrets(url, getattr(tokens, role), tls_ca) if role in (Role.ROLLOUT, Role.POLICY) else {}
+
+
+def worker_secrets(url: str, token: str, tls_ca: str) -> dict[str, str]:
+    """The address of the controller and the token of its role, for a trainer or a generator."""
+    return {"COSMOS_CONTROLLER_URL": url, "COSMOS_TOKEN": token, **trust(tls_ca)}
 
 
 def trust(tls_ca: str) -> dict[str, str]:
@@ -160,7 +162,7 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
 def process_environment(
     config: Config, env: Mapping[str, str], spec: ProcessSpec, own: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """All variables of a process. env: of its machine's launcher. own: secrets and addresses, see `environment`."""
+    """All variables of a process. env: those of its machine's launcher. own: its secrets and addresses."""
     return {**given_to(spec.role, config, env), **spec.env, **(own or {})}
 
 

@@ -390,7 +390,7 @@ def follower(name: str) -> Replica:
     return Replica(name, Role.ROLLOUT, (ProcessSpec(name, Role.ROLLOUT, argv),))
 
 
-def controller(run_dir: str, host: str, port: int) -> Replica:
+def controller(run_dir: str, host: str, port: int | str) -> Replica:
     """The controller; its secrets and the address of Redis come with the environment."""
     return _service("controller", Role.CONTROLLER, "controller", run_dir, "--host", host, "--port", str(port))
 

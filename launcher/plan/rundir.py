@@ -392,7 +392,7 @@ def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
 
 
 def claim(config: Config, resume: bool) -> tuple[RunDir, bool]:
-    """As `choose`. A directory without a name is made at once: another launcher may begin in the same second."""
+    """Choose the directory, and make one without a name at once: another launcher may begin in the same second."""
     while True:
         run, continues = choose(config, resume, time.time())
         if continues or config.train.timestamp or run.take():

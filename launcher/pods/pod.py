@@ -43,10 +43,10 @@ from launcher.errors import LaunchError
 from launcher.nodes.agreement import ABSENT, PACKAGES, difference, facts
 from launcher.paths import leaves
 from launcher.plan import nsight, placement, pods
-from launcher.plan.credentials import environment, process_environment
+from launcher.plan.credentials import process_environment, worker_secrets
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.pods import EnginePod
-from launcher.plan.rundir import RunDir, Tokens, read_json
+from launcher.plan.rundir import RunDir, read_json
 from launcher.pods import children
 from launcher.pods.children import Ended
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role, is_hung
@@ -301,7 +301,7 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
 def _environment(
     spec: ProcessSpec, config: Config, url: str, token: str, keep: Path | None
 ) -> dict[str, str]:
-    own = environment(spec.role, Tokens("", token, token), url, "", "", config.controller.tls_ca)
+    own = worker_secrets(url, token, config.controller.tls_ca)
     if spec.role is Role.ROLLOUT and keep is not None:
         own["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
     if spec.role is Role.ROLLOUT and (address := os.environ.get("COSMOS_NODE_ADDRESS")):  # of several pods

@@ -1,4 +1,4 @@
-"""What the hardware of this machine can do, against the numerics and kernels that a job asks for."""
+"""Checks of the hardware of this machine: numerics and kernels that a job needs of it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _unable(
 
 
 def check_engine_hardware(config: Config, machine: Machine) -> list[Problem]:
-    """What an engine does on GPUs alone; with GPUs nothing."""
+    """Settings of an engine that need a GPU; none where there are GPUs."""
     rollout, engine = config.rollout, config.rollout.engine
     if machine.gpus or not config.is_grpo:
         return []

@@ -1,4 +1,4 @@
-"""What is installed, against what a job asks for: packages, compilers, and options that one version knows."""
+"""Checks of what is installed: packages, compilers, and options that the installed engine accepts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _reward_packages(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
-    """What the chosen parts need and is not installed, with the extra that brings it."""
+    """Packages that the chosen parts need and that are not installed, with the extra that brings them."""
     problems: list[Problem] = []
     wanted = [("torch", "policy"), ("transformers", "policy")]
     if config.is_evaluation:
@@ -113,7 +113,7 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
 
 
 def missing_compiler(config: Config, machine: Machine, env: Mapping[str, str]) -> Iterator[Problem]:
-    """What torch.compile needs to make code: for a GPU Triton and a C compiler, for a CPU a C++ compiler."""
+    """Compilers that torch.compile needs: for a GPU Triton and a C compiler, for a CPU a C++ compiler."""
     sections = {
         "train": config.train.compile,
         "critic": config.is_grpo and config.critic.enable and config.critic.compile,

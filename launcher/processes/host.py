@@ -83,7 +83,7 @@ class Order:
 
 
 def escalation(grace: float) -> list[tuple[signal.Signals, float]]:
-    """How processes are ended: signals one after the other, and the seconds that each gets."""
+    """The signals that end a process, in order, and the seconds that it has to act on each."""
     return [
         (signal.SIGTERM, grace + KEEPER_MARGIN),
         (signal.SIGINT, keeper.KILL_TIMEOUT + KEEPER_MARGIN),
@@ -115,7 +115,7 @@ class Folders:
 
     @classmethod
     def of_run(cls, run: RunDir) -> Folders:
-        """Those of a run directory."""
+        """The folders of a run directory."""
         return cls(run.logs, run.locks, run.profiles)
 
     def log_of(self, spec: ProcessSpec) -> Path:

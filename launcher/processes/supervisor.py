@@ -51,7 +51,7 @@ from schema.util.memory_kills import PROBABLY
 log = logging.getLogger(__name__)
 
 POLL = 0.5
-"""Seconds between looks at what is attended."""
+"""Seconds between two looks while something is waited for."""
 PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL
@@ -121,14 +121,19 @@ class Observer(Protocol):
     def event(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Once:
-    """Observes processes that run once: none is started again. say: gets what happens."""
+ONCE = Situation(over=True, needed=False)
+"""The situation of a process that is not started again, however it ends."""
 
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Observer that answers every exit with the same situation. say: gets each event."""
+
+    situation: Situation
     say: Callable[[str], None] = lambda text: None
 
     async def exited(self, exit_: Exit) -> Situation:
-        return Situation(over=True, needed=False)
+        return self.situation
 
     def event(self, text: str) -> None:
         self.say(text)
@@ -166,7 +171,7 @@ class Setting:
         hosts: Mapping[int, Host] | None = None,
         rendezvous: Callable[[], Mapping[str, str]] = _loopback,
     ) -> Setting:
-        """As the configuration of a job says."""
+        """The setting that the configuration of a job gives."""
         return cls(
             Folders.of_run(run),
             nsight.grace(config),
@@ -388,9 +393,9 @@ async def attended(
     look: Callable[[], Any] = bool,
     every: float = POLL,
 ) -> int | None:
-    """Wait for something, and look every so many seconds; the signal that ended the wait, or None.
+    """Wait until `work` is done or a signal arrives; the signal, or None.
 
-    look: ends it, too, by something true. Work that is not done by then is cancelled.
+    look: is called every so many seconds; something true ends the wait. Unfinished work is cancelled.
     """
     waits = awaited, signalled = asyncio.create_task(work), asyncio.create_task(interrupts.get())
     try:
