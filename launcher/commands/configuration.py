@@ -45,9 +45,8 @@ def validate(
 ) -> None:
     """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
     from launcher.plan.machine import Machine, count_cores
-    from launcher.plan.tls import unencrypted_addresses
-    from launcher.preflight.checks import check_machine, unset_variables
-    from schema.config import ConfigError, Problem, check_warnings
+    from launcher.preflight.checks import check_all
+    from schema.config import ConfigError, Problem
     from schema.config.loading.load import load
     from schema.wire.data_report import lines as data_lines
 
@@ -61,11 +60,8 @@ def validate(
         problems, more = error.problems, error.more
     else:
         # The job may be meant for another machine: what this one lacks is a warning.
-        here = check_machine(loaded.config, Machine(count_cores()))
-        unset = unset_variables(loaded.config, os.environ)
-        found = check_warnings(loaded.config) + unencrypted_addresses(loaded.config, os.environ)
-        found += here.warnings + here.problems + unset
-        warnings = loaded.warnings + loaded.placed(found)
+        found = check_all(loaded.config, Machine(count_cores()), os.environ, asks_redis=False)
+        warnings = loaded.warnings + loaded.placed(found.warnings + found.problems)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)
     if report is not None and bad_data:

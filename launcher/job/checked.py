@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from launcher.errors import LaunchError
 from launcher.job.request import Request
 from launcher.plan.machine import Machine, find_machine
-from launcher.plan.tls import unencrypted_addresses
-from launcher.preflight.checks import Findings, check_machine, check_redis, unset_variables
+from launcher.preflight.checks import check_all
 from launcher.resolved_config import values
-from schema.config import Config, ConfigError, Problem, check_warnings
+from schema.config import Config, ConfigError, Problem
 from schema.config.loading.load import load
 
 
@@ -39,16 +38,11 @@ def check(request: Request, *, joins: bool = False) -> Checked:
     """
     env, loaded = request.env, load(request.configs, request.overrides, request.env)
     config, machine = loaded.config, find_machine(env)
-    findings = check_machine(config, machine, joins=joins, rollouts=request.rollouts)
-    redis = Findings() if joins else check_redis(config, env)
-    problems = findings.problems + redis.problems + unset_variables(config, env)
-    if problems:
-        raise ConfigError(loaded.placed(problems))
-    warnings = (
-        check_warnings(config) + unencrypted_addresses(config, env) + findings.warnings + redis.warnings
-    )
+    findings = check_all(config, machine, env, asks_redis=True, joins=joins, rollouts=request.rollouts)
+    if findings.problems:
+        raise ConfigError(loaded.placed(findings.problems))
     origins = {value.key: value.source for value in values(loaded, changed_only=True)}
-    return Checked(request, config, machine, loaded.warnings + loaded.placed(warnings), origins)
+    return Checked(request, config, machine, loaded.warnings + loaded.placed(findings.warnings), origins)
 
 
 def check_start(checked: Checked) -> None:

@@ -137,10 +137,9 @@ async def _nodes(
     from launcher.nodes.head import NodeServer, Terms
 
     config, env = start.checked.config, start.checked.request.env
-    wanted, tls = config.controller, None
+    wanted = config.controller
     port, chosen = wanted.port or free_port(""), "host" in wanted.model_fields_set
-    if wanted.tls_cert:
-        tls = server_context(wanted.tls_cert, wanted.tls_key)
+    tls = server_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert else None
     named = reachable_elsewhere(config) if chosen else head.host
     terms = Terms(config, start.run, facts(config, env), (named, port), tls)
     server = NodeServer(head, terms, start.screen.event)

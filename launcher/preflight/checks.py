@@ -21,7 +21,7 @@ from launcher.plan.machine import Machine, has_module
 from launcher.plan.needs import PlacementError, needs
 from launcher.plan.nsight import check_nsight
 from launcher.plan.placement import place_elastic
-from launcher.plan.tls import check_encryption
+from launcher.plan.tls import check_encryption, unencrypted_addresses
 from launcher.preflight.hardware import check_engine_hardware, check_hardware
 from launcher.preflight.memory import size_text
 from launcher.preflight.packages import (
@@ -32,7 +32,7 @@ from launcher.preflight.packages import (
     missing_compiler,
     missing_packages,
 )
-from schema.config import Config, Problem, local_path
+from schema.config import Config, Problem, check_warnings, local_path
 from schema.config.layout import policy_layout
 from schema.config.rules.engine import impossible_without_gpus
 from schema.config.rules.model import unread_models
@@ -51,6 +51,26 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
+
+
+def check_all(
+    config: Config,
+    machine: Machine,
+    env: Mapping[str, str],
+    *,
+    asks_redis: bool,
+    joins: bool = False,
+    rollouts: bool = True,
+) -> Findings:
+    """Everything that can be checked before a process starts. asks_redis: whether the named server may be asked.
+
+    joins: controller and Redis run elsewhere. rollouts: whether the job starts its rollout replicas itself.
+    """
+    here = check_machine(config, machine, joins=joins, rollouts=rollouts)
+    redis = check_redis(config, env) if asks_redis and not joins else Findings()
+    warnings = check_warnings(config) + unencrypted_addresses(config, env)
+    problems = here.problems + redis.problems + unset_variables(config, env)
+    return Findings(problems, warnings + here.warnings + redis.warnings)
 
 
 def check_machine(
