@@ -17,16 +17,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.job.checked import check, check_start
 from launcher.job.directory import FinishedError, Start, opened, refuse_finished
 from launcher.job.request import Cluster, Request
 from launcher.nodes.announcement import HeadAddress
-from launcher.paths import absolute
 from launcher.plan.addresses import Site, free_port, reachable_elsewhere, url_of
-from launcher.plan.rundir import RunDir, Tokens, newest
+from launcher.plan.rundir import Tokens, named_or_newest
 from launcher.processes.signals import note_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config.chat_template import changed_since
@@ -76,10 +74,8 @@ def follow(request: Request, cluster: Cluster) -> int:
     from launcher.display.screen import open_screen
     from launcher.nodes.agent import Joining, run_node
 
-    train = checked.config.train
-    output = Path(absolute(train.output_dir))
-    run = RunDir(output / train.timestamp) if train.timestamp else newest(output)
-    if request.resume is not None and run is not None and not run.is_alive():
+    run = named_or_newest(checked.config) if request.resume is not None else None
+    if run is not None and not run.is_alive():
         refuse_finished(run)  # as the head does
     screen = open_screen()
     try:

@@ -40,7 +40,7 @@ from typing import Any, Self
 
 from launcher.errors import LaunchError
 from launcher.locks import held_alone, held_by_any
-from launcher.paths import resolved
+from launcher.paths import absolute, resolved
 from schema.config import Config
 from schema.config.loading.tomlwrite import dumps
 from schema.util.atomic_file import write_text
@@ -368,12 +368,11 @@ def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
     Resuming takes the directory of `train.timestamp`, else the newest run of `train.output_dir`; where there is
     none the run starts afresh. Raises LaunchError if a new run would mix with an old one.
     """
-    root = Path(os.path.abspath(os.path.expanduser(config.train.output_dir)))
-    name = config.train.timestamp
+    root, name = Path(absolute(config.train.output_dir)), config.train.timestamp
     if resume:
-        found = RunDir(root / name) if name else newest(root)
-        if found is not None and found.config_json.is_file():
-            return found, True
+        earlier = named_or_newest(config)
+        if earlier is not None and earlier.config_json.is_file():
+            return earlier, True
     if name:
         run = RunDir(root / name)
         if run.is_alive():
@@ -389,6 +388,12 @@ def choose(config: Config, resume: bool, now: float) -> tuple[RunDir, bool]:
     while path.exists():
         path, count = root / f"{stamp}-{count}", count + 1
     return RunDir(path), False
+
+
+def named_or_newest(config: Config) -> RunDir | None:
+    """The run of `train.timestamp`, whether it is there or not; else the newest one of `train.output_dir`."""
+    root, name = Path(absolute(config.train.output_dir)), config.train.timestamp
+    return RunDir(root / name) if name else newest(root)
 
 
 def claim(config: Config, resume: bool) -> tuple[RunDir, bool]:
