@@ -231,6 +231,8 @@ def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytes
         planned(Machine(2), Capacity(GIB, GIB), monkeypatch, train={"timestamp": "mine"})
     again = config(train={"timestamp": "mine"}, policy={"model_name_or_path": "tiny"})
     assert plan(Checked(Request([], [], {}, resume=""), again, Machine(2), [])).continued
+    evaluation = config(train={"resume": True}, evaluation={"dataset": {"name": "answers.jsonl"}})
+    assert not plan(Checked(Request([], [], {}), evaluation, Machine(2), [])).continued, "it starts afresh"
 
 
 def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
