@@ -45,11 +45,12 @@ AREAS = {
         programs=(("chaos.signals",),),
     ),
     "exactness": Area(
-        "the same bits whoever is killed: reinforcement and supervised training, several seeds",
+        "the same bits whoever is killed, and of equal seeds: reinforcement and supervised training",
         programs=(
             ("chaos.exactness", "--seeds", "5"),
             ("chaos.exactness", "--seeds", "3", "--kind", "ppo"),
             ("chaos.exactness", "--seeds", "3", "--kind", "sft", "--steps", "40"),
+            ("policy_worker.step_record",),
         ),
     ),
     "controller": Area(

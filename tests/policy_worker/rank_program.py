@@ -1,15 +1,17 @@
 """One rank of a replica that trains a fixed batch: `python -m tests.policy_worker.rank_program OUT OPTIONS`.
 
 OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
-save_step, staged, export, restore, answers, ahead, scales, parks}, or a list of such, whose results are in OUT/0,
-OUT/1 and so on.
+save_step, staged, export, restore, answers, ahead, scales, parks, greedy, kept_sets, record}, or a list of such,
+whose results are in OUT/0, OUT/1 and so on.
 `mesh` are `MeshSizes`, by default all ranks shard; of a list that of the first holds. `pipe` are further keys of the
 mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
 `model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
 float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
 assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
 "right", "partly" (but for one group), "wrong". `scales` are the first loss scales of the policy and the critic.
-`parks`: before each step all tensors leave their devices and come back.
+`parks`: before each step all tensors leave their devices and come back. `greedy` are scores of greedy samples behind
+each group. `kept_sets`: samples bring the sets that their tokens were drawn from. `record`: a folder for a file of
+each rank with a hash of all that it keeps between two steps, and the samples that it shows.
 
 Each rank writes its gradients of the last step and its weights to OUT as safetensors, rank 0 the metrics as JSON; all
 ranks of a stage come to the same.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,10 @@ from tests.policy_worker.material import (
     random_samples,
     tiny_family,
     train_step,
+    with_baselines,
     with_common_prompts,
     with_experts,
+    with_kept_sets,
     with_shared_prefixes,
 )
 from weight_sync import hub_tensors
@@ -79,6 +83,16 @@ def train(group: Group, options: dict[str, Any]) -> Result:
             return _train(group, options)
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """A hash of the bits of this rank's parts of these tensors, in their order."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(
+            local_of(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return found.hexdigest()
 
 
 def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,11 +156,16 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         samples = with_shared_prefixes(samples)
     if model is not None and model.replay is not None:
         samples = with_experts(samples, *model.replay.mixtures)
+    if options.get("kept_sets"):
+        samples = with_kept_sets(samples)
+    greedy = options.get("greedy", ())
+    samples = with_baselines(samples, greedy) if greedy else samples
+    group_size = 5 if greedy else 4
     answers = options.get("answers", {}).get(str(group.rank), [])
 
     def answer(call: Any) -> bytes | None:
         """What the controller sends: the table, and the payloads that were asked for."""
-        table = make_table(samples, step=int(call.path.split("/")[3]))
+        table = make_table(samples, group_size, step=int(call.path.split("/")[3]))
         wanted = call.params["samples"]
         assert group.leads_unit
         fate = answers.pop(0) if answers and wanted != "none" else "whole"
@@ -183,7 +202,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         if trained is not None and trained.scaler is not None:
             trained.scaler.state = scale, 0
     first, last = options.get("first_step", 0), options.get("steps", 1)
-    metrics = []
+    metrics, kept = [], list[list[dict[str, Any]]]()
     for step in range(first, last):
         if step > first and source.lookahead is not None:
             assert source.lookahead.guessed(10.0)
@@ -192,6 +211,11 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
             assert {local_of(one).untyped_storage().nbytes() for one in trainer.model.parameters()} == {0}
             parked.restore()
         metrics.append(train_step(algorithm, step))
+        kept.append([one.model_dump() for one in algorithm.kept])
+    if "record" in options:
+        facts = {"state": digest_of(trainer.resident()), "kept": kept}
+        Path(options["record"]).mkdir(exist_ok=True)
+        (Path(options["record"]) / f"{group.rank}.json").write_text(json.dumps(facts))
     assert not answers
     assert group.gather(metrics) == [metrics] * group.world
     if "save" in options:

@@ -235,17 +235,11 @@ REINFORCED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["critic", pytest.param("rejection", marks=pytest.mark.soak)])
-def test_the_leader_of_reinforcement_dies_and_the_next_one_publishes(
-    tmp_path: Path, crews: Any, model: Path, kind: str
-) -> None:
-    """Log-probs of π_old and of the reference, values, and sums over all samples are known to all, whoever computed
-    them; the steps are those of one replica alone, to the last bit."""
+def reinforced(model: Path, kind: str, steps: int) -> Config:
+    """Two replicas that learn from the answers of a `Player`."""
     ckpt = {"enable_checkpoint": True, "save_freq": 4, "save_mode": "sync", "export_safetensors": False}
-    grpo = {"allowed_outdated_steps": 0, "batch_size_per_optimize": 4, **REINFORCED[kind]}
-    steps = 10
-    config = make_config(
-        grpo,
+    return make_config(
+        {"allowed_outdated_steps": 0, "batch_size_per_optimize": 4, **REINFORCED[kind]},
         {"max_num_steps": steps, "train_batch_per_replica": 8, "ckpt": ckpt},
         policy={
             "model_name_or_path": str(model),
@@ -255,6 +249,16 @@ def test_the_leader_of_reinforcement_dies_and_the_next_one_publishes(
         controller={"heartbeat_interval": 0.2, "heartbeat_timeout": 10.0},
         logging={"sample_groups": 4},
     )
+
+
+@pytest.mark.parametrize("kind", ["critic", pytest.param("rejection", marks=pytest.mark.soak)])
+def test_the_leader_of_reinforcement_dies_and_the_next_one_publishes(
+    tmp_path: Path, crews: Any, model: Path, kind: str
+) -> None:
+    """Log-probs of π_old and of the reference, values, and sums over all samples are known to all, whoever computed
+    them; the steps are those of one replica alone, to the last bit."""
+    steps = 10
+    config = reinforced(model, kind, steps)
     alone = crews(config, "alone")
     alone.start("policy-0")
     with Player(alone.job.controller.url, TOKENS["rollout"]) as player:
