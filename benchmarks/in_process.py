@@ -20,7 +20,7 @@ import torch
 from controller.client import Answer, Call
 from controller.data.prepare import prepare
 from policy_worker.parallel.group import Group, RankEnvironment
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.metrics import Metrics

@@ -51,7 +51,7 @@ from policy_worker.checkpoints.write import Draft, write
 from policy_worker.model.micro_batch import Segment, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.worker import make_trainer
 from schema.config import Config
 

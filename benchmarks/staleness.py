@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.in_process import QUICKSTART, learn, warm_model
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config, load_config
 from schema.wire.sample import Sample
 

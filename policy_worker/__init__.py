@@ -5,7 +5,8 @@ __main__ ─ worker ─┬─ session        calls to the controller and heartbe
                    │    ├─ grpo      one step of reinforcement learning, on batch_source's samples
                    │    ├─ sft       one step of supervised training
                    │    └─ batch_plan, metrics       who computes what; what a step reports
-                   ├─ trainer        micro_batches, forward, backward, step
+                   ├─ replicas/      other policy replicas that train with this one
+                   ├─ trained/       micro_batches, forward, backward, step
                    │    ├─ model/, parallel/         log-probs, optimizer, sharding
                    │    └─ algorithms/               the formulas
                    ├─ weights/       publishing versions

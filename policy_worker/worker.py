@@ -28,11 +28,11 @@ from policy_worker.model.load import load_critic, load_model, load_reference, lo
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
-from policy_worker.peers import Peers
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
-from policy_worker.rendezvous import meet
+from policy_worker.replicas.membership import Peers
+from policy_worker.replicas.rendezvous import meet
 from policy_worker.session import Caller, LeaveRequestedError, Session
-from policy_worker.trainer import Critic, Trainer
+from policy_worker.trained.trainer import Critic, Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.lookahead import Frames

@@ -24,7 +24,7 @@ from policy_worker.model.model import PolicyModel, prepare_model
 from policy_worker.parallel import kernels
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 
 LAYERS, LENGTHS, TINY_LENGTHS = 6, [1024] * 8, [24] * 3

@@ -23,7 +23,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, spare_memory
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 
 LENGTHS, TINY_LENGTHS = [512] * 16, [24] * 8

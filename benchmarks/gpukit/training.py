@@ -28,7 +28,7 @@ from policy_worker.model.micro_batch import Segment, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.profiles import Recorder, table_of, write
 from schema.config import Config
 from schema.config.sections.profiler import SubProfilerConfig

@@ -16,5 +16,5 @@ The head decides and restarts; a node runs the processes that the head names, by
 The head's port is open to strangers, who get nothing (`listener`). Both sides send beats: silence for
 `controller.heartbeat_timeout` ends the connection. Then the head counts the node's processes as lost and waits
 `controller.start_timeout` for it, and the node ends them and joins again for as long. One port of the head is used
-by this (`link`), one by the controller; ranks of the policy choose theirs (`policy_worker.rendezvous`).
+by this (`link`), one by the controller; ranks of the policy choose theirs (`policy_worker.replicas.rendezvous`).
 """

@@ -31,7 +31,7 @@ from policy_worker.errors import ExportError, SettingsError
 from policy_worker.model import lora
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.stages import names_of_all
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD
 from schema.config.sections.policy import ALTERING

@@ -22,9 +22,9 @@ from torch import Tensor
 from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.peers import Peers, learn_together
 from policy_worker.ranges import span
-from policy_worker.trainer import Critic, LossOf
+from policy_worker.replicas.membership import Peers, learn_together
+from policy_worker.trained.trainer import Critic, LossOf
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,

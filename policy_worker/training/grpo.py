@@ -46,9 +46,9 @@ from policy_worker.model.micro_batch import Columns, MicroBatch, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.routing import KEY, Replay
 from policy_worker.parallel.group import Group
-from policy_worker.peers import Peers, learn_together
 from policy_worker.ranges import span
-from policy_worker.trainer import HIDDEN, EarlierPolicy, LossOf, Trainer
+from policy_worker.replicas.membership import Peers, learn_together
+from policy_worker.trained.trainer import HIDDEN, EarlierPolicy, LossOf, Trainer
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,

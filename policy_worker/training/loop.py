@@ -4,7 +4,7 @@
                          └────────────────── until the controller says finished ──────────────┘
 
 Where several policy replicas train together, the first of them leads: it commits, publishes, saves and exports; the
-next one does so after its death (`policy_worker.peers`).
+next one does so after its death (`policy_worker.replicas.membership`).
 
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
 right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs in parallel with
@@ -28,11 +28,11 @@ from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import LeftBehindError
 from policy_worker.parallel.group import Group
-from policy_worker.peers import BatchChanged, Peers
 from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
+from policy_worker.replicas.membership import BatchChanged, Peers
 from policy_worker.session import Session
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.profiles import Profiles

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from policy_worker import ranges
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config.sections.profiler import ProfilerConfig, SubProfilerConfig
 from schema.util.atomic_file import replacing, write_text
 from schema.util.threads import in_daemon

@@ -21,9 +21,9 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
-from policy_worker.peers import Peers, learn_together
 from policy_worker.ranges import span
-from policy_worker.trainer import Trainer
+from policy_worker.replicas.membership import Peers, learn_together
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, Rows, Shares, plan_step
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_norm

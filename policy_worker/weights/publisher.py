@@ -29,7 +29,7 @@ from policy_worker.model.model import DTYPES
 from policy_worker.model.stages import names_here
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.record import RECORD, Record
 from policy_worker.weights.release import Leader, Place, Release

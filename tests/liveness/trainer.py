@@ -31,7 +31,6 @@ from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load, parts_of
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import SettingsError
-from policy_worker.exchange.base import Exchange, Round
 from policy_worker.memory import offload
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
@@ -45,10 +44,11 @@ from policy_worker.parallel.fsdp import apply_fsdp, local_of
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.tensor import apply_tp
-from policy_worker.peers import Peers
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.replicas.exchange import Exchange, Round
+from policy_worker.replicas.membership import Peers
 from policy_worker.session import Session
-from policy_worker.trainer import Critic, TrainedModel, Trainer
+from policy_worker.trained.trainer import Critic, TrainedModel, Trainer
 from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.critic import batching_of

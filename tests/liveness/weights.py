@@ -15,7 +15,7 @@ from controller.client import calls as api
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.publisher import Publisher
 from rollout_worker.lease_table import LeaseTable

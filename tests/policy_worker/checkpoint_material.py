@@ -23,7 +23,7 @@ from policy_worker.checkpoints.source_files import source_files
 from policy_worker.checkpoints.state import BASE, base_digests, capture_rng, loss_scales, state_to_save
 from policy_worker.checkpoints.storage import Staging, pieces_of
 from policy_worker.checkpoints.write import Draft, write
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 
 ALL = ["model", "optimizer", "extra"]

@@ -9,9 +9,9 @@ import sys
 
 import torch
 
-from policy_worker import peers
 from policy_worker.__main__ import main
-from policy_worker.trainer import Trainer
+from policy_worker.replicas import membership as peers
+from policy_worker.trained.trainer import Trainer
 
 
 def turn_a_bit() -> None:

@@ -37,7 +37,7 @@ from policy_worker.model.model import DTYPES
 from policy_worker.parallel.group import Group
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Session
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.weights import release as publish_release
 from policy_worker.weights.publisher import Publisher
 from schema.config import Config

@@ -32,7 +32,7 @@ from policy_worker.errors import CheckpointSaveError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment, ShutdownRequest
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire import messages as m
 from tests.policy_worker.checkpoint_material import save_state

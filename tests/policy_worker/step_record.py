@@ -33,7 +33,7 @@ from tests.policy_worker.material import make_trainer, sft_config, train_step, w
 from tests.policy_worker.parallel.test_ranks import EVERYTHING, GRPO, TEACHERS, run_each, with_critic
 from tests.policy_worker.player import Player
 from tests.policy_worker.rank_program import digest_of
-from tests.policy_worker.test_peers import REINFORCED, Crew, reinforced, several
+from tests.policy_worker.replicas.test_peers import REINFORCED, Crew, reinforced, several
 from tests.policy_worker.training.cases import CORRECTIONS
 from tests.policy_worker.training.test_sft import write_rows
 from tests.support.controller import TOKENS

@@ -1,8 +1,8 @@
 """Whole jobs of policy replicas whose controller, replicas, messages and store are subject to chance.
 
-A replica acts once at a time, as `policy_worker.peers` and `policy_worker.session` do: it calls the controller, which
-writes its record before it answers. `lose` takes an older record for the present one, as a store that lost its last
-writes; registrations and commits come back as old as the rest.
+A replica acts once at a time, as `policy_worker.replicas.membership` and `policy_worker.session` do: it calls the
+controller, which writes its record before it answers. `lose` takes an older record for the present one, as a store
+that lost its last writes; registrations and commits come back as old as the rest.
 
 Asserted all the time: gradients are exchanged between equal weights alone, each version of a timeline has one
 content, and no number that was handed out gets another meaning. The store of half of the jobs keeps commits,

@@ -42,7 +42,7 @@ from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, wr
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire.messages import LedgerSnapshot
 from tests.policy_worker.checkpoint_material import load_state, make_checkpoint, save_state

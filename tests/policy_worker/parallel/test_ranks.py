@@ -16,7 +16,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from tests.policy_worker.checkpoint_material import load_state
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.policy_worker.rank_program import Result, train

@@ -11,7 +11,7 @@ import torch
 from policy_worker.errors import SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.sft import HeldOut, RowOrder, Sft
 from schema.wire.prompts import write_prompts

@@ -12,7 +12,7 @@ import torch
 from controller.client.http import Answer
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
-from policy_worker.trainer import Trainer
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training import turns as module
 from policy_worker.training.loop import Loop
 from policy_worker.training.turns import Turns

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from policy_worker.exchange import base
-from policy_worker.exchange.base import Exchange, ExchangeEnded, Round, Watch
-from policy_worker.exchange.gradients import PartGradients
-from policy_worker.exchange.transports import CollectiveExchange, StoredExchange
+from policy_worker.replicas import exchange as base
+from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
+from policy_worker.replicas.gradients import PartGradients
+from policy_worker.replicas.transports import CollectiveExchange, StoredExchange
 from tests.support.waiting import PATIENCE
 from weight_sync.stores.directory import DirectoryStore
 

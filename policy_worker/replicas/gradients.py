@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from policy_worker.exchange.base import Exchange, Round
+from policy_worker.replicas.exchange import Exchange, Round
 
 
 def _local(tensor: Any) -> Tensor:

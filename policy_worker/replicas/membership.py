@@ -35,15 +35,15 @@ from policy_worker.errors import (
     SettingsError,
     UnlikeError,
 )
-from policy_worker.exchange.base import Exchange, ExchangeEnded, Round, Watch
-from policy_worker.exchange.gradients import PartGradients
-from policy_worker.exchange.transports import CollectiveExchange, NoExchange, StoredExchange, sweep
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.ranges import span
-from policy_worker.rendezvous import meet
+from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
+from policy_worker.replicas.gradients import PartGradients
+from policy_worker.replicas.rendezvous import meet
+from policy_worker.replicas.transports import CollectiveExchange, NoExchange, StoredExchange, sweep
 from policy_worker.session import LeaveRequestedError, Session
-from policy_worker.trainer import TrainedModel, Trainer
+from policy_worker.trained.trainer import TrainedModel, Trainer
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.messages.members import MemberReply, MemberRequest, Place
@@ -542,7 +542,7 @@ def checksum(tensors: Iterable[Tensor]) -> str:
 def _code() -> str:
     """A digest of the code that decides what numbers a replica computes."""
     found = hashlib.blake2b(torch.__version__.encode(), digest_size=8)
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
         found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return found.hexdigest()

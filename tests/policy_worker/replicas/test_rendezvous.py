@@ -10,10 +10,10 @@ import pytest
 
 from controller.client import Client
 from controller.client import calls as api
-from policy_worker import rendezvous
 from policy_worker.errors import RendezvousError
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
-from policy_worker.rendezvous import interface_of, meet
+from policy_worker.replicas import rendezvous
+from policy_worker.replicas.rendezvous import interface_of, meet
 from policy_worker.session import LeaveRequestedError
 from schema.wire.messages import Meeting
 from tests.support.controller import TOKENS, make_config, make_run_dir

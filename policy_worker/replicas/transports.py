@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policy_worker.exchange.base import ExchangeEnded, Round, Watch, cut
+from policy_worker.replicas.exchange import ExchangeEnded, Round, Watch, cut
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import digest
 from weight_sync.stores import Store

@@ -1,0 +1,8 @@
+"""Policy replicas that train together, each some parts of each batch.
+
+membership    what a replica asks of the controller, and what it does with the others in a step
+rendezvous    where processes meet
+gradients     those of a rank as one row of numbers, and the sum over the parts of a batch
+exchange      what an exchange is, and how it ends
+transports    by a process group of the same rank of each replica (gloo, NCCL); by a weight store, which all see
+"""
