@@ -29,6 +29,7 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.replicas.base import Alone, Replicas
 from policy_worker.replicas.membership import Peers
 from policy_worker.replicas.rendezvous import meet
 from policy_worker.session import Caller, LeaveRequestedError, Session
@@ -95,45 +96,37 @@ def _train(
     trainer = make_trainer(config, group, reply.total_steps, resumption)
     checkpointer = Checkpointer(config, reply, trainer, session, shutdown, leads=not several)
     step = checkpointer.restore(resumption) if resumption is not None else 0
-    peers = None
-    while several and peers is None:
+    replicas: Replicas | None = None if several else Alone()
+    while replicas is None:
         peers = Peers(config, reply, trainer, session, environment, ranks, shutdown)
         try:
-            step = _enter(peers, config, reply, group, session, checkpointer, step)
+            step = _enter(peers, config, reply, group, checkpointer, step)
+            replicas = peers
         except LeftBehindError as error:
             log.warning("%s", error)
-            peers, (reply, resumption) = None, _register(group, session)
+            reply, resumption = _register(group, session)
             checkpointer = Checkpointer(config, reply, trainer, session, shutdown, leads=False)
             step = checkpointer.restore(resumption) if resumption is not None else 0
     if turns is not None:
         turns.tensors = trainer.resident
-    loop = Loop(config, reply, trainer, session, shutdown, checkpointer, turns, peers)
+    loop = Loop(config, reply, trainer, session, shutdown, checkpointer, turns, replicas)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, trainer, caller, resumption, peers), step)
+        return loop.run(_algorithm(config, reply, trainer, caller, replicas, resumption), step)
     finally:
-        if peers is not None:
-            peers.close()
+        replicas.close()
         checkpointer.close(shutdown.grace)
         if loop.publisher is not None:
             loop.publisher.close()
 
 
 def _enter(
-    peers: Peers,
-    config: Config,
-    reply: m.RegisterReply,
-    group: Group,
-    session: Session | None,
-    checkpointer: Checkpointer,
-    step: int,
+    peers: Peers, config: Config, reply: m.RegisterReply, group: Group, checkpointer: Checkpointer, step: int
 ) -> int:
     """Take part in the training of other policy replicas. Returns how many steps the weights contain."""
     run_dir = Path(reply.run_dir)
 
     def heal(wanted: int) -> None:
-        if session is not None:
-            session.status = f"loading the weights of step {wanted}"
         try:
             found = before_step(group, config, run_dir, wanted, reply.timeline, "")
             if found is None or found.step != wanted:
@@ -144,8 +137,6 @@ def _enter(
                 f"the checkpoint of step {wanted} that the other policy replicas have saved cannot be loaded: {error}"
             ) from error
 
-    if session is not None:
-        session.status = "waiting for the other policy replicas"
     return peers.enter(step, heal)
 
 
@@ -180,15 +171,15 @@ def _algorithm(
     reply: m.RegisterReply,
     trainer: Trainer,
     caller: Caller,
+    replicas: Replicas,
     resumption: Resumption | None = None,
-    peers: Peers | None = None,
 ) -> Algorithm:
     if reply.mode == "sft":
         data = Path(reply.data_file)
         held_out = None
         if config.validation.enable:
             held_out = HeldOut(config, trainer, data.with_name("validation.safetensors"), reply.total_steps)
-        return Sft(config, trainer, data, held_out, peers)
+        return Sft(config, trainer, data, held_out, replicas)
     store = config.controller.payload_store
     payloads = payload_file.directory(store, reply.job_id) if store else None
     source = BatchSource(trainer.group, caller.call, reply.policy_epoch, config.staleness_bound, payloads)
@@ -196,16 +187,16 @@ def _algorithm(
         source.seen = caller.history.took
         if config.profiler.record_batches:
             recorder = _recorder(config, reply, trainer.group.world, resumption, payloads)
-            source.keep = recorder.keep if peers is None else partial(_keep_if_leading, peers, recorder)
+            source.keep = partial(_keep_if_leading, replicas, recorder)
             caller.troubles.append(recorder.trouble)
-    algorithm = Grpo(config, trainer, source, peers)
+    algorithm = Grpo(config, trainer, source, replicas)
     _meet_teachers(config, algorithm.teachers, caller)
     source.look_ahead(caller.client().send, algorithm.rows_needed)
     return algorithm
 
 
-def _keep_if_leading(peers: Peers, recorder: BatchRecorder, table: StepTable, frames: Frames) -> None:
-    if peers.leads:
+def _keep_if_leading(replicas: Replicas, recorder: BatchRecorder, table: StepTable, frames: Frames) -> None:
+    if replicas.leads:
         recorder.keep(table, frames)
 
 

@@ -111,7 +111,7 @@ class Checkpointer:
         self._caller: Caller | None = None if session is None else session.another()
         self._uploader: Uploader | None = None
         self._housekeeper = Housekeeper(self._directory, self._settings)
-        self._reply = reply
+        self._reply, self._leads = reply, False
         self._template: str | None = None
         self.export_files: Files = {}
         """Rank 0, where the model will be exported: what each export copies."""
@@ -124,6 +124,9 @@ class Checkpointer:
 
     def lead(self) -> None:
         """Save from now on, as the only one of all policy replicas. A collective. Raises as the constructor."""
+        if self._leads:
+            return
+        self._leads = True
         self._trainer.group.lead(lambda: self._prepare(self._reply))
         self._housekeeper.uploader = self._uploader
 

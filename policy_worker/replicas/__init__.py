@@ -1,5 +1,6 @@
 """Policy replicas that train together, each some parts of each batch.
 
+base          what a step needs of them; a replica that trains alone
 membership    what a replica asks of the controller, and what it does with the others in a step
 rendezvous    where processes meet
 gradients     those of a rank as one row of numbers, and the sum over the parts of a batch

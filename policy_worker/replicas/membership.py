@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from policy_worker.errors import (
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.ranges import span
+from policy_worker.replicas.base import BatchChanged, Column, Notes
 from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
 from policy_worker.replicas.gradients import PartGradients
 from policy_worker.replicas.rendezvous import meet
@@ -55,6 +56,7 @@ NOBODY = MemberReply(action="wait", epoch=0, parts=[], members=[], counts=[], st
 """The order of a replica that is not a member."""
 log = logging.getLogger(__name__)
 
+WAITING = "waiting for the other policy replicas"
 POLL_S = 2.0
 """Seconds of one call: so often a request to leave is looked at."""
 MOST_FAILED = 5
@@ -63,29 +65,13 @@ LOOK_S = 0.1
 """Seconds between two calls that are answered at once."""
 LEAVING_SHARE = 0.3
 """Of the grace in which a replica leaves: for the others to come to the end of a step."""
-
-
 PIECE = 1 << 22
 """Numbers of weights that are summed at once."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class BatchChanged(Exception):
-    """Payloads of the batch were lost: it is another one by now. Nothing of the step counts."""
-
-
-class Notes(Protocol):
-    """What goes from part to part besides gradients: numbers for metrics, for example."""
-
-    def take(self, part: int) -> Any:
-        """What was found of a part, as JSON."""
-
-    def put(self, found: list[Any]) -> None:
-        """What was found of all parts, in order."""
-
-
 class Peers:
-    """See the module's docstring. `session` on rank 0 only."""
+    """Replicas of which there are several (`Replicas`); see the module's docstring. `session` on rank 0 only."""
 
     def __init__(
         self,
@@ -98,12 +84,11 @@ class Peers:
         shutdown: ShutdownRequest,
     ) -> None:
         self.parts = config.policy.parallelism.n_init_replicas
-        """Of each batch."""
+        self.prefix = f"{reply.replica_id.rpartition('.')[0]}-"
         self._leads_since = 0
         self.committed: m.CommitReply | None = None
         """How far the job has come."""
         self.metrics: dict[str, float] = {}
-        """Of the last step."""
         self._config, self._reply, self._trainer, self._session = config, reply, trainer, session
         self._environment, self._ranks, self._shutdown = environment, ranks, shutdown
         self._group = trainer.group
@@ -122,7 +107,6 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this replica commits, publishes and saves."""
         return self._leads_since > 0
 
     # ---- before and after a step ----------------------------------------------------------------------------
@@ -137,6 +121,7 @@ class Peers:
             LeftBehindError: those who were there when it registered have died: it has to register anew.
             UnlikeError: it is of another kind than the others.
         """
+        self._say(WAITING)
         self._step, at = step, "join"
         self._own_kind, weights = self._kind(), self._weights()
         while True:
@@ -147,6 +132,7 @@ class Peers:
                 return self._step
             at = "join"
             if order.action == "heal" and order.step >= 0:
+                self._say(f"loading the weights of step {order.step}")
                 heal(order.step)
                 self._step, at, weights = order.step, "healed", self._weights()
                 if self._session is not None:
@@ -155,13 +141,7 @@ class Peers:
             self._leave_if_asked()
 
     def begin(self, step: int, save: Callable[[], None]) -> bool:
-        """Take part in a step; False: this replica was asked to leave.
-
-        save: writes the checkpoint of so many steps.
-
-        Raises:
-            LeftBehindError, DiffersError: this replica has to begin anew.
-        """
+        self._say(WAITING)
         for gradients in self._gradients.values():
             gradients.forget()
         weights, at = self._weights_at(step), "begin"
@@ -186,10 +166,6 @@ class Peers:
                 time.sleep(LOOK_S)
 
     def trained(self, step: int, commit: Callable[[], m.CommitReply]) -> m.CommitReply | None:
-        """A step is trained: wait until it counts. None: this replica was asked to leave meanwhile.
-
-        commit: does it, where this replica leads.
-        """
         weights = self._weights_at(step + 1)
         while True:
             wait_s = 0.0 if self.leads else POLL_S
@@ -205,9 +181,12 @@ class Peers:
                 return None
 
     def look(self) -> None:
-        """While a batch is waited for: whether this replica leads by now. A collective."""
         if not self.leads:
             self._check(self._ask("begin", step=self._step, wait_s=0.0))
+
+    def _say(self, status: str) -> None:
+        if self._session is not None:
+            self._session.status = status
 
     def _leave_if_asked(self) -> None:
         if self._group.any(bool(self._shutdown)):
@@ -228,15 +207,10 @@ class Peers:
     # ---- within a step --------------------------------------------------------------------------------------
 
     def batch(self, digest: str) -> None:
-        """The batch of the step."""
         self._batch = digest
 
     def collect(self, find: Callable[[int], bytes]) -> list[bytes]:
-        """A round: what was found of all parts, in order. A collective.
-
-        Raises:
-            BatchChanged: see there.
-        """
+        """A round: what was found of all parts, in order. A collective. Raises as `columns`."""
         found: dict[int, bytes] = {}
 
         def compute(part: int) -> None:
@@ -249,14 +223,10 @@ class Peers:
 
     def columns(
         self,
-        find: Callable[[int], Mapping[str, Mapping[int, Tensor]]],
+        find: Callable[[int], Mapping[str, Column]],
         types: Mapping[str, torch.dtype],
         lengths: Callable[[int], Mapping[int, int]],
     ) -> dict[str, dict[int, Tensor]]:
-        """A round: numbers of tokens of all parts, by column and row. A collective. Raises as `collect`.
-
-        types: of each column that is exchanged. lengths: numbers of each row of this rank's share in a part.
-        """
         found: dict[str, dict[int, Tensor]] = {name: {} for name in types}
 
         def chosen(part: int) -> bytes:
@@ -269,15 +239,13 @@ class Peers:
         return found
 
     def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
-        """A round: the gradients of a model are those of all parts afterwards, and notes of all are put.
-
-        compute: forward and backward of a part. A collective. Raises as `collect`.
-        """
+        """A round; notes of all parts are put. See `Replicas.learn`."""
         gradients = self._gradients[trained]
         said: dict[int, bytes] = {}
 
         def find(part: int) -> None:
             trained.seed_dropouts([self._config.effective_seed, self._step, self._number, part])
+            notes.begin(part)
             compute(part)
             trained.end_part()
             gradients.take(part)
@@ -489,7 +457,7 @@ class Peers:
         return self._config.controller.heartbeat_timeout
 
     def close(self) -> None:
-        """Leave the others. What the dead left in the store goes with the last one."""
+        """See `Replicas.close`. What the dead left in the store goes with the last one."""
         self._exchange.close()
         if self.leads and self._group.leads and self._config.policy.exchange == "store":
             with suppress(WeightError, OSError):
@@ -499,17 +467,6 @@ class Peers:
 def _metrics_of(order: MemberReply) -> dict[str, float]:
     """How many replicas train together, and how many parts of the batch are this one's."""
     return {"members": float(len(order.members)), "own_parts": float(len(order.parts))}
-
-
-def learn_together(
-    peers: Peers | None, trained: TrainedModel, compute: Callable[[int], None], notes: Notes
-) -> None:
-    """The gradients of an optimizer step: of the only part, or of all parts by `Peers.learn`. A collective."""
-    if peers is None:
-        compute(0)
-        trained.end_part()
-    else:
-        peers.learn(trained, compute, notes)
 
 
 def _gradients(trained: TrainedModel) -> PartGradients:

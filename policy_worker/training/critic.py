@@ -23,7 +23,7 @@ from policy_worker.algorithms.losses import Normalizers, token_weights, value_lo
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from policy_worker.replicas.membership import Peers, learn_together
+from policy_worker.replicas.base import Replicas
 from policy_worker.trained.trainer import Critic, LossOf
 from policy_worker.training.batch_plan import (
     Batching,
@@ -68,20 +68,11 @@ class CriticTraining:
     """See the module's docstring. All ranks call alike."""
 
     def __init__(
-        self,
-        config: Config,
-        critic: Critic,
-        batching: Batching,
-        policy: Group,
-        shares: Shares | None = None,
-        peers: Peers | None = None,
+        self, config: Config, critic: Critic, batching: Batching, policy: Group, replicas: Replicas
     ) -> None:
-        """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks. peers:
-        policy replicas that train with this one, and then shares: those of this rank."""
-        self._critic, self._keys, self._policy, self._peers = critic, config.critic, policy, peers
-        self._shares = Shares(1, critic.data_ranks, critic.data_rank)
-        if peers is not None and shares is not None:
-            self._shares = shares
+        """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks."""
+        self._critic, self._keys, self._policy, self._replicas = critic, config.critic, policy, replicas
+        self._shares = Shares(replicas.parts, critic.data_ranks, critic.data_rank)
         self._batching = batching_of(config, batching)
         self._pass = self._batching.cut_to(config.critic.forward_mini_batch, None)
 
@@ -147,10 +138,8 @@ class CriticTraining:
                 rows = {row for rows in batches[self._shares.of(part)] for row in rows} if batches else ()
                 return {row: samples[row].learned_tokens for row in rows}
 
-            if self._peers is not None:
-                types = {VALUE: self._critic.place.numbers}
-                return self._peers.columns(lambda part: {VALUE: of_part(part)}, types, lengths)[VALUE]
-            found = of_part(0)
+            types = {VALUE: self._critic.place.numbers}
+            found = self._replicas.columns(lambda part: {VALUE: of_part(part)}, types, lengths)[VALUE]
             return self._critic.place.to_all_ranks(found, lengths_of(table, plan)) if self._is_own else found
 
     def train_on(
@@ -183,7 +172,7 @@ class CriticTraining:
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
             loss_of = partial(self._loss_of, table, norm, sums)
             compute = partial(self._learn_part, samples, mini_batch, loss_of, columns)
-            learn_together(self._peers, critic, compute, SumNotes(sums, critic.group))
+            self._replicas.learn(critic, compute, SumNotes(sums, critic.group))
             sums.end_step(critic.apply(table.step))
             tokens.append(norm.tokens)
         found = sums.reduce(critic.group)

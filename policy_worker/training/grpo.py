@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -47,7 +47,7 @@ from policy_worker.model.model import PolicyModel
 from policy_worker.model.routing import KEY, Replay
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from policy_worker.replicas.membership import Peers, learn_together
+from policy_worker.replicas.base import Alone, Replicas
 from policy_worker.trained.trainer import HIDDEN, EarlierPolicy, LossOf, Trainer
 from policy_worker.training.batch_plan import (
     Batching,
@@ -126,8 +126,17 @@ class Lesson:
 class LessonNotes:
     """What policy replicas tell each other of a lesson's parts, next to gradients. All ranks call alike."""
 
-    def __init__(self, lesson: Lesson, group: Group, replay: Replay | None) -> None:
-        self._lesson, self._group, self._replay = lesson, group, replay
+    def __init__(
+        self, lesson: Lesson, group: Group, replay: Replay | None, see_again: Callable[[int], None]
+    ) -> None:
+        """see_again: computes what the loss of a part needs and was not exchanged."""
+        self._lesson, self._group, self._replay, self._see_again = lesson, group, replay, see_again
+
+    def begin(self, part: int) -> None:
+        """What forwards have seen until now is not of the part."""
+        if self._replay is not None:
+            self._replay.take_seen()
+        self._see_again(part)
 
     def take(self, part: int) -> Any:
         """Sums for metrics, and log-probs of samples that are kept."""
@@ -150,15 +159,17 @@ class LessonNotes:
 class Grpo:
     """One training step at a time; the loop around it waits for batches, commits and publishes."""
 
-    def __init__(self, config: Config, trainer: Trainer, source: Batches, peers: Peers | None = None) -> None:
-        """peers: policy replicas that train with this one. Every replica has all samples; models compute those of the
-        parts that are its own.
+    def __init__(
+        self, config: Config, trainer: Trainer, source: Batches, replicas: Replicas | None = None
+    ) -> None:
+        """replicas: this one and others, each with all samples, of which models compute those of the parts that are
+        its own; None: it trains alone.
 
         Raises:
             SettingsError: for an estimator or a loss that is not registered.
         """
-        self._trainer, self._source, self._peers = trainer, source, peers
-        self._shares = Shares(1 if peers is None else peers.parts, trainer.data_ranks, trainer.data_rank)
+        self._trainer, self._source, self._replicas = trainer, source, replicas or Alone()
+        self._shares = Shares(self._replicas.parts, trainer.data_ranks, trainer.data_rank)
         self._advantages = advantage_config(config.grpo)
         self._loss = loss_config(config.grpo)
         self._batching = Batching.of_config(config)
@@ -173,7 +184,7 @@ class Grpo:
         self._cap = config.grpo.rollout_correction.cap
         self._min_prefix = config.grpo.min_filter_prefix_tokens
         self._critic = (
-            CriticTraining(config, trainer.critic, self._batching, trainer.group, self._shares, peers)
+            CriticTraining(config, trainer.critic, self._batching, trainer.group, self._replicas)
             if trainer.critic
             else None
         )
@@ -212,8 +223,7 @@ class Grpo:
         planned = self._planned(table)
         learned, masks, masked, idle, alike, plan = planned
         mine = self._rows_of(plan)
-        if self._peers is not None:
-            self._peers.batch(table.digest)
+        self._replicas.batch(table.digest)
         with span("fetch"):
             fetched = self._source.payloads(table, self._needed(table, planned))
         if fetched is None or not self.teachers.prepare(table, fetched, plan, alike):
@@ -294,19 +304,15 @@ class Grpo:
             compute = partial(
                 self._learn_part, lesson, mini_batch, partial(self._loss_of, lesson, norm, number == 0)
             )
-            notes = LessonNotes(lesson, trainer.group, trainer.replay)
-            learn_together(self._peers, trainer, compute, notes)
+            see_again = partial(self._see_again, lesson, mini_batch)
+            notes = LessonNotes(lesson, trainer.group, trainer.replay, see_again)
+            self._replicas.learn(trainer, compute, notes)
             computed = sum(tokens[row] for row in mini_batch.computed)
             lesson.metrics.end_step(trainer.apply(table.step), computed)
 
     def _learn_part(self, lesson: Lesson, mini_batch: MiniBatch, loss_of: LossOf, part: int) -> None:
         """Forward and backward of this rank's share of a part."""
         trainer, batches = self._trainer, mini_batch.ranks[self._shares.of(part)]
-        if self._peers is not None:
-            if trainer.replay is not None:
-                trainer.replay.take_seen()  # of other forwards than those that are counted
-            if HIDDEN in lesson.columns:
-                self._see_again(lesson, batches)
         trainer.learn(
             lesson.samples,
             batches,
@@ -317,9 +323,12 @@ class Grpo:
             more_of=self.teachers.more,
         )
 
-    def _see_again(self, lesson: Lesson, batches: Sequence[Rows]) -> None:
+    def _see_again(self, lesson: Lesson, mini_batch: MiniBatch, part: int) -> None:
         """The reference model's states of a part that was another replica's: they are too large to be exchanged."""
+        if HIDDEN not in lesson.columns:
+            return
         trainer, hidden = self._trainer, lesson.columns[HIDDEN]
+        batches = mini_batch.ranks[self._shares.of(part)]
         assert trainer.reference is not None
         missing = trainer.place.has_outputs and any(row not in hidden for rows in batches for row in rows)
         if trainer.group.any(missing):
@@ -504,7 +513,7 @@ class Grpo:
         if self._trainer.replay is None:
             return {}
         recorded, otherwise = lesson.seen
-        if self._peers is None:
+        if self._shares.parts == 1:
             recorded, otherwise = self._trainer.group.reduce(self._trainer.replay.take_seen(), "total")
         return {"routing/differs": otherwise / recorded} if recorded else {}
 
@@ -546,8 +555,6 @@ class Grpo:
         """
         trainer, full = self._trainer, self._full_kl
         head = trainer.head_of(trainer.reference) if full and trainer.reference else None
-        if self._peers is None:
-            return self._passes_of(table, samples, plan, alike, 0, head), head
         names = [REFERENCE] if trainer.reference else []
         names += [REWARD_KL] if self._full_kl_in_reward else []
         names += [OLD] if self._correction or self._rejection else []
@@ -564,7 +571,7 @@ class Grpo:
             rows = rows_of(plan, self._shares.of(part))
             return {row: samples[row].learned_tokens for row in rows}
 
-        columns = self._peers.columns(find, dict.fromkeys(names, trainer.place.numbers), lengths)
+        columns = self._replicas.columns(find, dict.fromkeys(names, trainer.place.numbers), lengths)
         return columns | ({HIDDEN: hidden} if full else {}), head
 
     @property

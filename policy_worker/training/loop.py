@@ -4,7 +4,7 @@
                          └────────────────── until the controller says finished ──────────────┘
 
 Where several policy replicas train together, the first of them leads: it commits, publishes, saves and exports; the
-next one does so after its death (`policy_worker.replicas.membership`).
+next one does so after its death (`policy_worker.replicas`).
 
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
 right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs in parallel with
@@ -30,7 +30,7 @@ from policy_worker.errors import LeftBehindError
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
-from policy_worker.replicas.membership import BatchChanged, Peers
+from policy_worker.replicas.base import Alone, BatchChanged, Replicas
 from policy_worker.session import Session
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_source import DataEnded
@@ -97,24 +97,19 @@ class Loop:
         shutdown: ShutdownRequest,
         checkpointer: Checkpointer,
         turns: Turns | None = None,
-        peers: Peers | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        """replicas: this one and others; None: it trains alone."""
         self._config, self._reply, self._trainer, self._turns = config, reply, trainer, turns
-        self._session, self._shutdown, self._checkpointer, self._peers = (
-            session,
-            shutdown,
-            checkpointer,
-            peers,
-        )
+        self._session, self._shutdown, self._checkpointer = session, shutdown, checkpointer
+        self._replicas = replicas or Alone()
         self.publisher: Publisher | None = None
         self._leads = False
         self._commits = Commits(trainer.group, session)
         traces = Path(reply.run_dir) / "profiles"
-        own = "" if peers is None else f"{reply.replica_id.rpartition('.')[0]}-"
-        self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown, prefix=own)
-        if peers is None:
-            self._take_lead()
-        self._overlaps = reply.mode == "sft" and peers is None
+        prefix = self._replicas.prefix
+        self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown, prefix=prefix)
+        self._overlaps = reply.mode == "sft" and self._replicas.parts == 1
         self._clock = None if reply.mode == "sft" else WaitClock()
         self._published = -1
         self._publish_seconds = 0.0
@@ -126,8 +121,6 @@ class Loop:
         Raises:
             PolicyError, ControllerError, WeightError: training cannot go on.
         """
-        if self._peers is None:
-            self._publish(step)
         self._lead(step)
         self._profiles.begin(step)
         finished = step >= self._reply.total_steps
@@ -171,7 +164,7 @@ class Loop:
         metrics["step_seconds"] = seconds + self._publish_seconds
         self._publish_seconds = self._waited_before = 0.0  # they are parts of one step
         self._commits.prepare(step, metrics, algorithm.kept, algorithm.validations)
-        if self._peers is None:
+        if self._overlaps:
             self._commits.send()
         log.info("step %d trained: %s", step, " ".join(f"{k}={v:.4g}" for k, v in metrics.items()))
 
@@ -192,39 +185,31 @@ class Loop:
 
     def _begin(self, step: int) -> bool:
         """Take part in a step, with the others that there are; False: this replica was asked to leave."""
-        if self._peers is None:
-            return True
-        self._say("waiting for the other policy replicas")
 
         def save() -> None:
             self._lead(step)
             self._save(step, durably=True)
 
-        if not self._peers.begin(step, save):
+        if not self._replicas.begin(step, save):
             return False
         self._lead(step)
         return True
 
     def _lead(self, step: int) -> None:
-        """Begin to publish and to save, if this replica leads others since a moment ago. A collective.
+        """Begin to publish and to save, if this replica leads since a moment ago. A collective.
 
         Raises LeftBehindError: another one has led meanwhile, which a store without its last writes did not show.
         """
-        if self._peers is None:
-            return
-        if self._leads and not self._peers.leads:
+        if self._leads and not self._replicas.leads:
             raise LeftBehindError("another policy replica leads by now: this one has to begin anew")
-        if self._peers.leads and not self._leads:
+        if self._replicas.leads and not self._leads:
+            self._leads = True
             self._checkpointer.lead()
-            self._take_lead()
+            if self._reply.mode != "sft":  # where no replica would fetch
+                self.publisher = Publisher(
+                    self._config, self._trainer, self._session, self._reply, self._shutdown
+                )
             self._publish(step)
-
-    def _take_lead(self) -> None:
-        self._leads = True
-        if self._reply.mode != "sft":  # where no replica would fetch
-            self.publisher = Publisher(
-                self._config, self._trainer, self._session, self._reply, self._shutdown
-            )
 
     def train_step(self, algorithm: Algorithm, step: int) -> Metrics | StepEnd:
         """Wait for the batch of a step and train on it; the step's metrics, or why there was no step."""
@@ -241,9 +226,7 @@ class Loop:
             metrics |= self._clock.metrics(waiting_since - self._waited_before, began, time.monotonic())
         if self._turns is not None:
             metrics |= self._turns.metrics
-        if self._peers is not None:
-            metrics |= self._peers.metrics
-        return metrics
+        return metrics | self._replicas.metrics
 
     def _wait(self, algorithm: Algorithm, step: int) -> Any:
         """The batch of a step, or the `StepEnd` that comes first. Where devices are taken in turns, they are those of
@@ -259,9 +242,8 @@ class Loop:
         """As `_wait`; profiles begin and end here."""
         shutdown = self._shutdown
         while True:
-            if self._peers is not None:
-                self._peers.look()
-                self._lead(step)
+            self._replicas.look()
+            self._lead(step)
             publisher = self.publisher
             signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()
             flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
@@ -293,14 +275,10 @@ class Loop:
 
     def _after_commit(self, step: int) -> m.CommitReply | None:
         """Wait until step `step` − 1 counts, and publish if it is due; None: see `_count`."""
-        if self._peers is None:
-            reply: m.CommitReply | None = self._commits.wait()
-            assert reply is not None
-        else:
-            reply = self._peers.trained(step - 1, self._commit)
-            if reply is None:
-                return None
-            self._lead(step)
+        reply = self._replicas.trained(step - 1, self._commit)
+        if reply is None:
+            return None
+        self._lead(step)
         assert reply.committed_steps == step
         if reply.publish and self._published != step:
             self._publish(step)
@@ -416,9 +394,10 @@ class Commits:
             self._prepared = step, request
 
     def send(self) -> None:
-        """Commit the step that was prepared, without waiting for the answer."""
-        if self._session is not None and self._prepared is not None:
-            self._sent = self._pool.submit(_commit, self._session, *self._prepared)
+        """Commit the step that was prepared, once, without waiting for the answer."""
+        prepared, self._prepared = self._prepared, None
+        if self._session is not None and prepared is not None:
+            self._sent = self._pool.submit(_commit, self._session, *prepared)
 
     def wait(self) -> m.CommitReply | None:
         """The answer to the last commit; None if it was had before. A collective.

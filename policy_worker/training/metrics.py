@@ -111,6 +111,9 @@ class SumNotes:
     def __init__(self, sums: PartSums, group: Group) -> None:
         self._sums, self._group = sums, group
 
+    def begin(self, part: int) -> None:
+        """Nothing was added since the part before."""
+
     def take(self, part: int) -> Metrics:
         """Sums for metrics."""
         return self._sums.take(self._group)

@@ -22,7 +22,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
 from policy_worker.ranges import span
-from policy_worker.replicas.membership import Peers, learn_together
+from policy_worker.replicas.base import Alone, Replicas
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, Rows, Shares, plan_step
 from policy_worker.training.batch_source import DataEnded
@@ -141,13 +141,14 @@ class Sft:
         trainer: Trainer,
         data_file: Path,
         held_out: HeldOut | None = None,
-        peers: Peers | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
-        """peers: policy replicas that train with this one.
+        """replicas: this one and others; None: it trains alone.
 
         Raises `SettingsError` if the data cannot be read, or is not for supervised training."""
-        self._trainer, self._batching, self._peers = trainer, Batching.of_config(config), peers
-        self._shares = Shares(1 if peers is None else peers.parts, trainer.data_ranks, trainer.data_rank)
+        self._trainer, self._batching = trainer, Batching.of_config(config)
+        self._replicas = replicas or Alone()
+        self._shares = Shares(self._replicas.parts, trainer.data_ranks, trainer.data_rank)
         self._batch = config.samples_per_step
         self.kept: list[TrainedSample] = []
         self.validations: list[HeldOutLoss] = []
@@ -197,7 +198,7 @@ class Sft:
             def compute(part: int, ranks: list[list[Rows]] = ranks) -> None:
                 trainer.learn(samples, ranks[self._shares.of(part)], loss_of)
 
-            learn_together(self._peers, trainer, compute, SumNotes(sums, trainer.group))
+            self._replicas.learn(trainer, compute, SumNotes(sums, trainer.group))
             sums.end_step(trainer.apply(batch.step))
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
         metrics |= trainer.scale_metrics()

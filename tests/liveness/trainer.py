@@ -45,6 +45,7 @@ from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.tensor import apply_tp
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.replicas.base import Alone
 from policy_worker.replicas.exchange import Exchange, Round
 from policy_worker.replicas.membership import Peers
 from policy_worker.session import Session
@@ -451,7 +452,7 @@ watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_s
 def batches_on_disk(config: Config, place: Place) -> list[int]:
     """Of four steps that were trained, those whose batches a replay would find."""
     with _registered(config, place) as (_, session):
-        algorithm = _algorithm(config, session.reply, _trainer(config, place), session)
+        algorithm = _algorithm(config, session.reply, _trainer(config, place), session, Alone())
         assert isinstance(algorithm, Grpo)
         samples = random_samples(12)
         algorithm._source._call = lambda call: encode_step(samples, step=int(call.path.split("/")[3]))
@@ -1373,7 +1374,7 @@ def validated_versions(config: Config, place: Place) -> list[int]:
     reply = m.RegisterReply.model_construct(
         mode="sft", data_file=str(folder / "train.safetensors"), total_steps=10
     )
-    algorithm, found = _algorithm(config, reply, _trainer(config, place), None), []  # type: ignore[arg-type]
+    algorithm, found = _algorithm(config, reply, _trainer(config, place), None, Alone()), []  # type: ignore[arg-type]
     for step in range(2):
         train_step(algorithm, step)
         found += [record.version for record in algorithm.validations]
@@ -1583,7 +1584,9 @@ def files_at_the_end(config: Config, place: Place) -> bool:
     reply = _reply(config, place)
     trainer = _trainer(config, place)
     checkpointer = Checkpointer(config, reply, trainer, None, ShutdownRequest())
-    Loop(config, reply, trainer, None, ShutdownRequest(), checkpointer)._finish(0)
+    loop = Loop(config, reply, trainer, None, ShutdownRequest(), checkpointer)
+    loop._leads = True
+    loop._finish(0)
     return (Path(reply.run_dir) / "final" / "config.json").exists()
 
 

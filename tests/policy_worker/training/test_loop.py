@@ -11,6 +11,7 @@ import pytest
 
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
+from policy_worker.replicas.base import Alone
 from policy_worker.training.batch_source import DataEnded
 from policy_worker.training.loop import POLL, POLL_OWED, Loop, StepEnd, WaitClock
 from policy_worker.training.profiles import Profiles
@@ -45,7 +46,7 @@ class Publishing:
 @pytest.fixture
 def loop(group: Group) -> Loop:
     loop = Loop.__new__(Loop)  # only what a wait reads
-    loop._peers = None
+    loop._replicas, loop._leads = Alone(), True
     loop._trainer = SimpleNamespace(group=group)  # type: ignore[assignment]
     loop._shutdown, loop.publisher, loop._clock, loop._turns = ShutdownRequest(), None, None, None
     loop._profiles = Profiles(ProfilerConfig(), loop._trainer, Path(), None, loop._shutdown)

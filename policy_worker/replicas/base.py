@@ -1,0 +1,132 @@
+"""What a training step needs of the policy replicas that train together, and a replica that trains alone.
+
+    begin step t ─▶ batch ─▶ columns, learn, learn, … ─▶ trained
+
+A batch is cut into parts. `columns` and `learn` compute those that are this replica's, and hold what is found of all
+of them afterwards. All ranks call alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from policy_worker.trained.trainer import TrainedModel
+from schema.wire import messages as m
+
+Column = Mapping[int, Tensor]
+"""By row a number for each of its learned tokens."""
+
+
+class BatchChanged(Exception):
+    """Payloads of the batch were lost: it is another one by now. Nothing of the step counts."""
+
+
+class Notes(Protocol):
+    """What goes from part to part next to gradients, where replicas exchange them: numbers for metrics."""
+
+    def begin(self, part: int) -> None:
+        """A part is computed next, which may have been another replica's before."""
+
+    def take(self, part: int) -> Any:
+        """What was found of a part, as JSON."""
+
+    def put(self, found: list[Any]) -> None:
+        """What was found of all parts, in order."""
+
+
+class Replicas(Protocol):
+    """Policy replicas that train together, as one of them sees it."""
+
+    parts: int
+    """Of each batch."""
+    metrics: dict[str, float]
+    """Of the last step."""
+    prefix: str
+    """In front of the names of files that each replica writes; "" if there is one alone."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica commits, publishes and saves."""
+
+    def begin(self, step: int, save: Callable[[], None]) -> bool:
+        """Take part in a step; False: this replica was asked to leave. save: writes the checkpoint of the step.
+
+        Raises:
+            LeftBehindError, DiffersError: this replica has to begin anew.
+        """
+
+    def look(self) -> None:
+        """While a batch is waited for: find out whether this replica leads by now. A collective."""
+
+    def batch(self, digest: str) -> None:
+        """Say which batch the step trains."""
+
+    def columns(
+        self,
+        find: Callable[[int], Mapping[str, Column]],
+        types: Mapping[str, torch.dtype],
+        lengths: Callable[[int], Mapping[int, int]],
+    ) -> dict[str, dict[int, Tensor]]:
+        """What `find` says of each part, together. A collective.
+
+        types: of each column that is wanted. lengths: numbers of each row of this rank's share in a part.
+
+        Raises:
+            BatchChanged: see there.
+        """
+
+    def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
+        """Leave the gradients of all parts in a model. A collective. Raises as `columns`.
+
+        compute: forward and backward of a part.
+        """
+
+    def trained(self, step: int, commit: Callable[[], m.CommitReply]) -> m.CommitReply | None:
+        """Wait until a trained step counts. None: this replica was asked to leave meanwhile.
+
+        commit: does it, where this replica leads.
+        """
+
+    def close(self) -> None:
+        """Leave the others."""
+
+
+class Alone:
+    """A replica without others: each batch has one part."""
+
+    parts, prefix, leads = 1, "", True
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def begin(self, step: int, save: Callable[[], None]) -> bool:
+        return True
+
+    def look(self) -> None:
+        pass
+
+    def batch(self, digest: str) -> None:
+        pass
+
+    def columns(
+        self,
+        find: Callable[[int], Mapping[str, Column]],
+        types: Mapping[str, torch.dtype],
+        lengths: Callable[[int], Mapping[int, int]],
+    ) -> dict[str, dict[int, Tensor]]:
+        found = find(0)
+        return {name: dict(found[name]) for name in types}
+
+    def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
+        compute(0)
+        trained.end_part()
+
+    def trained(self, step: int, commit: Callable[[], m.CommitReply]) -> m.CommitReply:
+        return commit()
+
+    def close(self) -> None:
+        pass
