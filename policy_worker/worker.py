@@ -30,10 +30,11 @@ from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.replicas.base import Alone, Replicas
-from policy_worker.replicas.membership import Peers
 from policy_worker.replicas.rendezvous import meet
+from policy_worker.replicas.round import Peers
 from policy_worker.session import Caller, LeaveRequestedError, Session
-from policy_worker.trained.trainer import Critic, Trainer
+from policy_worker.trained.critic import Critic
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.lookahead import Frames

@@ -39,7 +39,8 @@ from policy_worker.checkpoints.write import Draft, Exporter, write
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
-from policy_worker.trained.trainer import TrainedModel, Trainer
+from policy_worker.trained.model import TrainedModel
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from schema.config.chat_template import kept_template
 from schema.wire import messages as m

@@ -45,7 +45,9 @@ from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import Backbone
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
-from policy_worker.trained.trainer import EarlierPolicy, TrainedModel, Trainer
+from policy_worker.trained.frozen import EarlierPolicy
+from policy_worker.trained.model import TrainedModel
+from policy_worker.trained.trainer import Trainer
 from schema.config.sections.policy import ALTERING
 from schema.util.atomic_file import usual_mode
 from weight_sync.stored import BLOCK

@@ -1,7 +1,9 @@
 """Policy replicas that train together, each some parts of each batch.
 
 base          what a step needs of them; a replica that trains alone
-membership    what a replica asks of the controller, and what it does with the others in a step
+round         what a replica does with the others in a step: compute, agree, exchange, apply
+membership    what it asks of the controller
+identity      by what replicas find out that they are alike
 rendezvous    where processes meet
 gradients     those of a rank as one row of numbers, and the sum over the parts of a batch
 exchange      what an exchange is, and how it ends

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from policy_worker.trained.trainer import TrainedModel
+from policy_worker.trained.model import TrainedModel
 from schema.wire import messages as m
 
 Column = Mapping[int, Tensor]

@@ -24,7 +24,8 @@ from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Replicas
-from policy_worker.trained.trainer import Critic, LossOf
+from policy_worker.trained.critic import Critic
+from policy_worker.trained.model import LossOf
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,

@@ -48,7 +48,10 @@ from policy_worker.model.routing import KEY, Replay
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Alone, Replicas
-from policy_worker.trained.trainer import HIDDEN, EarlierPolicy, LossOf, Trainer
+from policy_worker.trained.frozen import EarlierPolicy
+from policy_worker.trained.model import LossOf
+from policy_worker.trained.place import HIDDEN
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_plan import (
     Batching,
     MiniBatch,

@@ -47,9 +47,11 @@ from policy_worker.parallel.tensor import apply_tp
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.replicas.base import Alone
 from policy_worker.replicas.exchange import Exchange, Round
-from policy_worker.replicas.membership import Peers
+from policy_worker.replicas.round import Peers
 from policy_worker.session import Session
-from policy_worker.trained.trainer import Critic, TrainedModel, Trainer
+from policy_worker.trained.critic import Critic
+from policy_worker.trained.model import TrainedModel
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.critic import batching_of

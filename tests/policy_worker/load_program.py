@@ -30,7 +30,8 @@ from policy_worker.model.stages import Stages
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
-from policy_worker.trained.trainer import Critic, Trainer
+from policy_worker.trained.critic import Critic
+from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from schema.config.layout import reference_is_within
 from schema.config.sections.optimizer import PrecisionKeys

@@ -26,7 +26,8 @@ from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
 from policy_worker.model.trainable import freeze
 from policy_worker.parallel.group import Group
-from policy_worker.trained.trainer import Critic, Trainer
+from policy_worker.trained.critic import Critic
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.loop import Algorithm
 from schema.config import Config
 from schema.config.chat_template import read_template

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from policy_worker.__main__ import main
-from policy_worker.replicas import membership as peers
+from policy_worker.replicas import identity
 from policy_worker.trained.trainer import Trainer
 
 
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "bit":
         turn_a_bit()
     else:
-        peers._code = lambda: "of another build"
+        identity._code = lambda: "of another build"
     sys.argv[1:] = []
     sys.exit(main())

@@ -22,7 +22,8 @@ from policy_worker.model import lora
 from policy_worker.model.load import load_model, load_reference
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.trained.trainer import EarlierPolicy, Trainer
+from policy_worker.trained.frozen import EarlierPolicy
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batch_source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
