@@ -40,7 +40,7 @@ from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
 from policy_worker.parallel.group import Group, RankEnvironment
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
 from schema.wire.batch import StepTable, encode_batch

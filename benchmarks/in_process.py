@@ -21,7 +21,7 @@ from controller.client import Answer, Call
 from controller.data.prepare import prepare
 from policy_worker.parallel.group import Group, RankEnvironment
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.metrics import Metrics
 from policy_worker.worker import make_trainer

@@ -37,7 +37,7 @@ from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 
 PATIENCE = 600.0  # seconds for one mesh

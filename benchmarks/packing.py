@@ -23,7 +23,7 @@ sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
 
 import numpy as np
 
-from policy_worker.training.batch_plan import Batching, plan_step
+from policy_worker.training.batches.cutting import Batching, plan_step
 
 LONGEST = 8192
 

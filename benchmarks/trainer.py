@@ -38,7 +38,7 @@ from policy_worker.model.model import PolicyModel, prepare_model
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 
 REPOSITORY = Path(__file__).resolve().parents[1]

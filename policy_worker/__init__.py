@@ -2,9 +2,9 @@
 
 __main__ ─ worker ─┬─ session        calls to the controller and heartbeats; replay_log, what it may ask for again
                    ├─ training/loop  wait, train, commit, publish, save, export
-                   │    ├─ grpo      one step of reinforcement learning, on batch_source's samples
+                   │    ├─ grpo      one step of reinforcement learning, on the samples of batches/source
                    │    ├─ sft       one step of supervised training
-                   │    └─ batch_plan, metrics       who computes what; what a step reports
+                   │    └─ batches/, metrics         who computes what; what a step reports
                    ├─ replicas/      other policy replicas that train with this one
                    ├─ trained/       micro_batches, forward, backward, step
                    │    ├─ model/, parallel/         log-probs, optimizer, sharding
@@ -12,5 +12,5 @@ __main__ ─ worker ─┬─ session        calls to the controller and heartbe
                    ├─ weights/       publishing versions
                    └─ checkpoints/   saving, resuming, uploading
 
-replay ─ training/replay             the same on batches that training/recording has kept, without a controller
+replay ─ training/replay             the same on batches that training/batches/recording has kept, without a controller
 """

@@ -69,9 +69,9 @@ def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: Shutdown
 
         from policy_worker.checkpoints.load import load
         from policy_worker.parallel.group import Group
+        from policy_worker.training.batches.recording import RecordedBatches
         from policy_worker.training.grpo import Grpo
         from policy_worker.training.profiles import Profiles
-        from policy_worker.training.recording import RecordedBatches
         from policy_worker.training.replay import Replay, Report, begin
         from policy_worker.training.teachers import tokenizer_of
         from policy_worker.worker import make_trainer

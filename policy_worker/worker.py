@@ -35,11 +35,11 @@ from policy_worker.replicas.round import Peers
 from policy_worker.session import Caller, LeaveRequestedError, Session
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.prefetch import Frames
+from policy_worker.training.batches.recording import BatchRecorder
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
-from policy_worker.training.lookahead import Frames
 from policy_worker.training.loop import Algorithm, Loop
-from policy_worker.training.recording import BatchRecorder
 from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.training.teachers import Teachers, tokenizer_of
 from policy_worker.training.turns import Turns

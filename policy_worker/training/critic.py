@@ -26,7 +26,7 @@ from policy_worker.ranges import span
 from policy_worker.replicas.base import Replicas
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.model import LossOf
-from policy_worker.training.batch_plan import (
+from policy_worker.training.batches.cutting import (
     Batching,
     MiniBatch,
     Rows,

@@ -52,7 +52,7 @@ from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.model import LossOf
 from policy_worker.trained.place import HIDDEN
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_plan import (
+from policy_worker.training.batches.cutting import (
     Batching,
     MiniBatch,
     Rows,
@@ -65,7 +65,7 @@ from policy_worker.training.batch_plan import (
     rows_of,
     spared_tokens,
 )
-from policy_worker.training.batch_source import Batches, DataEnded, counts
+from policy_worker.training.batches.source import Batches, DataEnded, counts
 from policy_worker.training.critic import RETURN, VALUE, CriticTraining, lengths_of
 from policy_worker.training.metrics import KeptSamples, Metrics, PartSums, StepMetrics, age_sums
 from policy_worker.training.teachers import Teachers

@@ -33,7 +33,7 @@ from policy_worker.ranges import span
 from policy_worker.replicas.base import Alone, BatchChanged, Replicas
 from policy_worker.session import Session
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import DataEnded
+from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.profiles import Profiles
 from policy_worker.training.turns import Turns

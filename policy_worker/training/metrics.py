@@ -18,7 +18,7 @@ from torch import Tensor
 from policy_worker.algorithms.mismatch import mismatch_metrics
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.training.batch_source import counts
+from policy_worker.training.batches.source import counts
 from schema.wire import sample_file
 from schema.wire.batch import StepTable
 from schema.wire.messages import MOST_PIECES, MOST_TRAINED, TrainedSample

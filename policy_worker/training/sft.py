@@ -24,8 +24,8 @@ from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Alone, Replicas
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_plan import Batching, Rows, Shares, plan_step
-from policy_worker.training.batch_source import DataEnded
+from policy_worker.training.batches.cutting import Batching, Rows, Shares, plan_step
+from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_norm
 from schema.config import Config
 from schema.wire.messages import HeldOutLoss, TrainedSample

@@ -37,7 +37,7 @@ from policy_worker.model.model import More
 from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_plan import Batching, MiniBatch, plan_pass
+from policy_worker.training.batches.cutting import Batching, MiniBatch, plan_pass
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.teacher_client import TeacherClient
 from schema.config import Config

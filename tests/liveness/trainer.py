@@ -52,8 +52,8 @@ from policy_worker.session import Session
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.model import TrainedModel
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_plan import Batching, micro_batches, plan_step
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.cutting import Batching, micro_batches, plan_step
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.critic import batching_of
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Loop

@@ -24,7 +24,7 @@ from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
 from schema.config.layout import reference_is_within

@@ -14,7 +14,7 @@ from policy_worker.errors import CheckpointError, SettingsError
 from policy_worker.model.load import load_critic, load_model
 from policy_worker.model.trainable import freeze, routers_of
 from policy_worker.parallel.group import Group
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import encode_step, make_config, random_samples, tiny_model, train_step

@@ -17,7 +17,7 @@ from policy_worker.model.model import PolicyModel, prepare_model
 from policy_worker.model.routing import replay_in
 from policy_worker.parallel.group import Group
 from policy_worker.trained.frozen import EarlierPolicy
-from policy_worker.training.batch_source import BatchSource, DataEnded, decode_payload
+from policy_worker.training.batches.source import BatchSource, DataEnded, decode_payload
 from policy_worker.training.grpo import Grpo
 from schema.config import Config
 from schema.wire.sample import Sample, encode_sample

@@ -12,7 +12,7 @@ import pytest
 from policy_worker.parallel.group import Group
 from policy_worker.process import ShutdownRequest
 from policy_worker.replicas.base import Alone
-from policy_worker.training.batch_source import DataEnded
+from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.loop import POLL, POLL_OWED, Loop, StepEnd, WaitClock
 from policy_worker.training.profiles import Profiles
 from schema.config.sections.profiler import ProfilerConfig

@@ -16,7 +16,7 @@ from controller.ledger.group import Group as LedgerGroup
 from controller.ledger.group import SampleMeta, State
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
-from policy_worker.training.batch_source import BatchSource
+from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.metrics import (
     KeptSamples,

@@ -12,7 +12,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batch_source import DataEnded
+from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.sft import HeldOut, RowOrder, Sft
 from schema.wire.prompts import write_prompts
 from tests.policy_worker.material import sft_config, tiny_model, train_step

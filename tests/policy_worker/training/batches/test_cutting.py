@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy_worker.errors import SampleTooLongError
-from policy_worker.training.batch_plan import Batching, MiniBatch, alike_of, plan_step, spared_tokens
+from policy_worker.training.batches.cutting import Batching, MiniBatch, alike_of, plan_step, spared_tokens
 from tests.support.effort import examples
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)

@@ -20,7 +20,7 @@ from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from policy_worker.training.lookahead import Frames, Lookahead, line_of
+from policy_worker.training.batches.prefetch import Frames, Lookahead, line_of
 from schema.wire.batch import StepTable, decode_batch
 from schema.wire.frame import FrameError
 from schema.wire.payload_file import resolve

@@ -7,7 +7,7 @@ import pytest
 
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.training.batch_source import check_versions, describe
+from policy_worker.training.batches.source import check_versions, describe
 from schema.wire.batch import StepTable
 
 

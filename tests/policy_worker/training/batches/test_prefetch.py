@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.training.lookahead import TRIES, Frames, Lookahead, Rows
+from policy_worker.training.batches.prefetch import TRIES, Frames, Lookahead, Rows
 from schema.wire.batch import StepTable
 from tests.policy_worker.material import make_table, random_samples
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from policy_worker.errors import BadBatchError
-from policy_worker.training.recording import BatchRecorder, RecordedBatches
+from policy_worker.training.batches.recording import BatchRecorder, RecordedBatches
 from policy_worker.training.replay import check_same
 from schema.wire import payload_file
 from schema.wire.batch_file import Facts, path_of, read, recorded, write

@@ -1,6 +1,6 @@
 """Batches on disk (`schema.wire.batch_file`): kept while a run trains, read again by a replay.
 
-    controller ─▶ batch_source ─ keep ─▶ BatchRecorder ─▶ <run>/batches/step-… ─▶ RecordedBatches ─▶ grpo
+    controller ─▶ source ─ keep ─▶ BatchRecorder ─▶ <run>/batches/step-… ─▶ RecordedBatches ─▶ grpo
 
 A batch is written before it is trained on, so the one on which training fails is there. What fails in writing is a
 trouble for people to see, and never ends training.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.training.batch_source import check_table, train_sample
-from policy_worker.training.lookahead import Frames
+from policy_worker.training.batches.prefetch import Frames
+from policy_worker.training.batches.source import check_table, train_sample
 from schema.wire import batch_file
 from schema.wire.batch import StepTable
 from schema.wire.batch_file import Facts
@@ -95,5 +95,5 @@ class RecordedBatches:
         return table
 
     def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample]:
-        """The samples of these rows. Raises `BadBatchError`, see `batch_source.train_sample`."""
+        """The samples of these rows. Raises `BadBatchError`, see `source.train_sample`."""
         return {row: train_sample(table, row, self._frames[row], self.bound) for row in rows}
