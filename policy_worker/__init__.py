@@ -2,7 +2,7 @@
 
 __main__ ─ worker ─┬─ session        calls to the controller and heartbeats; replay_log, what it may ask for again
                    ├─ training/loop  wait, train, commit, publish, save, export
-                   │    ├─ grpo      one step of reinforcement learning, on the samples of batches/source
+                   │    ├─ grpo      one step: step_plan, passes, credit, critic, policy_update
                    │    ├─ sft       one step of supervised training
                    │    └─ batches/, metrics         who computes what; what a step reports
                    ├─ replicas/      other policy replicas that train with this one
@@ -12,5 +12,5 @@ __main__ ─ worker ─┬─ session        calls to the controller and heartbe
                    ├─ weights/       publishing versions
                    └─ checkpoints/   saving, resuming, uploading
 
-replay ─ training/replay             the same on batches that training/batches/recording has kept, without a controller
+replay ─ training/replay             the same on batches that batches/recording has kept, without a controller
 """

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from policy_worker.errors import BadBatchError, OwnCodeFailedError, SettingsError
+from schema.config import GrpoConfig
 from schema.util.own_code import OwnCodeError, is_own, load_function
 
 STD_EPSILON = 1e-6
@@ -407,6 +408,18 @@ class AdvantageConfig:
     shaping: Shaping = Shaping()
     whiten: bool | None = None
     clip: float | None = None
+
+    @staticmethod
+    def of_config(grpo: GrpoConfig) -> AdvantageConfig:
+        """As the configuration has it. Raises `SettingsError` for an unknown estimator."""
+        shaping = grpo.reward_shaping
+        return AdvantageConfig(
+            estimator_of(grpo.advantage_estimator),
+            Options(grpo.unbiased_advantage, grpo.gamma, grpo.gae_lambda),
+            Shaping(center=shaping.center, scale=shaping.scale, clip=shaping.clip),
+            whiten=grpo.whiten_advantages,
+            clip=grpo.advantage_clip,
+        )
 
     def of_step(
         self,

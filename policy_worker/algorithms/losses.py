@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import OwnCodeFailedError, SettingsError
+from schema.config import GrpoConfig
 from schema.util.own_code import OwnCodeError, is_own, load_function
 
 LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
@@ -115,6 +116,22 @@ class LossConfig:
     kl_beta: float = 0.0
     kl_type: KlType = "k3"
     unbiased_kl_estimate: bool = False
+
+    @staticmethod
+    def of_config(grpo: GrpoConfig) -> LossConfig:
+        """The coefficients as the configuration has them. Raises `SettingsError` for an unknown variant."""
+        policy_loss_of(grpo.variant)
+        return LossConfig(
+            variant=grpo.variant,
+            clip=Clip(grpo.epsilon_low, grpo.epsilon_high, grpo.lower_bound_ratio, grpo.aipo_rho),
+            loss_type=grpo.loss_type,
+            unbiased_loss_max_tokens=grpo.unbiased_loss_max_tokens,
+            entropy_coeff=grpo.entropy_coeff,
+            positive_nll_coef=grpo.positive_nll_coef,
+            kl_beta=grpo.kl_beta,
+            kl_type=grpo.kl_type,
+            unbiased_kl_estimate=grpo.unbiased_kl_estimate,
+        )
 
     @property
     def vanishes_with_advantage(self) -> bool:
@@ -388,6 +405,14 @@ class Correction:
     kind: Literal["token", "sequence"]
     cap: float | None
     drops: bool = False
+
+    @staticmethod
+    def of_config(grpo: GrpoConfig) -> Correction | None:
+        """The weights between π_old and the policy that made the tokens; None: they are one."""
+        if grpo.use_decoupled_loss:
+            return Correction(kind="token", cap=grpo.behav_imp_weight_cap, drops=True)
+        correction = grpo.rollout_correction
+        return None if correction.weights == "none" else Correction(correction.weights, correction.cap)
 
     def weights(self, tokens: PolicyTokens) -> Tensor:
         """exp(clamp(log π_old − log π_behaviour, ±20)) of each token or summed over its sequence, capped; [K]."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from policy_worker.algorithms.advantages import mean_of
 from policy_worker.algorithms.losses import LOG_RATIO_BOUND
+from schema.config import GrpoConfig
 from schema.wire.batch import StepTable
 
 
@@ -77,6 +78,18 @@ class Rejection:
     above: float | None = None
     off_policy: float | None = None
 
+    @staticmethod
+    def of_config(grpo: GrpoConfig) -> Rejection | None:
+        """As the configuration has it; None: nothing is rejected."""
+        keys = grpo.rollout_correction
+        rejection = Rejection(
+            kind=keys.reject,
+            below=keys.reject_below,
+            above=keys.reject_above,
+            off_policy=keys.off_policy_mask,
+        )
+        return None if rejection == Rejection() else rejection
+
     def of_sample(self, log_ratio: Tensor, advantage: float) -> Tensor:
         """True where a token is rejected, [n]. log_ratio: log ρ of each token, [n]. advantage: of the sample."""
         rejected = torch.zeros_like(log_ratio, dtype=torch.bool)
@@ -107,6 +120,11 @@ class SampleMasks:
     mean_score_above: float | None = None
     mean_score_below: float | None = None
     failed_from_tokens: int | None = None
+
+    @staticmethod
+    def of_config(grpo: GrpoConfig) -> SampleMasks:
+        """As the configuration has them."""
+        return SampleMasks(**grpo.sample_masks.model_dump())
 
     def rows(self, table: StepTable) -> dict[str, set[int]]:
         """The rows that each mask leaves out, by its name, of those that have a score; only masks that are on."""

@@ -19,6 +19,12 @@ from schema.wire import messages as m
 
 Column = Mapping[int, Tensor]
 """By row a number for each of its learned tokens."""
+Find = Callable[[int], Mapping[str, Column]]
+"""Columns of this rank's share in a part, by name."""
+Lengths = Callable[[int], Mapping[int, int]]
+"""How many numbers each row of this rank's share in a part has."""
+Types = Mapping[str, torch.dtype]
+Commit = Callable[[], m.CommitReply]
 
 
 class BatchChanged(Exception):
@@ -65,15 +71,8 @@ class Replicas(Protocol):
     def batch(self, digest: str) -> None:
         """Say which batch the step trains."""
 
-    def columns(
-        self,
-        find: Callable[[int], Mapping[str, Column]],
-        types: Mapping[str, torch.dtype],
-        lengths: Callable[[int], Mapping[int, int]],
-    ) -> dict[str, dict[int, Tensor]]:
-        """What `find` says of each part, together. A collective.
-
-        types: of each column that is wanted. lengths: numbers of each row of this rank's share in a part.
+    def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
+        """What `find` says of each part, together; types: of the columns that are wanted. A collective.
 
         Raises:
             BatchChanged: see there.
@@ -85,7 +84,7 @@ class Replicas(Protocol):
         compute: forward and backward of a part.
         """
 
-    def trained(self, step: int, commit: Callable[[], m.CommitReply]) -> m.CommitReply | None:
+    def trained(self, step: int, commit: Commit) -> m.CommitReply | None:
         """Wait until a trained step counts. None: this replica was asked to leave meanwhile.
 
         commit: does it, where this replica leads.
@@ -112,12 +111,7 @@ class Alone:
     def batch(self, digest: str) -> None:
         pass
 
-    def columns(
-        self,
-        find: Callable[[int], Mapping[str, Column]],
-        types: Mapping[str, torch.dtype],
-        lengths: Callable[[int], Mapping[int, int]],
-    ) -> dict[str, dict[int, Tensor]]:
+    def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
         found = find(0)
         return {name: dict(found[name]) for name in types}
 
@@ -125,7 +119,7 @@ class Alone:
         compute(0)
         trained.end_part()
 
-    def trained(self, step: int, commit: Callable[[], m.CommitReply]) -> m.CommitReply:
+    def trained(self, step: int, commit: Commit) -> m.CommitReply:
         return commit()
 
     def close(self) -> None:

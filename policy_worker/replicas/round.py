@@ -22,7 +22,7 @@ from torch import Tensor
 from policy_worker.errors import ExchangeFailedError, RendezvousError, SettingsError
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.ranges import span
-from policy_worker.replicas.base import BatchChanged, Column, Notes
+from policy_worker.replicas.base import BatchChanged, Find, Lengths, Notes, Types
 from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
 from policy_worker.replicas.gradients import PartGradients
 from policy_worker.replicas.identity import Identity
@@ -87,12 +87,7 @@ class Peers(Membership):
 
         return self._round(compute, exchange)
 
-    def columns(
-        self,
-        find: Callable[[int], Mapping[str, Column]],
-        types: Mapping[str, torch.dtype],
-        lengths: Callable[[int], Mapping[int, int]],
-    ) -> dict[str, dict[int, Tensor]]:
+    def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
         found: dict[str, dict[int, Tensor]] = {name: {} for name in types}
 
         def chosen(part: int) -> bytes:

@@ -12,7 +12,7 @@ shares of that instead, and values and returns travel between the ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,32 +24,28 @@ from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Replicas
-from policy_worker.trained.critic import Critic
 from policy_worker.trained.model import LossOf
+from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import (
     Batching,
     MiniBatch,
     Rows,
     Shares,
-    computed_rows,
     owners_of,
     plan_pass,
     plan_step,
     rows_of,
 )
+from policy_worker.training.columns import RETURN, VALUE
+from policy_worker.training.credit import Lesson
 from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_norm
+from policy_worker.training.step_plan import StepPlan
 from schema.config import Config
 from schema.wire.batch import StepTable
 
 ROUNDED = 1e-10
 """Variance as a share of the mean square, up to which it may be what rounding leaves of a constant."""
-VALUE, RETURN = "value", "return"
-"""Columns: what the critic expected of each token before the step, and what it should have expected."""
-
-
-def lengths_of(table: StepTable, plan: Sequence[MiniBatch]) -> dict[int, int]:
-    """How many learned tokens each row has that some rank computes."""
-    return {row: table.response_tokens[row] for row in computed_rows(plan)}
+Samples = Mapping[int, TrainSample]
 
 
 def batching_of(config: Config, batching: Batching) -> Batching:
@@ -65,16 +61,28 @@ def batching_of(config: Config, batching: Batching) -> Batching:
     )
 
 
+class NoCritic:
+    """What a step does about a critic where there is none."""
+
+    def others(self, plan: StepPlan) -> list[tuple[Group, Sequence[Collection[int]]]]:
+        return []
+
+    def values(self, plan: StepPlan, samples: Samples) -> None:
+        return None
+
+    def learn(self, lesson: Lesson) -> Metrics:
+        return {}
+
+
 class CriticTraining:
     """See the module's docstring. All ranks call alike."""
 
-    def __init__(
-        self, config: Config, critic: Critic, batching: Batching, policy: Group, replicas: Replicas
-    ) -> None:
-        """batching: the policy's, of which the critic's differs in what `[critic]` says. policy: its ranks."""
-        self._critic, self._keys, self._policy, self._replicas = critic, config.critic, policy, replicas
-        self._shares = Shares(replicas.parts, critic.data_ranks, critic.data_rank)
-        self._batching = batching_of(config, batching)
+    def __init__(self, config: Config, trainer: Trainer, replicas: Replicas) -> None:
+        assert trainer.critic is not None
+        self._critic, self._keys, self._policy = trainer.critic, config.critic, trainer.group
+        self._replicas = replicas
+        self._shares = Shares(replicas.parts, self._critic.data_ranks, self._critic.data_rank)
+        self._batching = batching_of(config, Batching.of_config(config))
         self._pass = self._batching.cut_to(config.critic.forward_mini_batch, None)
 
     @property
@@ -82,97 +90,64 @@ class CriticTraining:
         """Whether the critic's shares of a batch are others than the policy's."""
         return self._critic.group is not self._policy
 
-    def rows(
-        self,
-        table: StepTable,
-        plan: Sequence[MiniBatch],
-        counted: Sequence[bool],
-        alike: Sequence[int] | None,
-    ) -> list[set[int]]:
-        """The rows that the ranks of each of its shares compute, where these are others than the policy's; else none.
-        Of the table alone. See `train_on`."""
+    def others(self, plan: StepPlan) -> list[tuple[Group, Sequence[Collection[int]]]]:
+        """See `step_plan.Others`: where its shares are others than the policy's."""
         if not self._is_own:
             return []
-        passed, own = self._planned_pass(table, plan, alike), self._planned(table, plan, counted, alike)
+        passed, own = self._planned_pass(plan), self._planned(plan)
         shares = [set(itertools.chain(*batches)) for batches in passed]
-        return [rows.union(rows_of(own, rank)) for rank, rows in enumerate(shares)]
+        return [(self._critic.group, [rows.union(rows_of(own, rank)) for rank, rows in enumerate(shares)])]
 
-    def _planned_pass(
-        self, table: StepTable, plan: Sequence[MiniBatch], alike: Sequence[int] | None
-    ) -> list[list[Rows]]:
+    def _planned_pass(self, plan: StepPlan) -> list[list[Rows]]:
         ranks = self._critic.data_ranks if self._is_own else None
-        return plan_pass(plan, table.total_tokens, self._pass, alike, ranks)
+        return plan_pass(plan.mini_batches, plan.table.total_tokens, self._pass, plan.alike, ranks)
 
-    def _planned(
-        self,
-        table: StepTable,
-        plan: Sequence[MiniBatch],
-        counted: Sequence[bool],
-        alike: Sequence[int] | None,
-    ) -> list[MiniBatch]:
+    def _planned(self, plan: StepPlan) -> list[MiniBatch]:
         return plan_step(
-            table.total_tokens,
-            counted,
+            plan.table.total_tokens,
+            plan.counted,
             self._batching,
             data_ranks=self._shares.total,
-            step=table.step,
-            dealt=table.sampled,
-            alike=alike,
-            owners=None if self._is_own else owners_of(plan),
+            step=plan.table.step,
+            dealt=plan.table.sampled,
+            alike=plan.alike,
+            owners=None if self._is_own else plan.owners,
         )
 
-    def values(
-        self,
-        table: StepTable,
-        samples: Mapping[int, TrainSample],
-        plan: Sequence[MiniBatch],
-        alike: Sequence[int] | None,
-    ) -> dict[int, Tensor]:
-        """By row, what is expected of each token of this rank's samples. plan: the policy's. A collective."""
+    def values(self, plan: StepPlan, samples: Samples) -> dict[int, Tensor]:
+        """By row, what is expected of each token of this rank's samples. A collective."""
         with span(VALUE):
-            batches = self._planned_pass(table, plan, alike)
+            batches = self._planned_pass(plan)
 
-            def of_part(part: int) -> dict[int, Tensor]:
-                return self._critic.values(samples, batches[self._shares.of(part)] if batches else [])
-
-            def lengths(part: int) -> dict[int, int]:
-                rows = {row for rows in batches[self._shares.of(part)] for row in rows} if batches else ()
-                return {row: samples[row].learned_tokens for row in rows}
+            def find(part: int) -> dict[str, dict[int, Tensor]]:
+                own = batches[self._shares.of(part)] if batches else []
+                return {VALUE: self._critic.values(samples, own)}
 
             types = {VALUE: self._critic.place.numbers}
-            found = self._replicas.columns(lambda part: {VALUE: of_part(part)}, types, lengths)[VALUE]
-            return self._critic.place.to_all_ranks(found, lengths_of(table, plan)) if self._is_own else found
+            lengths = partial(plan.lengths_in, samples)
+            values = self._replicas.columns(find, types, lengths)[VALUE]
+            return self._critic.place.to_all_ranks(values, plan.lengths) if self._is_own else values
 
-    def train_on(
-        self,
-        table: StepTable,
-        samples: Mapping[int, TrainSample],
-        plan: Sequence[MiniBatch],
-        counted: Sequence[bool],
-        columns: Mapping[str, Mapping[int, Tensor]],
-        alike: Sequence[int] | None,
-    ) -> Metrics:
+    def learn(self, lesson: Lesson) -> Metrics:
         """The critic's optimizer steps of a training step, and its metrics. A collective.
-
-        plan: the policy's. counted: whether each row of the table takes part. columns: `VALUE` and `RETURN` of the
-        samples.
 
         Raises:
             NonFiniteGradientError: see `Optimizer.step`.
         """
-        critic, sums = self._critic, PartSums()
-        own = self._planned(table, plan, counted, alike)
+        critic, sums, plan, table = self._critic, PartSums(), lesson.plan, lesson.plan.table
+        own, values = self._planned(plan), lesson.scores.values
+        assert values is not None
+        columns = {VALUE: values, RETURN: lesson.credit.advantages.returns}
         if self._is_own:
-            owners = owners_of(plan)
-            returns = {row: r for row, r in columns[RETURN].items() if owners[row] == self._policy.data_rank}
-            everywhere = self._policy.to_all_ranks(returns, lengths_of(table, plan), torch.float64)
-            columns = {**columns, RETURN: everywhere}
+            data_rank = self._policy.data_rank
+            returns = {row: r for row, r in columns[RETURN].items() if plan.owners[row] == data_rank}
+            columns[RETURN] = self._policy.to_all_ranks(returns, plan.lengths, torch.float64)
         tokens = []
         for mini_batch in own:
             rows = mini_batch.rows
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
             loss_of = partial(self._loss_of, table, norm, sums)
-            compute = partial(self._learn_part, samples, mini_batch, loss_of, columns)
+            compute = partial(self._learn_part, lesson.fetched, mini_batch, loss_of, columns)
             self._replicas.learn(critic, compute, SumNotes(sums, critic.group))
             sums.end_step(critic.apply(table.step))
             tokens.append(norm.tokens)

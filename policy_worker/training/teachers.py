@@ -39,6 +39,7 @@ from policy_worker.ranges import span
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import Batching, MiniBatch, plan_pass
 from policy_worker.training.metrics import Metrics
+from policy_worker.training.step_plan import StepPlan
 from policy_worker.training.teacher_client import TeacherClient
 from schema.config import Config
 from schema.config.sections.teacher import TeacherConfig
@@ -111,24 +112,20 @@ class Teachers:
                     return False
         return True
 
-    def prepare(
-        self,
-        table: StepTable,
-        samples: Mapping[int, TrainSample],
-        plan: Sequence[MiniBatch],
-        alike: Sequence[int] | None,
-    ) -> bool:
+    def prepare(self, plan: StepPlan, samples: Mapping[int, TrainSample]) -> bool:
         """Have all teachers judge the samples of a plan; False: asked to leave while a server did not answer.
 
         A collective. Raises:
             TeacherError: a server refuses, or answers of something else.
         """
+        table = plan.table
         for one in self._all:
             teacher = one.teacher
-            part = taught(plan, [teacher.teaches(_source(table, row)) for row in range(table.n_samples)])
+            teaches = [teacher.teaches(_source(table, row)) for row in range(table.n_samples)]
+            part = taught(plan.mini_batches, teaches)
             with span(f"teacher {teacher.name}"):
                 if one.client is None:
-                    self._pass(one, table, samples, part, alike)
+                    self._pass(one, table, samples, part, plan.alike)
                 elif not self._ask(one, one.client, samples, part):
                     return False
         return True

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.parallel.group import Group
-from policy_worker.training.grpo import LEFT_OUT, Grpo
+from policy_worker.training.columns import LEFT_OUT
+from policy_worker.training.grpo import Grpo
 from schema.config import GrpoConfig
 from schema.wire.sample import Sample
 from tests.policy_worker.material import (
