@@ -192,7 +192,7 @@ def _algorithm(
             caller.troubles.append(recorder.trouble)
     algorithm = Grpo(config, trainer, source, replicas)
     _meet_teachers(config, algorithm.teachers, caller)
-    source.look_ahead(caller.client().send, algorithm.rows_needed)
+    source.prefetch(caller.client().send, algorithm.rows_needed)
     return algorithm
 
 

@@ -37,7 +37,7 @@ from policy_worker.parallel.parts import finish_gradients
 from policy_worker.parallel.pipeline import Pipeline, copies_in
 from policy_worker.parallel.pipeline_schedule import Pipe
 from policy_worker.ranges import span
-from policy_worker.trained.place import Place, numbers_of
+from policy_worker.trained.place import ModelMesh, numbers_of
 from schema.config import CriticConfig, TrainingConfig
 from schema.config.sections.policy import ParallelismConfig
 from weight_sync.hf_names import Gather
@@ -83,7 +83,7 @@ class TrainedModel(ABC):
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         Units.of_config(keys).check(model, section)
         self._pipeline = Pipeline(group, Pipe.of_config(mesh)) if sizes.pp > 1 else None
-        self.place = Place(group, layout, numbers_of(keys), self._pipeline)
+        self.place = ModelMesh(group, layout, numbers_of(keys), self._pipeline)
         if self._pipeline is not None:
             self._pipeline.cut(model)
         with torch.accelerator.device_index(device.index):
@@ -113,7 +113,7 @@ class TrainedModel(ABC):
 
     @property
     def has_outputs(self) -> bool:
-        """See `Place.has_outputs`."""
+        """See `ModelMesh.has_outputs`."""
         return self.place.has_outputs
 
     @property

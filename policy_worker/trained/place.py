@@ -31,7 +31,7 @@ def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
     return None if head is None else Beside(batch.of_piece(batch.columns[HIDDEN]), head)
 
 
-class Place(NamedTuple):
+class ModelMesh(NamedTuple):
     """Where a model is computed. All its ranks call alike.
 
     group: the ranks, with the coordinates that they have for it. layout: of its micro-batches on this rank. pipeline:

@@ -38,7 +38,7 @@ from policy_worker.trained.critic import Critic
 from policy_worker.trained.ema import Ema
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.model import MoreOf, TrainedModel
-from policy_worker.trained.place import NUMBERS, Place, arranged, beside, check_experts
+from policy_worker.trained.place import NUMBERS, ModelMesh, arranged, beside, check_experts
 from schema.config import Config
 from schema.config.layout import mesh_of, reference_is_within, reference_layout
 
@@ -137,7 +137,7 @@ class Trainer(TrainedModel):
 
     def _use_liger(self) -> None:
         """In all models on the devices of the ranks. A collective. Raises `SettingsError`, see `use_liger`."""
-        models: list[tuple[Backbone, Place]] = [(self.model, self.place)]
+        models: list[tuple[Backbone, ModelMesh]] = [(self.model, self.place)]
         models += [(teacher, self.place) for teacher in self.teachers.values()]
         if self.critic is not None:
             models.append((self.critic.model, self.critic.place))
@@ -166,7 +166,7 @@ class Trainer(TrainedModel):
         units.check(model, "reference")
         return self._spread(model, config, config.reference.offload, self.reference_place, units)
 
-    def _own_place(self, config: Config) -> Place:
+    def _own_place(self, config: Config) -> ModelMesh:
         """That of a reference model with a mesh of its own. A collective."""
         mesh, group = mesh_of(config, "reference"), arranged(config, "reference", self.group)
         sizes = group.sizes
@@ -175,7 +175,7 @@ class Trainer(TrainedModel):
         return self.place._replace(group=group, layout=layout, pipeline=pipeline)
 
     def _spread(
-        self, model: PolicyModel, config: Config, offload: bool, place: Place, units: Units | None = None
+        self, model: PolicyModel, config: Config, offload: bool, place: ModelMesh, units: Units | None = None
     ) -> PolicyModel:
         """A frozen model on the policy's devices, cut and sharded as it is there."""
         model.requires_grad_(False).eval()
@@ -186,7 +186,7 @@ class Trainer(TrainedModel):
             model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher, units=units
         )
 
-    def place_of(self, model: PolicyModel | EarlierPolicy) -> Place:
+    def place_of(self, model: PolicyModel | EarlierPolicy) -> ModelMesh:
         """Where the policy, or a frozen model next to it, is computed: these choose experts for themselves."""
         if model is self.model:
             return self.place

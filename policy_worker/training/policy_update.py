@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Course:
+class LessonProgress:
     """A lesson while it is learnt. seen: recorded choices of experts, and those that the model would have made
     otherwise, of the parts of all replicas where there are several."""
 
@@ -59,9 +59,9 @@ class Course:
 class PartMetrics:
     """What policy replicas exchange of a mini-batch's parts, next to gradients (`Notes`). All ranks call alike."""
 
-    def __init__(self, course: Course, trainer: Trainer, prepare: Callable[[int], None]) -> None:
+    def __init__(self, progress: LessonProgress, trainer: Trainer, prepare: Callable[[int], None]) -> None:
         """prepare: computes what the loss of a part needs and was not exchanged."""
-        self._course, self._trainer, self._prepare = course, trainer, prepare
+        self._progress, self._trainer, self._prepare = progress, trainer, prepare
 
     def begin(self, part: int) -> None:
         """What forwards have seen until now is not of the part."""
@@ -73,15 +73,15 @@ class PartMetrics:
         """Sums for metrics, and log-probs of samples that are kept."""
         group, replay = self._trainer.group, self._trainer.replay
         seen = [0.0, 0.0] if replay is None else group.reduce(replay.take_seen(), "total")
-        return {"sums": self._course.metrics.take(group), "kept": self._course.kept.take(), "seen": seen}
+        return {"sums": self._progress.metrics.take(group), "kept": self._progress.kept.take(), "seen": seen}
 
     def put(self, found: list[Any]) -> None:
         """As they were taken, of all parts."""
-        self._course.metrics.put([part["sums"] for part in found])
+        self._progress.metrics.put([part["sums"] for part in found])
         for part in found:
-            self._course.kept.put(part["kept"])
+            self._progress.kept.put(part["kept"])
             for number, seen in enumerate(part["seen"]):
-                self._course.seen[number] += seen
+                self._progress.seen[number] += seen
 
 
 class PolicyUpdate:
@@ -130,75 +130,77 @@ class PolicyUpdate:
         metrics = StepMetrics(table, credit.advantages.by_sample, ages, self._bound, self._names)
         metrics.facts = self._planner.metrics(plan, updates, credit.tokens)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
-        course = Course(lesson, lesson.samples, metrics, kept)
+        progress = LessonProgress(lesson, lesson.samples, metrics, kept)
         for number, mini_batch in enumerate(updates):
-            self._learn(course, mini_batch, number == 0)
+            self._learn(progress, mini_batch, number == 0)
         if not warms_up:
             metrics.facts |= trainer.scale_metrics()
         if not any(n for n, learned in zip(credit.tokens, plan.learned, strict=True) if learned):
             log.warning("step %d has no sample that counts: it is committed without an update", table.step)
-        metrics.facts |= self._rerouted(course)
-        self._keep(course, range(table.n_samples) if warms_up else plan.idle)
+        metrics.facts |= self._rerouted(progress)
+        self._keep(progress, range(table.n_samples) if warms_up else plan.idle)
         return {**metrics.reduce(trainer.group), "lr": 0.0 if warms_up else trainer.lr(table.step)}
 
-    def _learn(self, course: Course, mini_batch: MiniBatch, first: bool) -> None:
+    def _learn(self, progress: LessonProgress, mini_batch: MiniBatch, first: bool) -> None:
         """One optimizer step. first: of the training step."""
-        trainer, plan, tokens = self._trainer, course.lesson.plan, course.lesson.credit.tokens
-        columns = course.lesson.scores.columns
+        trainer, plan, tokens = self._trainer, progress.lesson.plan, progress.lesson.credit.tokens
+        columns = progress.lesson.scores.columns
         norm = normalizers(plan.table, tokens, mini_batch.rows)
-        loss_of = partial(self._loss_of, course, norm, first)
+        loss_of = partial(self._loss_of, progress, norm, first)
 
         def batches(part: int) -> list[Rows]:
             return mini_batch.ranks[plan.shares.of(part)]
 
         def compute(part: int) -> None:
             trainer.learn(
-                course.samples,
+                progress.samples,
                 batches(part),
                 loss_of,
                 columns,
                 temperature=self._temperature,
-                head=course.lesson.scores.head if self._loss.kl_type == "full" else None,
+                head=progress.lesson.scores.head if self._loss.kl_type == "full" else None,
                 more_of=self._teachers.more,
             )
 
         def prepare(part: int) -> None:
-            self._passes.states_of(course.samples, batches(part), columns)
+            self._passes.states_of(progress.samples, batches(part), columns)
 
-        self._replicas.learn(trainer, compute, PartMetrics(course, trainer, prepare))
+        self._replicas.learn(trainer, compute, PartMetrics(progress, trainer, prepare))
         computed = sum(tokens[row] for row in mini_batch.computed)
-        course.metrics.end_step(trainer.apply(plan.table.step), computed)
+        progress.metrics.end_step(trainer.apply(plan.table.step), computed)
 
     def _loss_of(
-        self, course: Course, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
+        self, progress: LessonProgress, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
     ) -> Tensor:
         """A micro-batch's part of the loss. first: of the step's first optimizer step."""
-        facts = policy_tokens(out, batch, course.lesson.plan.table, course.lesson.credit, self._correction)
+        facts = policy_tokens(
+            out, batch, progress.lesson.plan.table, progress.lesson.credit, self._correction
+        )
         loss, parts = policy_objective(self._teachers.teach(facts, out, batch), norm, self._loss)
-        course.metrics.add(parts)
-        course.kept.add(batch, out.logprobs)
+        progress.metrics.add(parts)
+        progress.kept.add(batch, out.logprobs)
         if first:  # the policy is what it was before the step
             logprobs, fresh = out.logprobs.detach(), batch.columns[FRESH] > 0
             made_by = batch.old_logprobs.to(logprobs.dtype)
             ages = {"engine": fresh, "stale": ~fresh}
-            course.metrics.add_mismatch(mismatch_sums(logprobs, made_by, ages, self._cap))
+            progress.metrics.add_mismatch(mismatch_sums(logprobs, made_by, ages, self._cap))
         return loss
 
-    def _rerouted(self, course: Course) -> Metrics:
+    def _rerouted(self, progress: LessonProgress) -> Metrics:
         """The share of recorded choices of experts that this model would have made otherwise; nothing where it
         computed none. A collective."""
         trainer = self._trainer
         if trainer.replay is None:
             return {}
-        recorded, otherwise = course.seen
+        recorded, otherwise = progress.seen
         if self._replicas.parts == 1:
             recorded, otherwise = trainer.group.reduce(trainer.replay.take_seen(), "total")
         return {"routing/differs": otherwise / recorded} if recorded else {}
 
-    def _keep(self, course: Course, uncomputed: Any) -> None:
+    def _keep(self, progress: LessonProgress, uncomputed: Any) -> None:
         """Gather what is shown of samples. uncomputed: rows that have no log-probs."""
-        kept, group, table = course.kept, self._trainer.group, course.lesson.plan.table
-        self.kept = kept.gather(group, course.lesson.credit.advantages.by_sample, uncomputed)
+        kept, group, table = progress.kept, self._trainer.group, progress.lesson.plan.table
+        self.kept = kept.gather(group, progress.lesson.credit.advantages.by_sample, uncomputed)
         if kept.cut and group.leads and not self._said_cut:
             self._said_cut = True
             log.warning(

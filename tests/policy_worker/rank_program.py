@@ -191,7 +191,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     source = BatchSource(group, answer, 1, 8)
     algorithm = Grpo(config, trainer, source)
     if "ahead" in options:
-        source.look_ahead(guess, algorithm.rows_needed)
+        source.prefetch(guess, algorithm.rows_needed)
     if "restore" in options:
         load_state(trainer, Path(options["restore"]), config)
     trainer.optimizer.optimizers[0].register_step_pre_hook(lambda *_: keep("", trainer.model))
@@ -204,8 +204,8 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
     first, last = options.get("first_step", 0), options.get("steps", 1)
     metrics, kept = [], list[list[dict[str, Any]]]()
     for step in range(first, last):
-        if step > first and source.lookahead is not None:
-            assert source.lookahead.guessed(10.0)
+        if step > first and source.prefetcher is not None:
+            assert source.prefetcher.guessed(10.0)
         if options.get("parks"):
             parked = Parked(trainer.resident(), stays="nowhere")
             assert {local_of(one).untyped_storage().nbytes() for one in trainer.model.parameters()} == {0}

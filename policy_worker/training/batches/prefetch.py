@@ -38,7 +38,7 @@ def line_of(table: StepTable, row: int) -> Line:
     )  # fmt: skip
 
 
-class Lookahead:
+class Prefetcher:
     """One guess at a time. ask: of the controller, waiting for a guess. decode: (table, row, payload) → sample.
 
     rows_of: the rows that this rank computes of a table. All three are called in a thread of its own.
@@ -61,7 +61,7 @@ class Lookahead:
         if self._thread is None or not self._thread.is_alive():
             self._guessed.clear()
             self._found = {}
-            self._thread = threading.Thread(target=self._run, args=(step,), name="lookahead", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(step,), name="prefetch", daemon=True)
             self._thread.start()
 
     def _run(self, step: int) -> None:

@@ -20,7 +20,7 @@ from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
-from policy_worker.training.batches.prefetch import Frames, Lookahead, line_of
+from policy_worker.training.batches.prefetch import Frames, Prefetcher, line_of
 from schema.wire.batch import StepTable, decode_batch
 from schema.wire.frame import FrameError
 from schema.wire.payload_file import resolve
@@ -77,10 +77,10 @@ class BatchSource:
         self.keep: Callable[[StepTable, Frames], None] | None = None
         """Called with every table and all its payloads before they are trained on. This rank asks for all then."""
         self._frames: Frames | None = None
-        self.lookahead: Lookahead | None = None
+        self.prefetcher: Prefetcher | None = None
         self.ahead_fraction: float | None = None
 
-    def look_ahead(
+    def prefetch(
         self,
         call: Callable[[Call[bytes | None]], bytes | None],
         rows_of: Callable[[StepTable], Sequence[int]],
@@ -102,7 +102,7 @@ class BatchSource:
                 if time.monotonic() - began < AHEAD / 2:  # answered before the wait was over
                     return None
 
-        self.lookahead = Lookahead(ask, self._decoded, rows_of)
+        self.prefetcher = Prefetcher(ask, self._decoded, rows_of)
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective.
@@ -111,7 +111,7 @@ class BatchSource:
             BadBatchError: the table breaks the staleness bound, or is of another step.
         """
         if self._group.world == 1:  # alone, so all payloads are ours: they come along
-            here = self.lookahead is not None and self.lookahead.guessed()
+            here = self.prefetcher is not None and self.prefetcher.guessed()
             data = self._ask(step, "none" if here else "all", wait_s)
             if data is None:
                 return None
@@ -146,7 +146,7 @@ class BatchSource:
         Raises:
             BadBatchError: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound.
         """
-        ahead = self.lookahead.take(table) if self.lookahead is not None else {}
+        ahead = self.prefetcher.take(table) if self.prefetcher is not None else {}
         missing = [row for row in rows if row not in ahead]
         frames = self._group.share(self._fetch(table, missing) if self._group.leads_unit else None)
         counts = [float(frames is None), len(rows) - len(missing), len(rows)]
@@ -157,8 +157,8 @@ class BatchSource:
         if len(frames) != len(missing):
             raise BadBatchError(f"asked for {len(missing)} samples of step {table.step}, got {len(frames)}")
         self.ahead_fraction = n_ahead / n_rows if n_rows else None
-        if self.lookahead is not None:
-            self.lookahead.begin(table.step + 1)
+        if self.prefetcher is not None:
+            self.prefetcher.begin(table.step + 1)
         found = dict(zip(missing, frames, strict=True))
         return {row: ahead[row] if row in ahead else self._decoded(table, row, found[row]) for row in rows}
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.training.batches.prefetch import TRIES, Frames, Lookahead, Rows
+from policy_worker.training.batches.prefetch import TRIES, Frames, Prefetcher, Rows
 from schema.wire.batch import StepTable
 from tests.policy_worker.material import make_table, random_samples
 
@@ -38,18 +38,18 @@ def test_only_rows_of_the_rank_are_fetched_and_only_equal_lines_are_taken() -> N
         asked.append(rows)
         return TABLE, frames(rows)
 
-    lookahead = Lookahead(ask, decode, lambda table: [1, 2, 5])
-    assert lookahead.take(TABLE) == {}
-    lookahead.begin(1)
-    assert lookahead.guessed(10.0)
-    assert sorted(lookahead.take(TABLE)) == [1, 2, 5]
+    prefetcher = Prefetcher(ask, decode, lambda table: [1, 2, 5])
+    assert prefetcher.take(TABLE) == {}
+    prefetcher.begin(1)
+    assert prefetcher.guessed(10.0)
+    assert sorted(prefetcher.take(TABLE)) == [1, 2, 5]
     assert asked == ["none", [1, 2, 5]]
-    assert lookahead.take(TABLE) == {}, "nothing is given twice"
-    lookahead.begin(1)
-    assert lookahead.guessed(10.0)
+    assert prefetcher.take(TABLE) == {}, "nothing is given twice"
+    prefetcher.begin(1)
+    assert prefetcher.guessed(10.0)
     scores = [2.0 if row == 2 else score for row, score in enumerate(TABLE.score)]
     other = renamed(TABLE, TABLE.group[5]).model_copy(update={"score": scores})
-    assert sorted(lookahead.take(other)) == [1]
+    assert sorted(prefetcher.take(other)) == [1]
 
 
 def test_a_guess_that_changes_is_made_again_some_times() -> None:
@@ -59,10 +59,10 @@ def test_a_guess_that_changes_is_made_again_some_times() -> None:
         def ask(step: int, rows: Rows, tables: list[StepTable] = tables) -> tuple[StepTable, Frames]:
             return tables.pop(0), frames(rows)
 
-        lookahead = Lookahead(ask, decode, every)
-        lookahead.begin(1)
-        assert lookahead.guessed(10.0)
-        assert len(lookahead.take(TABLE)) == (TABLE.n_samples if changes < TRIES - 1 else 0)
+        prefetcher = Prefetcher(ask, decode, every)
+        prefetcher.begin(1)
+        assert prefetcher.guessed(10.0)
+        assert len(prefetcher.take(TABLE)) == (TABLE.n_samples if changes < TRIES - 1 else 0)
 
 
 def test_a_step_that_comes_before_any_guess_waits_for_nothing() -> None:
@@ -72,11 +72,11 @@ def test_a_step_that_comes_before_any_guess_waits_for_nothing() -> None:
         asked.append(step)
         assert gone.wait(30.0)
 
-    lookahead = Lookahead(ask, decode, every)
-    lookahead.begin(1)
-    assert not lookahead.guessed()
-    assert lookahead.take(TABLE) == {}
-    lookahead.begin(2)  # the thread of step 1 has not heard that it is late
+    prefetcher = Prefetcher(ask, decode, every)
+    prefetcher.begin(1)
+    assert not prefetcher.guessed()
+    assert prefetcher.take(TABLE) == {}
+    prefetcher.begin(2)  # the thread of step 1 has not heard that it is late
     gone.set()
     assert asked == [1]
 
@@ -85,7 +85,7 @@ def test_what_fails_ahead_is_only_not_there() -> None:
     def broken(table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
         raise ValueError("not a sample")
 
-    lookahead = Lookahead(lambda step, rows: (TABLE, frames(rows)), broken, every)
-    lookahead.begin(1)
-    assert lookahead.guessed(10.0)
-    assert lookahead.take(TABLE) == {}
+    prefetcher = Prefetcher(lambda step, rows: (TABLE, frames(rows)), broken, every)
+    prefetcher.begin(1)
+    assert prefetcher.guessed(10.0)
+    assert prefetcher.take(TABLE) == {}
