@@ -12,13 +12,11 @@ import json
 import signal
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from launcher.display.screen import Screen
 from launcher.display.summary import FORMAT
 from launcher.job.directory import Start
-from launcher.plan.credentials import process_environment
 from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.host import Folders
@@ -33,8 +31,7 @@ from schema.wire import data_report
 
 async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
     """Run both steps; answers the exit code: 0, 1 if answers could not be scored, 2 for a fault of config or data."""
-    environment = partial(process_environment, config, env)
-    setting = Setting(Folders.of_run(run), 1.0, NO_RESTARTS, environment)
+    setting = Setting(Folders.of_run(run), 1.0, NO_RESTARTS, lambda process: process.environment(config, env))
     supervisor = Supervisor(setting, Always(ONCE, screen.event))
     with queued_signals() as interrupts:
         try:

@@ -34,7 +34,7 @@ from launcher.job.scaling import LocalScaling
 from launcher.job.trackers import Trackers
 from launcher.job.watch import Watch, blame
 from launcher.plan import placement, redis_server
-from launcher.plan.credentials import environment, process_environment, withheld
+from launcher.plan.credentials import environment, withheld
 from launcher.plan.placement import ProcessSpec
 from launcher.processes.host import Host
 from launcher.processes.logs import tail
@@ -258,7 +258,7 @@ class Job:
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
         own = here | self.own(spec, config.controller.tls_ca)
-        return process_environment(config, self.plan.env, spec, own)
+        return spec.environment(config, self.plan.env, own)
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
         """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node knows itself."""

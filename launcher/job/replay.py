@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import typer
 from launcher.errors import LaunchError
 from launcher.paths import leaves, resolved
 from launcher.plan import nsight, placement
-from launcher.plan.credentials import process_environment
 from launcher.plan.machine import find_machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import Replica
@@ -108,7 +106,7 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
             Folders(directory, directory, run.profiles),
             nsight.grace(config),
             NO_RESTARTS,
-            partial(process_environment, config, env),
+            lambda process: process.environment(config, env),
         )
         code = asyncio.run(run_ranks(replica, directory / "output.jsonl", setting, screen.show))
         screen.end()

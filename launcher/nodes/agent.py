@@ -29,7 +29,7 @@ from launcher.nodes.announcement import (
 from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, T
 from launcher.nodes.orders import OrderError, Orders, run_of
 from launcher.plan import nsight
-from launcher.plan.credentials import process_environment, trust
+from launcher.plan.credentials import trust
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
@@ -283,7 +283,7 @@ class Node:
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config = self._joining.config
         own = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
-        return process_environment(config, self._joining.env, spec, own)
+        return spec.environment(config, self._joining.env, own)
 
     async def run(self, stopping: asyncio.Task[int]) -> int | None:
         """Obey the head; the exit code, or None when the head is gone. No process is left behind."""

@@ -17,7 +17,7 @@ import typer
 from controller.client import Client, ControllerError
 from controller.client import calls as api
 from launcher.errors import LaunchError
-from launcher.plan.credentials import process_environment, worker_secrets
+from launcher.plan.credentials import worker_secrets
 from launcher.plan.machine import find_machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import ProcessSpec, another_policy, joined
@@ -129,7 +129,7 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
         own = worker_secrets(joined_to.url, joined_to.token, config.controller.tls_ca)
         if role is Role.POLICY:  # by which it is reached by the others
             own["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
-        return process_environment(config, env, spec, own)
+        return spec.environment(config, env, own)
 
     supervisor = Supervisor(
         Setting.of_run(config, run, whole), Always(Situation(over=False, needed=False), _say)

@@ -22,7 +22,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.paths import absolute
-from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import Tokens
 from launcher.restarts import Role
 from schema.config import Config
@@ -157,13 +156,6 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
     store, rewards = config.weight_sync.store, config.reward.environment
     uploads = bool(config.train.ckpt.upload_s3)
     return credentials_of(role, base_environment(env), store, rewards, teachers, uploads)
-
-
-def process_environment(
-    config: Config, env: Mapping[str, str], spec: ProcessSpec, own: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """All variables of a process. env: those of its machine's launcher. own: its secrets and addresses."""
-    return {**given_to(spec.role, config, env), **spec.env, **(own or {})}
 
 
 def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:

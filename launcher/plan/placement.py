@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from launcher.plan.credentials import given_to
 from launcher.plan.machine import Machine
 from launcher.plan.needs import (
     MOST_ON_CPU,
@@ -55,6 +56,12 @@ class ProcessSpec:
     """Which machine it runs on; 0 is that of the launcher."""
     profiled: bool = False
     """Whether it runs under Nsight Systems."""
+
+    def environment(
+        self, config: Config, env: Mapping[str, str], own: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """All variables of the process. env: those of its machine's launcher. own: its secrets and addresses."""
+        return {**given_to(self.role, config, env), **self.env, **(own or {})}
 
 
 @dataclass(frozen=True, slots=True)

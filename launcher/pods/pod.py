@@ -43,7 +43,7 @@ from launcher.errors import LaunchError
 from launcher.nodes.agreement import ABSENT, PACKAGES, difference, facts
 from launcher.paths import leaves
 from launcher.plan import nsight, placement, pods
-from launcher.plan.credentials import process_environment, worker_secrets
+from launcher.plan.credentials import worker_secrets
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.pods import EnginePod
 from launcher.plan.rundir import RunDir, read_json
@@ -130,7 +130,7 @@ def _controller(config: Config) -> NoReturn:
     own = {
         name: text for name, text in os.environ.items() if name.startswith(("COSMOS_TOKEN_", "COSMOS_REDIS_"))
     }
-    env = process_environment(config, os.environ, spec, own)
+    env = spec.environment(config, os.environ, own)
     sys.stdout.flush()
     os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - the same program, with arguments of ours
 
@@ -187,7 +187,7 @@ def _keep_config(run: RunDir, config: Config) -> None:
 def _prepare(run: RunDir, config: Config) -> None:
     """Prepare the data. Raises LaunchError."""
     (spec,) = placement.data_preparation(str(run.path)).processes
-    env = process_environment(config, os.environ, spec)
+    env = spec.environment(config, os.environ)
     ended = asyncio.run(children.run([children.Command("data", spec.argv, env)]))
     if ended.signalled:
         raise SystemExit(SIGNALLED + ended.signalled)
@@ -309,7 +309,7 @@ def _environment(
     if spec.role is Role.POLICY:
         own["COSMOS_RENDEZVOUS"] = _rendezvous()
         own["COSMOS_NODE_ADDRESS"] = os.environ.get("COSMOS_NODE_ADDRESS") or "127.0.0.1"
-    return process_environment(config, os.environ, spec, own)
+    return spec.environment(config, os.environ, own)
 
 
 def _rendezvous() -> str:
