@@ -411,7 +411,7 @@ class AdvantageConfig:
 
     @staticmethod
     def of_config(grpo: GrpoConfig) -> AdvantageConfig:
-        """As the configuration has it. Raises `SettingsError` for an unknown estimator."""
+        """Read `[train.train_policy]`. Raises `SettingsError` for an unknown estimator."""
         shaping = grpo.reward_shaping
         return AdvantageConfig(
             estimator_of(grpo.advantage_estimator),

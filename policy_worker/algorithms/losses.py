@@ -119,7 +119,7 @@ class LossConfig:
 
     @staticmethod
     def of_config(grpo: GrpoConfig) -> LossConfig:
-        """The coefficients as the configuration has them. Raises `SettingsError` for an unknown variant."""
+        """Read `[train.train_policy]`. Raises `SettingsError` for an unknown variant."""
         policy_loss_of(grpo.variant)
         return LossConfig(
             variant=grpo.variant,
@@ -408,7 +408,7 @@ class Correction:
 
     @staticmethod
     def of_config(grpo: GrpoConfig) -> Correction | None:
-        """The weights between π_old and the policy that made the tokens; None: they are one."""
+        """Read `[train.train_policy]`; None: the weights are one."""
         if grpo.use_decoupled_loss:
             return Correction(kind="token", cap=grpo.behav_imp_weight_cap, drops=True)
         correction = grpo.rollout_correction

@@ -80,7 +80,7 @@ class Rejection:
 
     @staticmethod
     def of_config(grpo: GrpoConfig) -> Rejection | None:
-        """As the configuration has it; None: nothing is rejected."""
+        """Read `[train.train_policy]`; None: nothing is rejected."""
         keys = grpo.rollout_correction
         rejection = Rejection(
             kind=keys.reject,
@@ -123,7 +123,7 @@ class SampleMasks:
 
     @staticmethod
     def of_config(grpo: GrpoConfig) -> SampleMasks:
-        """As the configuration has them."""
+        """Read `[train.train_policy]`."""
         return SampleMasks(**grpo.sample_masks.model_dump())
 
     def rows(self, table: StepTable) -> dict[str, set[int]]:

@@ -1,4 +1,4 @@
-"""What a training step needs of the policy replicas that train together, and a replica that trains alone.
+"""The policy replicas that train together, as a training step sees them; and a replica that trains alone.
 
     begin step t ─▶ batch ─▶ columns, learn, learn, … ─▶ trained
 
@@ -32,25 +32,25 @@ class BatchChanged(Exception):
 
 
 class Notes(Protocol):
-    """What goes from part to part next to gradients, where replicas exchange them: numbers for metrics."""
+    """Notes that replicas exchange on parts, next to gradients: numbers for metrics."""
 
     def begin(self, part: int) -> None:
-        """A part is computed next, which may have been another replica's before."""
+        """Prepare for a part, which may have been another replica's before."""
 
     def take(self, part: int) -> Any:
-        """What was found of a part, as JSON."""
+        """Return the notes on a part that was computed, as JSON."""
 
     def put(self, found: list[Any]) -> None:
-        """What was found of all parts, in order."""
+        """Take over the notes on all parts, in order."""
 
 
 class Replicas(Protocol):
     """Policy replicas that train together, as one of them sees it."""
 
     parts: int
-    """Of each batch."""
+    """How many each batch is cut into."""
     metrics: dict[str, float]
-    """Of the last step."""
+    """Metrics of the last step."""
     prefix: str
     """In front of the names of files that each replica writes; "" if there is one alone."""
 
@@ -72,7 +72,7 @@ class Replicas(Protocol):
         """Say which batch the step trains."""
 
     def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
-        """What `find` says of each part, together; types: of the columns that are wanted. A collective.
+        """Join what `find` returns for each part. types: those of the columns that are wanted. A collective.
 
         Raises:
             BatchChanged: see there.

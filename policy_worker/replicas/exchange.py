@@ -1,4 +1,4 @@
-"""What an exchange of gradients is: rows of numbers that each replica has some of, and all of them need.
+"""An exchange of gradients: rows of numbers that each replica has some of, and all of them need.
 
 The same rank of each replica takes part, with the gradients of its own shards; ranks of other numbers are not met.
 Nothing waits without an end: an exchange is over when it is complete, when it is to stop (another epoch has
@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 PIECE_BYTES = 32 << 20
-"""Of a row that travel, and are added, at once."""
+"""Bytes of a row that travel, and are added, at once."""
 LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
 """How often it is looked whether something has come, at first and in the end."""
 
@@ -37,7 +37,7 @@ class Round:
 
     @property
     def parts(self) -> int:
-        """Of the batch."""
+        """How many the batch has."""
         return sum(self.counts)
 
     @property
@@ -52,7 +52,7 @@ class Round:
 
     @property
     def name(self) -> str:
-        """Of no other round of the job."""
+        """A name that no other round of the job has."""
         return f"t{self.timeline}-s{self.step}-n{self.number}-e{self.epoch}"
 
 
@@ -60,7 +60,7 @@ class Exchange(Protocol):
     """A transport. One round at a time; a round may be begun anew under another epoch."""
 
     def pieces(self, round_: Round, own: Mapping[int, Tensor]) -> Iterator[tuple[slice, Sequence[Tensor]]]:
-        """Of each piece of a row where it lies, and the numbers of all parts there, in order; not to be changed.
+        """Yield for each piece of a row its place, and the numbers of all parts there, in order; not to be changed.
 
         own: the rows of this member's parts, [n] each, at least one unless it has none; all of one type. A member
         without parts has to know n: it hands in any row under -1.
@@ -69,7 +69,7 @@ class Exchange(Protocol):
         """
 
     def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
-        """Of all parts, in order, what this member and the others have to say of theirs. Raises `ExchangeEnded`."""
+        """Return the notes of this member and the others on all parts, in order. Raises `ExchangeEnded`."""
 
     def close(self) -> None:
         """Free what it holds. Idempotent."""

@@ -23,7 +23,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 class PartGradients:
-    """Of some parameters. One type of gradients: that of the parameters."""
+    """Gradients of some parameters, all of the type of these."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -39,12 +39,12 @@ class PartGradients:
 
     @property
     def numbers(self) -> int:
-        """Of a row: one for each of this rank's numbers, and one for each parameter, whether it has a gradient."""
+        """Length of a row: one for each of this rank's numbers, one for each parameter, whether it has a gradient."""
         return sum(self._sizes) + len(self._sizes)
 
     @property
     def bytes_of_part(self) -> int:
-        """Of a row."""
+        """Size of a row."""
         return self.numbers * _local(self._parameters[0]).element_size()
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Identity:
-    """Those of a replica's trained models. All ranks call alike."""
+    """Fingerprints of a replica's trained models. All ranks call alike."""
 
     def __init__(self, group: Group, trained: Sequence[TrainedModel]) -> None:
         self._group, self._trained = group, trained
@@ -40,7 +40,7 @@ class Identity:
         return hashlib.blake2b("".join(self._group.gather(mine)).encode(), digest_size=16).hexdigest()
 
     def kind(self) -> dict[str, str]:
-        """What all that train together have in common. A collective."""
+        """Describe what all replicas that train together have in common. A collective."""
         models = [trained.model for trained in self._trained]
         named = [
             (name, tuple(p.shape), str(p.dtype)) for model in models for name, p in model.named_parameters()
@@ -57,8 +57,8 @@ class Identity:
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of these tensors, in their order: of each the sum of its numbers, and that of them by their places,
-    modulo 2^64."""
+    """Hash the bits of these tensors, in their order: for each the sum of its numbers, and the sum of these times
+    their places, modulo 2^64."""
     sums: list[Tensor] = []
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(_WHOLE[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""What a policy replica that trains with others asks of the controller: before and after a step, and in each round.
+"""The questions of a policy replica to the controller: before and after a step, and in each round of it.
 
     enter ─▶ ┌ begin step t ─▶ round 0, 1, … ─▶ trained ┐ ─▶ leave
              └──────── the leader commits, saves ───────┘
@@ -33,7 +33,7 @@ POLL_S = 2.0
 LOOK_S = 0.1
 """Seconds between two calls that are answered at once."""
 LEAVING_SHARE = 0.3
-"""Of the grace in which a replica leaves: for the others to come to the end of a step."""
+"""Part of the grace in which a replica leaves: for the others to come to the end of a step."""
 
 
 class Membership:
@@ -152,7 +152,7 @@ class Membership:
             )
 
     def _agreed(self, at: Place, **more: Any) -> MemberReply:
-        """What comes after a word of this replica: anything but waiting."""
+        """Report where this replica stands, and return the first order that is not to wait."""
         give_up: float | None = None
         while True:
             order = self._ask(at, **more)

@@ -183,7 +183,7 @@ class Peers(Membership):
         return self._reply.replica_id
 
     def _transport(self) -> Exchange:
-        """That of this epoch. Raises `ExchangeEnded`, `RendezvousError`: the others do not come."""
+        """Return the exchange of this epoch. Raises `ExchangeEnded`, `RendezvousError`: the others do not come."""
         order = self._order
         if self._exchange_epoch == order.epoch:
             return self._exchange
@@ -255,7 +255,7 @@ def packed(found: Mapping[str, Mapping[int, Tensor]]) -> bytes:
 def unpacked(
     data: bytes, names: Mapping[str, torch.dtype], lengths: Mapping[int, int]
 ) -> dict[str, dict[int, Tensor]]:
-    """As `packed` had it. names: type of each column. lengths: numbers of each row."""
+    """Undo `packed`. names: type of each column. lengths: numbers of each row."""
     found: dict[str, dict[int, Tensor]] = {name: {} for name in names}
     start = 0
     for name, dtype in names.items():

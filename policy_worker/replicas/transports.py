@@ -34,7 +34,7 @@ GRADIENT = "gradient"
 
 
 class NoExchange:
-    """Of a member that is alone, and has all parts."""
+    """The exchange of a member that is alone, and has all parts."""
 
     def pieces(self, round_: Round, own: Mapping[int, Tensor]) -> Iterator[tuple[slice, Sequence[Tensor]]]:
         """See `Exchange.pieces`."""
@@ -50,7 +50,7 @@ class NoExchange:
 
 
 class CollectiveExchange:
-    """Of the members of one epoch. store: where their ranks of this number meet, and no others."""
+    """An exchange between the members of one epoch. store: where their ranks of this number meet, and no others."""
 
     def __init__(
         self, store: dist.Store, me: int, members: int, device: torch.device, watch: Watch, seconds: float
@@ -124,7 +124,7 @@ def _short(error: Exception) -> str:
 
 
 class StoredExchange:
-    """Of one rank. store: that all members see, for exchanges alone."""
+    """An exchange of one rank. store: that all members see, for exchanges alone."""
 
     def __init__(self, store: Store, rank: int, watch: Watch, name: str = "gradients") -> None:
         """name: of the job, in front of all that it writes."""
@@ -151,7 +151,7 @@ class StoredExchange:
     def _all(
         self, round_: Round, kind: str, mine: Mapping[int, Tensor], like: Tensor, *, any_size: bool = False
     ) -> list[Tensor]:
-        """Of all parts, in order. Raises `ExchangeEnded`."""
+        """Return the rows of all parts, in order. Raises `ExchangeEnded`."""
         names = [f"{self._prefix}.{round_.name}-p{part}-r{self._rank}{kind}" for part in range(round_.parts)]
         try:
             for part, row in mine.items():

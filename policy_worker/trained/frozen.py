@@ -33,7 +33,7 @@ class EarlierPolicy:
 
     @property
     def stages(self) -> Stages | None:
-        """As `Backbone.stages`: those of the policy."""
+        """The stages of the policy; see `Backbone.stages`."""
         return self._model.stages
 
     def keep(self) -> None:
@@ -41,13 +41,13 @@ class EarlierPolicy:
         self.kept = {name: parameter.detach().clone() for name, parameter in self._present.items()}
 
     def __call__(self, *arguments: Any) -> TokenOutputs:
-        """As `PolicyModel.forward`, without gradient."""
+        """See `PolicyModel.forward`; without gradient."""
         with self._in_place():
             outputs: TokenOutputs = self._model(*arguments)
         return outputs
 
     def whole_head(self) -> Head:
-        """As `PolicyModel.whole_head`."""
+        """See `PolicyModel.whole_head`."""
         with self._in_place():
             head = self._model.whole_head()
             return head._replace(weight=head.weight.clone()) if self._model.trains_head else head

@@ -93,7 +93,7 @@ class TrainedModel(ABC):
         self._gradients = Gradients(self.optimizer.parameters) if offloads else None
         narrow = scaled_by(keys)
         self.scaler = LossScaler(group, f"{section}.{narrow}") if narrow else None
-        """Of losses, where gradients would vanish in float16."""
+        """Scales losses, where gradients would vanish in float16."""
         if self.scaler is not None:
             self.optimizer.skips = self.scaler.skips
         self._dropouts = [m for m in self.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
@@ -103,7 +103,7 @@ class TrainedModel(ABC):
 
     @property
     def replay(self) -> Replay | None:
-        """Of the experts that the engine chose; None: the model chooses."""
+        """Replays the experts that the engine chose; None: the model chooses."""
         return self.model.replay
 
     @property
@@ -166,11 +166,11 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Any:
-        """What the model, or one of its stages, computes of a micro-batch, with gradient."""
+        """Compute a micro-batch by the model, or by one of its stages, with gradient."""
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """What is computed before training is of the weights themselves, not of a part of an adapter."""
+        """Compute with the weights themselves, not with a part of an adapter, as before training."""
         for module in self._dropouts:
             module.eval()
         try:
@@ -205,7 +205,7 @@ class TrainedModel(ABC):
                 self._pipeline.share_gradients(self.model)
 
     def seed_dropouts(self, of: Sequence[int]) -> None:
-        """What dropout leaves out from here on is a matter of these numbers alone."""
+        """Let what dropout leaves out from here on depend on these numbers alone."""
         if self._dropouts:
             torch.manual_seed(int(np.random.SeedSequence(of).generate_state(1, np.uint64)[0]) >> 1)
 

@@ -23,7 +23,7 @@ from schema.config.sections.optimizer import PrecisionKeys
 HIDDEN = "hidden"
 """The column with the reference model's hidden states, [n_i, D] of each sample."""
 NUMBERS = ("logprobs", "entropy", "correct", "kl")
-"""Of `TokenOutputs`: one number for each token."""
+"""Fields of `TokenOutputs` that have one number for each token."""
 
 
 def beside(batch: MicroBatch, head: Head | None) -> Beside | None:

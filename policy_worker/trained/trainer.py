@@ -136,7 +136,7 @@ class Trainer(TrainedModel):
             yield from self.ema.average.values()
 
     def _use_liger(self) -> None:
-        """In all models on the devices of the ranks. A collective. Raises `SettingsError`, see `use_liger`."""
+        """Let all models on the devices of the ranks use its kernels. A collective. Raises as `use_liger`."""
         models: list[tuple[Backbone, ModelMesh]] = [(self.model, self.place)]
         models += [(teacher, self.place) for teacher in self.teachers.values()]
         if self.critic is not None:
@@ -167,7 +167,7 @@ class Trainer(TrainedModel):
         return self._spread(model, config, config.reference.offload, self.reference_place, units)
 
     def _own_place(self, config: Config) -> ModelMesh:
-        """That of a reference model with a mesh of its own. A collective."""
+        """Make the place of a reference model with a mesh of its own. A collective."""
         mesh, group = mesh_of(config, "reference"), arranged(config, "reference", self.group)
         sizes = group.sizes
         layout = replace(self.place.layout, pieces=sizes.cp, piece=sizes.piece(group.rank), parts=sizes.parts)

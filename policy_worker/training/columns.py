@@ -20,12 +20,12 @@ REWARD_KL = "reward_kl"
 FRESH = "fresh"
 """1 for tokens of the weights that the step begins with."""
 VALUE, RETURN = "value", "return"
-"""What the critic expected of each token before the step, and what it should have expected."""
+"""The critic's value of each token before the step, and the return that it should have expected."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What models say of a step's samples before any is trained on.
+    """Results of the passes over a step's samples before any is trained on.
 
     columns: by name and row. values: the critic's, by row; None without one. head: the reference model's, where a KL
     is over the whole vocabulary. metrics: of the passes.

@@ -1,4 +1,4 @@
-"""What each token of a step's samples is worth: r_i − β Σ_t KL_t, advantages, returns, and which tokens count."""
+"""The worth of each token of a step's samples: r_i − β Σ_t KL_t, advantages, returns, and which tokens count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Credit:
-    """What a step's samples are worth.
+    """The worth of a step's samples.
 
     tokens: of each row of the table, those that count. kl: in the reward, of each token by row; None: it has none.
     """
@@ -37,7 +37,7 @@ class Credit:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What critic and policy learn from in a step.
+    """Everything that critic and policy learn from in a step.
 
     fetched: the samples of this rank's shares, and those that other models of its unit or comparisons need.
     """
@@ -49,12 +49,12 @@ class Lesson:
 
     @property
     def samples(self) -> dict[int, TrainSample]:
-        """Those of this rank's shares."""
+        """The samples of this rank's shares."""
         return {row: self.fetched[row] for row in self.plan.rows}
 
     @property
     def own(self) -> dict[int, TrainSample]:
-        """Those of them that this rank counts."""
+        """The samples that this rank counts."""
         return {row: sample for row, sample in self.samples.items() if self.plan.counts_here(row)}
 
 
@@ -91,7 +91,10 @@ class CreditAssignment:
         return Lesson(plan, fetched, scores, Credit(advantages, tokens, kl))
 
     def adapt(self, lesson: Lesson) -> Metrics:
-        """β of this step and the KL that it was for; β adapts to it. A collective if there is a KL in the reward."""
+        """Report β of this step and its KL, and adapt β. A collective if there is a KL in the reward.
+
+        Called once the step is learnt: one whose batch has changed is begun anew with the same β.
+        """
         trainer, term, kl_of_rows = self._trainer, self._kl_in_reward, lesson.credit.kl
         if kl_of_rows is None:
             return {}
@@ -120,7 +123,7 @@ class CreditAssignment:
     def _token_rewards(
         self, samples: Mapping[int, TrainSample], kl: Mapping[int, Tensor] | None
     ) -> dict[int, Tensor] | None:
-        """What tokens of this rank's samples earn next to the scores, which the last ones earn: −β KL, and parts."""
+        """Rewards of this rank's tokens next to the scores, which the last ones earn: −β KL, and parts."""
         beta = self._trainer.kl_coefficient
         penalty = None if kl is None else {row: -beta * values for row, values in kl.items()}
         earned = {row: torch.from_numpy(one.earned) for row, one in samples.items() if one.earned is not None}

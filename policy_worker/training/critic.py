@@ -1,4 +1,4 @@
-"""What the critic does in a step of reinforcement learning: values before it, and then its own optimizer steps.
+"""The critic in a step of reinforcement learning: values before it, and then its own optimizer steps.
 
     values of all samples ─▶ advantages and returns ─▶ for each of the critic's mini-batches:
         L = Σ over its tokens of w · ½ max((v − R)², (v_old + clip(v − v_old) − R)²)
@@ -62,7 +62,7 @@ def batching_of(config: Config, batching: Batching) -> Batching:
 
 
 class NoCritic:
-    """What a step does about a critic where there is none."""
+    """The critic of a step that has none."""
 
     def others(self, plan: StepPlan) -> list[tuple[Group, Sequence[Collection[int]]]]:
         return []

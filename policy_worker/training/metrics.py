@@ -106,7 +106,7 @@ class PartSums:
 
 
 class SumNotes:
-    """What policy replicas tell each other of parts of a batch, next to gradients. All ranks call alike."""
+    """Sums of a batch's parts, which policy replicas exchange (`Notes`). All ranks call alike."""
 
     def __init__(self, sums: PartSums, group: Group) -> None:
         self._sums, self._group = sums, group
@@ -119,7 +119,7 @@ class SumNotes:
         return self._sums.take(self._group)
 
     def put(self, found: list[Metrics]) -> None:
-        """As they were taken, of all parts."""
+        """See `Notes.put`."""
         self._sums.put(found)
 
 

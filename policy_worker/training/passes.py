@@ -1,4 +1,4 @@
-"""What models say of a step's samples before any is trained on: reference, π_old, the critic, hidden states.
+"""Forward passes over a step's samples before any is trained on: reference, π_old, the critic, hidden states.
 
 Each part of the batch is computed by one policy replica, and all of them have its columns afterwards. States are too
 large to be exchanged: they are computed again where they are missing (`states_of`).
@@ -142,7 +142,7 @@ class Passes:
         return mismatch_metrics(sums.reduce(trainer.group)[0])
 
     def _columns(self, plan: StepPlan, samples: Samples, head: Head | None) -> dict[str, dict[int, Tensor]]:
-        """Of all parts, by name and row. A collective."""
+        """Score all parts, by name and row. A collective."""
         trainer = self._trainer
         names = [REFERENCE] if trainer.reference else []
         names += [REWARD_KL] if self._full_kl_in_reward else []

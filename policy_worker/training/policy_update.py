@@ -57,14 +57,14 @@ class LessonProgress:
 
 
 class PartMetrics:
-    """What policy replicas exchange of a mini-batch's parts, next to gradients (`Notes`). All ranks call alike."""
+    """Metrics of a mini-batch's parts, which policy replicas exchange (`Notes`). All ranks call alike."""
 
     def __init__(self, progress: LessonProgress, trainer: Trainer, prepare: Callable[[int], None]) -> None:
         """prepare: computes what the loss of a part needs and was not exchanged."""
         self._progress, self._trainer, self._prepare = progress, trainer, prepare
 
     def begin(self, part: int) -> None:
-        """What forwards have seen until now is not of the part."""
+        """Drop the choices of experts until now: they are not of the part."""
         if self._trainer.replay is not None:
             self._trainer.replay.take_seen()
         self._prepare(part)
@@ -76,7 +76,7 @@ class PartMetrics:
         return {"sums": self._progress.metrics.take(group), "kept": self._progress.kept.take(), "seen": seen}
 
     def put(self, found: list[Any]) -> None:
-        """As they were taken, of all parts."""
+        """See `Notes.put`."""
         self._progress.metrics.put([part["sums"] for part in found])
         for part in found:
             self._progress.kept.put(part["kept"])
@@ -112,7 +112,7 @@ class PolicyUpdate:
         self._names, self._max_request_bytes = config.reward_names, config.controller.max_request_bytes
         self._said_cut = False
         self.kept: list[TrainedSample] = []
-        """What is to be shown of the samples of the last step; on rank 0."""
+        """Facts of samples of the last step that are shown; on rank 0."""
 
     def learn(self, lesson: Lesson) -> Metrics:
         """Make the step's optimizer steps: none while the critic alone learns. A collective.
@@ -224,7 +224,7 @@ def normalizers(table: StepTable, tokens: Sequence[int], rows: Sequence[int]) ->
 def policy_tokens(
     out: TokenOutputs, batch: MicroBatch, table: StepTable, credit: Credit, correction: Correction | None
 ) -> PolicyTokens:
-    """What the loss needs to know of a micro-batch's tokens: from the model, the payloads and the table."""
+    """Gather what the loss reads of a micro-batch's tokens: from the model, the payloads and the table."""
 
     def spread(values: Sequence[float]) -> Tensor:
         """One value per sample to one per token, [K]."""

@@ -1,4 +1,4 @@
-"""What the table of a step says of it before a payload is fetched: who computes what, and what is left out.
+"""The plan of a step, from its table alone: who computes what, and what is left out.
 
 All ranks come to the same plan, and any thread may ask for it. How rows are cut: `batches.cutting`.
 """
@@ -82,7 +82,7 @@ class StepPlan:
         return self.shares.has(self.owners[row])
 
     def lengths_in(self, samples: Mapping[int, TrainSample], part: int) -> dict[int, int]:
-        """The same of this rank's share in a part of the batch."""
+        """How many learned tokens each row of this rank's share in a part has."""
         rows = rows_of(self.mini_batches, self.shares.of(part))
         return {row: samples[row].learned_tokens for row in rows}
 
@@ -144,7 +144,7 @@ class Planner:
         return replace(plan, rows_needed=self._needed(plan))
 
     def _needed(self, plan: StepPlan) -> Sequence[int]:
-        """With those that a rank of this unit computes for a model with a mesh of its own."""
+        """Add the rows that a rank of this unit computes for a model with a mesh of its own."""
         group, rows = self._trainer.group, self._with_groups(plan)
         others = [one for find in self._others for one in find(plan)]
         unit = group.sizes.unit(group.rank)
