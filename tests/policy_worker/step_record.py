@@ -191,10 +191,11 @@ def _job(directory: Path, config: Config, url: str) -> Record:
     try:
         crew.start("policy-0")
         if config.is_grpo:
-            with Player(job.controller.url, TOKENS["rollout"], groups=24) as player:
+            with Player(job.controller.url, TOKENS["rollout"], groups=4) as player:
                 job.wait_for(lambda: job.status().step >= 1, "a step")
                 crew.start("policy-1")
-                job.wait_for(lambda: "members=2" in crew.text(), "a step of both")
+                events = job.run_dir / "events.jsonl"
+                job.wait_for(lambda: "policy-1.1 1" in events.read_text(), "a second member")
                 player.go_on()
                 crew.finish()
                 player.finish()
