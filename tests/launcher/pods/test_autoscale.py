@@ -75,6 +75,12 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
                     group.leased_at -= 30.0
                 scale.replicas = 5
                 until(lambda: scale.replicas == 1, "the number of the start again")
+                until(
+                    lambda: (
+                        ANNOTATION in scale.pods["rollout-0"] and scale.pods["rollout-9"][ANNOTATION] == "0"
+                    ),
+                    "the costs, which follow the number",
+                )
                 costs = {name: notes.get(ANNOTATION) for name, notes in scale.pods.items()}
                 assert (costs["rollout-1"], costs["rollout-9"]) == (None, "0")
                 assert int(costs["rollout-0"] or 0) >= 60, "two groups, for half a minute each"
