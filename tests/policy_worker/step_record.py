@@ -195,7 +195,7 @@ def _job(directory: Path, config: Config, url: str) -> Record:
                 job.wait_for(lambda: job.status().step >= 1, "a step")
                 crew.start("policy-1")
                 events = job.run_dir / "events.jsonl"
-                job.wait_for(lambda: "policy-1.1 1" in events.read_text(), "a second member")
+                job.wait_for(lambda: "policy-1.1 is live" in events.read_text(), "another replica")
                 player.go_on()
                 crew.finish()
                 player.finish()
