@@ -3,6 +3,8 @@
 config.json      its model_type against the kinds that `AutoModelForCausalLM` loads, read in the source of the
                  installed transformers, which is not imported: that would take torch and seconds
 tokenizer files  the largest id against the model's vocabulary
+
+Whether generation_config.json is JSON is checked here, too: exports carry it, and its end tokens stop answers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from schema.config.chat_template import TemplateError, read_template
-from schema.config.model_facts import FindFile, ModelFacts, local_file
+from schema.config.model_facts import BrokenModelError, FindFile, ModelFacts, local_file, read_config
 from schema.config.paths import NotAFileError, read_regular
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -93,6 +95,18 @@ def classes_are_those_of_the_kind(config: Config, find: FindFile = local_file) -
     )
     hint = "vLLM goes by `architectures`: correct it, in a copy of the model where it is not yours"
     yield Problem(_MODEL, message, facts.name, hint)
+
+
+def generation_settings_are_read(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
+    """The generation_config.json that exports carry, and whose end tokens stop answers, is a JSON object."""
+    policy = config.policy
+    path = find(policy.model_name_or_path, policy.model_revision, "generation_config.json")
+    try:
+        if path is not None:
+            read_config(path)
+    except BrokenModelError as error:
+        hint = "copy the file again from where the model was published; without it, config.json counts"
+        yield Problem(_MODEL, str(error), policy.model_name_or_path, hint)
 
 
 _UNKNOWN = "which AutoModelForCausalLM"
@@ -228,6 +242,6 @@ def _text_of(path: Path | None) -> str:
         return ""
 
 
-LOADABLE_RULES = (models_are_of_text, tokens_have_rows)
+LOADABLE_RULES = (models_are_of_text, generation_settings_are_read, tokens_have_rows)
 """All of them read files of models."""
 LOADABLE_WARNINGS = (unused_tokens_without_rows, classes_are_those_of_the_kind)

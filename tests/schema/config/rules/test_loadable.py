@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from schema.config.rules.loadable import (
     classes_are_those_of_the_kind,
+    generation_settings_are_read,
     models_are_of_text,
     tokens_have_rows,
     unused_tokens_without_rows,
@@ -68,6 +69,21 @@ def test_models_that_do_not_load_as_text_models_are_refused(
     for problem in problems:
         assert words in problem.render()
         assert f'model_type = "{config.get("model_type")}"' in problem.message or "model_type" not in config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"do_sample": false, "top_p": 0.95}', ""),
+        ('{"eos_token_id": 1,', "is not JSON"),
+        ("[1]", "holds no JSON object"),
+    ],
+)
+def test_a_generation_config_that_no_export_can_carry_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    name = model_at(tmp_path / "m", {"model_type": "qwen3"})
+    (tmp_path / "m/generation_config.json").write_text(text)
+    problems = generation_settings_are_read(config_of(GRPO, {"policy.model_name_or_path": name}))
+    assert [words in problem.message for problem in problems] == [True] * bool(words)
 
 
 CLASSES: list[tuple[dict[str, Any], str]] = [
