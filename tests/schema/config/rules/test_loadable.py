@@ -79,7 +79,9 @@ def test_models_that_do_not_load_as_text_models_are_refused(
         ("[1]", "holds no JSON object"),
     ],
 )
-def test_a_generation_config_that_no_export_can_carry_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_generation_config_that_no_export_can_carry_is_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
     name = model_at(tmp_path / "m", {"model_type": "qwen3"})
     (tmp_path / "m/generation_config.json").write_text(text)
     problems = generation_settings_are_read(config_of(GRPO, {"policy.model_name_or_path": name}))
