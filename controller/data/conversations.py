@@ -182,7 +182,7 @@ def _text(content: Any, where: str) -> str:
         if kinds <= {"text"}:
             return "".join(_part(part, where) for part in content)
         others = ", ".join(sorted(map(str, kinds - {"text"})))
-        raise DataError(f"{where}: content of type {others} is not supported, only text")
+        raise DataError(f"{where}: content of type {others} is not supported, only text; leave such rows out")
     raise DataError(f"{where}: content must be text, not {type(content).__name__}")
 
 

@@ -253,7 +253,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object each of whose keys is there once: of two, a reader would take either. Raises ValueError."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError(f"an object has a key twice, of {', '.join(name for name, _ in pairs)}")
+        repeated = next(name for name in fields if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"an object has the key {repeated!r} more than once: keep one of them")
     return fields
 
 

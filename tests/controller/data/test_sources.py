@@ -92,8 +92,8 @@ def test_the_synthetic_dataset_by_its_splits():
         ("rows.jsonl", "\n3\n", "rows.jsonl, line 2 is not an object of columns but int"),
         (
             "rows.jsonl",
-            '{"a": {"b": 1, "b": 2}}',
-            "line 1 is not valid JSON: an object has a key twice, of b, b",
+            '{"a": {"c": 0, "b": 1, "b": 2}}',
+            "line 1 is not valid JSON: an object has the key 'b' more than once: keep one of them",
         ),
         ("rows.json", "[1]", "rows.json, row 1 is not an object"),
         ("rows.json", "[{", "rows.json is not valid JSON"),
