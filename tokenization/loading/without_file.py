@@ -45,7 +45,8 @@ def of_class(source: Source) -> Any:
             raise
         raise TokenizerError(
             f"it has no {FILE}, and none of the files (tokenizer.model, vocab.json with merges.txt, …) of the class "
-            "that its settings or its model's type name"
+            "that its settings or its model's type name; copy them from where the model was published, or name a "
+            "tokenizer in policy.tokenizer_name_or_path"
         ) from error
     remedy = f"convert it to a {FILE}, or name a tokenizer that has one in policy.tokenizer_name_or_path"
     kind, losses = type(tokenizer).__name__, lost(codec_of(tokenizer, skip_special_tokens=True))
