@@ -14,6 +14,19 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "hf_test_token_of_no_use"
+_OF_TOKENIZER = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+}
+
+
+def fetched(cache: Path) -> set[str]:
+    """Names of the JSON files and weights below a cache of the hub's client, without those of tokenizers."""
+    names = {path.name for path in cache.rglob("*") if path.suffix in (".json", ".safetensors")}
+    return names - _OF_TOKENIZER
 
 
 @dataclass
