@@ -106,7 +106,7 @@ _NOT_IN_PROMPT = {
     **dict.fromkeys(("functions", "functions_json"), "call the column `tools`"),
     "chat_template_kwargs": "rollout.multi_turn_config has enable_thinking for all rows",
 }
-"""Columns that published data keeps beside the prompt, for a prompt that has them too; and what to do instead."""
+"""Columns that published data keeps next to the prompt, which a prompt may contain as well; and a remedy."""
 
 
 def note_not_in_prompt(

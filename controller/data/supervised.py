@@ -46,7 +46,7 @@ logger = logging.getLogger("controller.data.prepare")  # one name for all of the
 
 
 _OF_PAIRS = dict.fromkeys(("input", "query"), "query_column_name puts it behind the question")
-"""Columns that published pairs keep beside the question, for a prompt that has them too; and what to do."""
+"""Columns that published pairs keep next to the question, which a prompt may contain as well; and what to do."""
 
 
 def prepare_conversations(

@@ -60,8 +60,8 @@ def validate(
         problems, more = error.problems, error.more
     else:
         # The job may be meant for another machine: what this one lacks is a warning.
-        found = check_all(loaded.config, Machine(count_cores()), os.environ, asks_redis=False)
-        warnings = loaded.warnings + loaded.placed(found.warnings + found.problems)
+        findings = check_all(loaded.config, Machine(count_cores()), os.environ, asks_redis=False)
+        warnings = loaded.warnings + loaded.placed(findings.warnings + findings.problems)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)
     if report is not None and bad_data:

@@ -108,7 +108,7 @@ def replay(
     from launcher.job.replay import Wanted
     from launcher.job.replay import replay as run_replay
 
-    found = run_below(run, named=True)
+    recorded_run = run_below(run, named=True)
     _need_torch()
-    wanted = Wanted(found, first_step, steps, repeat, set_ or [], as_json)
+    wanted = Wanted(recorded_run, first_step, steps, repeat, set_ or [], as_json)
     raise typer.Exit(run_replay(wanted, os.environ))

@@ -228,7 +228,7 @@ def record(parts: Collection[str]) -> dict[str, Record]:
 
 
 def differences(before: dict[str, Record], after: dict[str, Record]) -> list[str]:
-    """What differs, a line for each case."""
+    """List the differences, a line for each case."""
     before, after = (json.loads(json.dumps(one), parse_constant=str) for one in (before, after))  # NaN is NaN
     lines = [f"{name}: in one of them alone" for name in sorted(before.keys() ^ after.keys())]
     for name in sorted(before.keys() & after.keys()):

@@ -30,7 +30,7 @@ class Source:
     revision: str | None
     trust_remote_code: bool
     settings: dict[str, Any]
-    """Of `tokenizer_config.json`."""
+    """The settings in `tokenizer_config.json`."""
     file: Path | None
     """`tokenizer.json`, or the version of it that transformers reads."""
 
@@ -54,7 +54,7 @@ class Source:
         return self.settings.get("tokenizer_class") in GENERIC_CLASSES and not own_code
 
     def by_class(self) -> Any:
-        """As transformers chooses. mistral-common, which is not in all processes, is left out."""
+        """Load by the class that transformers chooses. mistral-common, which is not in all processes, is left out."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(
@@ -71,7 +71,7 @@ class Source:
 
 
 def _settings(path: Path | None) -> dict[str, Any]:
-    """What a file of settings says. Raises `TokenizerError`: it is damaged."""
+    """Read a file of settings. Raises `TokenizerError`: it is damaged."""
     if path is None:
         return {}
     try:
@@ -113,7 +113,7 @@ def named_tokens(tokenizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def named(kinds: dict[str, str]) -> str:
-    """What is lost, with one example."""
+    """Describe the losses, with one example."""
     kind, back = next(iter(kinds.items()))
     return f"{', '.join(kinds)} ({PROBE[kind]!r} comes back as {back!r})"
 

@@ -82,7 +82,7 @@ def _compared(source: Source, reference: _Reference) -> Any:
 
 
 class _Reference:
-    """What `tokenizer.json` says, as the tokenizers library reads it."""
+    """The tokenizer in `tokenizer.json`, as the tokenizers library reads it."""
 
     def __init__(self, file: Path) -> None:
         """Raises `TokenizerError`: the file is damaged."""
@@ -110,11 +110,11 @@ class _Reference:
         return self._tokenizer.token_to_id(token) is not None
 
     def ends(self, ids: Mapping[str, int]) -> dict[str, bool]:
-        """As `_ends`, of the file."""
+        """Return `_ends` of the file."""
         return _ends(self._tokenizer, ids)
 
     def difference(self, tokenizer: Any) -> str:
-        """As `comparison.difference`; where texts agree, the first added token that is another."""
+        """Return `comparison.difference`; where texts agree, the first added token that differs."""
         codec = codec_of(tokenizer, clean_up_tokenization_spaces=False)
         whole = Codec(
             lambda text: self._tokenizer.encode(text, add_special_tokens=False).ids,

@@ -99,7 +99,7 @@ def _check_libraries() -> None:
 
 
 class _SentencePiece:
-    """What a SentencePiece model says, as its own library reads it."""
+    """A SentencePiece model, as its own library reads it."""
 
     def __init__(self, name: str, data: bytes, settings: dict[str, Any]) -> None:
         """Raises `RuntimeError`, or what protobuf raises: it is of another kind."""
@@ -124,7 +124,7 @@ class _SentencePiece:
         return None
 
     def difference(self, tokenizer: Any, texts: list[str]) -> str:
-        """As `comparison.difference`, of the ids alone: readers differ in a blank at the begin of what comes back."""
+        """Compare the ids alone: readers differ in a blank at the begin of what comes back."""
         encode = codec_of(tokenizer).encode
         return difference(Codec(encode, lambda _: ""), Codec(self._processor.encode, lambda _: ""), texts)
 

@@ -84,7 +84,7 @@ def load(
 
 
 def _of_another_system(files: Sequence[Path | str], data: Mapping[str, Any]) -> Iterator[Problem]:
-    """What a faulty configuration looks like, where it has the keys of a system that `convert` does not read."""
+    """Name the system whose keys a faulty configuration has, if `convert` does not read that system."""
     from schema.interop.foreign import described, other_system  # only needed here
 
     if (system := other_system(data)) is not None:

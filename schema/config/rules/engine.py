@@ -298,7 +298,7 @@ def stop_strings_are_whole(config: Config, find: FindFile = local_file) -> Itera
 
 
 def rarely_stops(string: str, token: str) -> Problem:
-    """What is to be said of a stop string that is a part of a special token, or overlaps one."""
+    """Return the warning about a stop string that is a part of a special token, or overlaps one."""
     message = (
         f"it has a part of the special token {token!r}, which the text of an answer leaves out: this ends an answer "
         "only where other tokens spell it out, never at that token"
@@ -314,7 +314,7 @@ def rewards_read_tags(config: Config, find: FindFile = local_file) -> Iterator[P
 
 
 def tags_are_hidden(policy: PolicyConfig, tags: Sequence[str]) -> Problem:
-    """What is to be said of tags, such as `think`, that are special tokens of the policy's tokenizer."""
+    """Return the warning about tags, such as `think`, that are special tokens of the policy's tokenizer."""
     named = ", ".join(f"<{tag}>…</{tag}>" for tag in tags)
     message = (
         f"its special tokens include {named}, and the text of an answer leaves special tokens out: reward functions "
