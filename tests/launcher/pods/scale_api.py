@@ -36,8 +36,8 @@ class ScaleApi:
         self.patched: list[str] = []
         self.page = 2
 
-    def scale(self) -> dict[str, Any]:
-        found = {
+    def scale(self, replicas: int) -> dict[str, Any]:
+        scale = {
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
             "metadata": {
@@ -45,11 +45,11 @@ class ScaleApi:
                 "namespace": "training",
                 "resourceVersion": str(len(self.calls)),
             },
-            "spec": {"replicas": self.replicas} if self.replicas else {},
-            "status": {"replicas": self.replicas, "selector": "app=run"},
+            "spec": {"replicas": replicas} if replicas else {},
+            "status": {"replicas": replicas, "selector": "app=run"},
         }
-        kubernetes_validate.validate(found, "1.34", strict=True)
-        return found
+        kubernetes_validate.validate(scale, "1.34", strict=True)
+        return scale
 
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, Any]]:
         if headers["authorization"] != f"Bearer {self.token}":
@@ -61,14 +61,15 @@ class ScaleApi:
             return self._annotate(path.rpartition("/")[2], json.loads(body))
         if path not in PATHS:
             return _failure(403, f"deployments.apps is forbidden: cannot {method} {path}")
+        replicas = self.replicas  # read once: a test changes it while this answers
         if method == "PATCH":
             assert headers["content-type"] == "application/merge-patch+json"
             patch = json.loads(body)
             assert list(patch) == ["spec"]
-            kubernetes_validate.validate({**self.scale(), **patch}, "1.34", strict=True)
-            self.replicas = patch["spec"]["replicas"]
-        self.calls.append((method, self.replicas))
-        return 200, self.scale()
+            kubernetes_validate.validate({**self.scale(replicas), **patch}, "1.34", strict=True)
+            self.replicas = replicas = patch["spec"]["replicas"]
+        self.calls.append((method, replicas))
+        return 200, self.scale(replicas)
 
     def _list(self, query: dict[str, str]) -> tuple[int, dict[str, Any]]:
         assert query["labelSelector"] == ",".join(f"{key}={value}" for key, value in LABELS.items())
