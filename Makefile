@@ -63,7 +63,7 @@ format: setup  ## let ruff rewrite what it can
 
 schema: setup  ## write config.schema.json, docs/config.md and docs/migrate.md from the code
 	$(BIN)/python -m schema.config.reference.export
-	$(BIN)/python -m schema.interop.document
+	$(BIN)/python -m convert.document
 
 clean:  ## remove the environment, caches and the quickstart's output
 	rm -rf $(VENV) .venv-trl .venv-gpu build dist *.egg-info outputs .mypy_cache .ruff_cache .hypothesis .import_linter_cache

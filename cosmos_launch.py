@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = (
-    "schema", "tokenization", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher",
+    "schema", "tokenization", "convert", "controller", "weight_sync", "policy_worker", "rollout_worker", "launcher",
 )  # fmt: skip
 """All packages of this project, in the order in which they may import each other."""
 EXIT_CONFIG = 2

@@ -14,8 +14,8 @@ from launcher.errors import LaunchError
 from launcher.restarts import EXIT_CONFIG
 
 if TYPE_CHECKING:
+    from convert.engine.model import Conversion
     from schema.config import Problem
-    from schema.interop.engine.model import Conversion
 
 MOST_LINES = 1000
 """Lines of the account on a terminal: verl's longest file has 900 keys."""
@@ -68,8 +68,8 @@ def convert(
     standard error, or with --json, whole, to standard output. `${oc.env:NAME}` reads this environment; nothing in
     the file is evaluated.
     """
-    from schema.interop import convert as convert_file
-    from schema.interop.engine.write import to_toml
+    from convert import convert as convert_file
+    from convert.engine.write import to_toml
 
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
@@ -91,7 +91,7 @@ def convert(
 
 
 def _system(name: str | None) -> str | None:
-    from schema.interop import SYSTEMS
+    from convert import SYSTEMS
 
     if name is None:
         return None
@@ -117,7 +117,7 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Proble
 
 def _falls_short(conversion: Conversion) -> str:
     """What is lost of the method, not understood, or replaced by the nearest value; "" where nothing is."""
-    from schema.interop.engine.model import Outcome
+    from convert.engine.model import Outcome
 
     unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]
     nearest = [entry.source for entry in conversion.entries if entry.faithful]
@@ -127,7 +127,7 @@ def _falls_short(conversion: Conversion) -> str:
 
 
 def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], more: int) -> dict[str, Any]:
-    from schema.interop.engine.write import to_json
+    from convert.engine.write import to_json
 
     return {
         **to_json(conversion),
@@ -141,9 +141,9 @@ def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], m
 def _explain(
     conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], more: int, full: bool
 ) -> None:
+    from convert.engine.write import to_report
     from schema.config.problem import format_key
     from schema.config.sections.unsupported import TABLE
-    from schema.interop.engine.write import to_report
 
     typer.echo(_cut(to_report(conversion, full)), err=True)
     if not full:

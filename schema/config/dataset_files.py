@@ -262,8 +262,8 @@ def _as_list(value: Any) -> list[Any]:
 
 def _card_configs(card: Path, unread: dict[str, list[Path]]) -> list[dict[str, Any]]:
     """The entries of `configs` in the card of a dataset, if any; one whose YAML is broken goes to `unread`."""
+    from schema.config.loading.yamlread import read_yaml  # only few directories have a card
     from schema.config.problem import ConfigError
-    from schema.interop.engine.yamlfile import read_yaml  # only few directories have a card
 
     try:
         head = _FRONT.match(read_regular(card, _MOST_OF_CARD).decode("utf-8-sig"))

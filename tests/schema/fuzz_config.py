@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from convert import convert
 from launcher.plan.machine import Machine
 from launcher.plan.needs import MOST_ON_CPU, PlacementError
 from launcher.plan.placement import place
@@ -35,7 +36,6 @@ from schema.config import Config, ConfigError, check_config, check_warnings, loa
 from schema.config.loading.tomlwrite import dumps
 from schema.config.problem import MOST_SHOWN, MOST_TEXT
 from schema.config.reference.export import json_schema
-from schema.interop import convert
 from tests.schema.mutations import ARGUMENTS, FILES, bases, changes, mutate
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())

@@ -70,9 +70,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_documents_and_converters_name_routes_that_exist(app: FastAPI) -> None:
-    """Every `GET /v1/…` of docs/ and of the texts of schema/interop is a route, `{job}` and the like aside."""
+    """Every `GET /v1/…` of docs/ and of the texts of convert is a route, `{job}` and the like aside."""
     paths = app.openapi()["paths"]
-    texts = [*ROOT.glob("docs/*.md"), *ROOT.glob("schema/interop/**/*.py")]
+    texts = [*ROOT.glob("docs/*.md"), *ROOT.glob("convert/**/*.py")]
     called = [
         (file.name, method, path)
         for file in texts

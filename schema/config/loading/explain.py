@@ -360,7 +360,7 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
 def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
     """The hint for a name of verl's, ROLL's or cosmos-rl's; "" for what is none of theirs."""
     # Only an unknown key needs the tables.
-    from schema.interop.engine.names import names_here, systems_of_table
+    from convert.engine.names import names_here, systems_of_table
 
     if len(path) == 1 and isinstance(data.get(str(path[0])), Mapping):
         systems = systems_of_table(str(path[0]))

@@ -85,7 +85,7 @@ def load(
 
 def _of_another_system(files: Sequence[Path | str], data: Mapping[str, Any]) -> Iterator[Problem]:
     """Name the system whose keys a faulty configuration has, if `convert` does not read that system."""
-    from schema.interop.foreign import described, other_system  # only needed here
+    from convert.foreign import described, other_system  # only needed here
 
     if (system := other_system(data)) is not None:
         message, hint = described(system)

@@ -170,7 +170,7 @@ def _parse(text: str, file: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
     except ValueError as error:
-        from schema.interop import recognise  # the readers of other systems are only needed here
+        from convert import recognise  # the readers of other systems are only needed here
 
         raise ConfigError([recognise(text, file) or _broken(str(error), text, file)]) from None
 

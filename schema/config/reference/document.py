@@ -120,7 +120,7 @@ def _default(info: KeyInfo) -> str:
 
 def _source(key: str) -> str:
     """Where the name comes from, and what other systems call it."""
-    from schema.interop.engine.names import names_elsewhere  # the tables of the readers are only needed here
+    from convert.engine.names import names_elsewhere  # the tables of the readers are only needed here
 
     origin = "cosmos-rl" if key in published_keys() else ""
     others = []

@@ -120,7 +120,7 @@ def look_up(question: str) -> Found:
 def _elsewhere(question: str, name: str) -> Found:
     """The answer for a name of another system; raises ConfigError where nobody has it, or we have nothing for it."""
     # Only an unknown name needs the tables.
-    from schema.interop.engine.names import names_here, systems_of_table
+    from convert.engine.names import names_here, systems_of_table
 
     found = names_here(name)
     if not found and (systems := systems_of_table(name)):

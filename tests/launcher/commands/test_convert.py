@@ -11,7 +11,7 @@ import pytest
 from schema.config import load_config
 from tests.launcher.cli import ROOT, Answer, cosmos
 
-ROLL = ROOT / "tests/schema/interop/examples/roll_megatron.yaml"
+ROLL = ROOT / "tests/convert/examples/roll_megatron.yaml"
 
 
 def convert(*arguments: object, **env: str) -> Answer:
@@ -83,7 +83,7 @@ def test_strict_is_for_what_falls_short_and_says_what_does(tmp_path: Path) -> No
 
 def test_a_batch_that_ends_within_a_group_is_rounded_and_named(tmp_path: Path) -> None:
     source, target = tmp_path / "cosmos.toml", tmp_path / "run.toml"
-    text = (ROOT / "tests/schema/interop/examples/cosmos_newer.toml").read_text()
+    text = (ROOT / "tests/convert/examples/cosmos_newer.toml").read_text()
     assert "train_batch_per_replica" not in text
     source.write_text(text.replace("[train]\n", "[train]\ntrain_batch_per_replica = 20\n", 1))
     run = convert(source, "-o", target)
@@ -155,7 +155,7 @@ def test_json_is_the_whole_account() -> None:
 
 
 def test_all_systems_are_known_by_their_keys() -> None:
-    examples = ROOT / "tests/schema/interop/examples"
+    examples = ROOT / "tests/convert/examples"
     for name, system in (("cosmos_newer.toml", "cosmos-rl"), ("roll_sglang.yaml", "roll")):
         found = json.loads(convert(examples / name, "--json").stdout)
         assert found["system"] == system

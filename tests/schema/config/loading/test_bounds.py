@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from convert import convert, convert_text
+from convert.engine import strangers
+from convert.engine.source import MAX_LEAVES
 from launcher.plan.machine import Machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import place
@@ -21,14 +24,11 @@ from schema.config.loading.layers import read_layers
 from schema.config.loading.load import load
 from schema.config.loading.tomlread import MAX_FILE_BYTES
 from schema.config.loading.tomlwrite import dumps
+from schema.config.loading.yamlread import read_yaml
 from schema.config.model_facts import BrokenModelError, read_config
 from schema.config.problem import MOST_SHOWN, MOST_TEXT
 from schema.config.rules.reward import reward_problems
 from schema.config.secrets import masked
-from schema.interop import convert, convert_text
-from schema.interop.engine import strangers
-from schema.interop.engine.source import MAX_LEAVES
-from schema.interop.engine.yamlfile import read_yaml
 from schema.util.tls import TlsFileError, client_context
 from tests.schema.config_samples import GRPO, SFT, changed, refused
 from tests.schema.remedies import written

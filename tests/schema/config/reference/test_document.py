@@ -6,11 +6,11 @@ import re
 from functools import cache
 from pathlib import Path
 
+from convert.engine.names import names_elsewhere
 from schema.config import UNAVAILABLE
 from schema.config.keys import acting_keys, deviation_of, leaf_keys, observable, published_keys, section_keys
 from schema.config.reference.document import FILE_NAME, document
 from schema.config.reference.lookup import all_infos
-from schema.interop.engine.names import names_elsewhere
 from tests.support.each import check_each
 
 ROOT = Path(__file__).parents[4]

@@ -1,0 +1,182 @@
+"""ROLL: RLVR, SFT and agent pipelines (`rlvr_config.yaml`, `sft_config.yaml`, `agentic_*.yaml`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from convert.engine.keys import unsupported_key
+from convert.engine.model import Result, implicit
+from convert.engine.rules import HYDRA_KEYS, ConversionContext, Reader, Rule
+from convert.engine.source import Source
+from convert.engine.values import BadValue
+from convert.roll.actor_infer import ACTOR_INFER_RULES, VALIDATION_RULES
+from convert.roll.actor_train import ACTOR_TRAIN_RULES
+from convert.roll.algorithm import ALGORITHM_RULES
+from convert.roll.converters import POLICY, reason
+from convert.roll.facts import engine_size, engines, has_critic, is_agentic, mesh
+from convert.roll.pipeline import PIPELINE_RULES
+from convert.roll.rewards import REWARD_RULES, scorers
+from convert.roll.roles import ROLE_RULES
+from convert.roll.sft import ROLE as SFT_ROLE
+from convert.roll.sft import sft_rules
+from convert.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS, ROLL
+
+_ROLES = ("actor_train", "actor_infer")
+_PIPELINE = ("rollout_batch_size", "num_return_sequences_in_group")
+_AGENT = ("train_env_manager", "custom_envs", "custom_env", "env_manager_cls")
+
+_RULES: tuple[Rule, ...] = (
+    *PIPELINE_RULES,
+    *ALGORITHM_RULES,
+    *ACTOR_TRAIN_RULES,
+    *ACTOR_INFER_RULES,
+    *VALIDATION_RULES,
+    *ROLE_RULES,
+    *REWARD_RULES,
+)
+
+
+def _detect(source: Source) -> str | None:
+    if source.has(SFT_ROLE):
+        return "sft"
+    if not any(map(source.has, (*_ROLES, *_PIPELINE, *DISTILLATION_ROLES))):
+        return None
+    if any(map(source.has, _AGENT)):
+        return "agentic"
+    if any(map(source.has, DISTILLATION_ROLES)):
+        return "distillation"
+    rolls_out = any(map(source.has, ("actor_infer", *_PIPELINE)))
+    pairs = any(map(source.has, DPO_KEYS))
+    return "dpo" if pairs or (source.has("train_batch_size") and not rolls_out) else "rlvr"
+
+
+def _artefact(key: str, value: Any) -> Result | None:
+    """What belongs to Hydra, wherever it stands."""
+    is_hydras = key.rpartition(".")[2] in ("_target_", *HYDRA_KEYS)
+    return implicit("tells Hydra how to make the table, which ROLL reads as it is") if is_hydras else None
+
+
+def _finish(context: ConversionContext) -> None:
+    """What ROLL does without a key for it, and sizes that our defaults would set otherwise."""
+    context.add("train.compile", False, "ROLL does not compile the policy")
+    _add_meshes(context)
+    if context.kind == "sft":
+        context.add(f"{POLICY}.type", "sft", "ROLL's SFT pipeline")
+        context.add(f"{POLICY}.dataloader_shuffle", False, "ROLL keeps the order of the file")
+    else:
+        _add_data(context)
+    _add_pipeline(context)
+    models = ("pretrain", "actor_train.model_args.model_name_or_path")
+    if all(context.get(key, None) is None for key in models):
+        context.warn("no model is named (pretrain): write policy.model_name_or_path")
+    if has_critic(context) and not context.has("adv_estimator"):
+        context.warn("adv_estimator is not set, and ROLL's default is gae: a critic is trained")
+
+
+def _add_pipeline(context: ConversionContext) -> None:
+    """Which pipeline a file is for is said by the script that starts it; here by its keys, unless one names it."""
+    kind = "distillation" if any(map(context.below, DISTILLATION_ROLES)) else context.kind
+    if kind not in ("rlvr", "sft") and not context.has("pipeline_cls"):
+        title = "DPO" if kind == "dpo" else kind
+        note = f"the file is of ROLL's {title} pipeline; {reason('pipeline_cls')}"
+        context.add(unsupported_key("pipeline"), kind, note)
+
+
+def _add_meshes(context: ConversionContext) -> None:
+    try:
+        for name, size in mesh(context).sizes().items():
+            context.add(
+                f"policy.parallelism.{name}", size, "follows from the devices of the role that trains"
+            )
+        if context.kind == "sft":
+            return
+        tp, pp, _ = engine_size(context)
+        context.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
+        if pp > 1:
+            context.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
+        _check_agreement(context)
+    except BadValue:
+        return  # the entries of the keys that contradict each other say so
+
+
+def _check_agreement(context: ConversionContext) -> None:
+    groups = engines(context)
+    written = context.integer("actor_infer.num_gpus_per_worker", None)
+    sizes = engine_size(context)
+    if groups and written not in (None, math.prod(sizes)):
+        words = " · ".join(str(size) for size in sizes if size > 1) or "1"
+        context.warn(
+            f"num_gpus_per_worker = {written}, but the engine is of {words} devices, which ROLL takes"
+        )
+
+
+def _add_data(context: ConversionContext) -> None:
+    if is_agentic(context):
+        context.warn(
+            "the environments of an agent pipeline have no keys here yet: the data must be named by hand"
+        )
+        return
+    if not context.has("actor_train.data_args.response"):
+        note = "the column that ROLL's rule rewards read"
+        context.add(f"{POLICY}.response_column_name", "ground_truth", note)
+    if not any(scorers(context).values()):
+        note = "no reward of the file has a function here: write one"
+        context.add(f"{POLICY}.reward_function", "path/to/reward.py:function", note)
+        context.warn(f"{POLICY}.reward_function must be written by hand")
+
+
+PROSE = (
+    "A pipeline step of ROLL rolls out `rollout_batch_size` prompts, `num_return_sequences_in_group` samples "
+    "each: that product is `train.train_batch_per_replica`. Its global batch is "
+    "`per_device_train_batch_size · gradient_accumulation_steps · world`, divided by `ulysses_size` (FSDP2, "
+    "DeepSpeed) or by the tensor, pipeline and context sizes (Megatron); where it is smaller than a rollout it "
+    "becomes `batch_size_per_optimize`, where it is larger ROLL would never fill it and the report says so.",
+    "`device_mapping` is read as data: `list(range(a,b[,c]))`, literal lists, and sums of them. Devices that "
+    'training and generation share become `placement.share = "time"`; the number of machines follows from the '
+    "largest device and `num_gpus_per_node`.",
+    "Estimator, reward normalisation and whitening are one choice here. ROLL's `grpo` is `grpo`; `reinforce` "
+    "is `grpo` with rewards normalised by the group, `reinforce_plus_plus_baseline` with the group's mean and "
+    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does alone (a second or "
+    "a missing whitening, rewards normalised by the batch, clipped rewards) is written as `reinforce_plus_plus` with "
+    "`reward_shaping` and `whiten_advantages`, also where ROLL's default asks for it.",
+    "`data_args.template` (and `global_template`, which comes first) says how prompts are rendered. ROLL's `native`, "
+    "`qwen2_5` and `qwen3` are the tokenizer's own chat template, thinking where it can; `native_nonthinking` and "
+    "`qwen3_nothink` are the same without thinking, which a supervised file cannot have here. Any other template "
+    "goes to `[unsupported]`: write it to a file and name that in "
+    "`rollout.multi_turn_config.custom_chat_template_path`. "
+    "Texts of `data_args.prompt` get no template in ROLL, and the report says so.",
+    "A supervised file (`sft_train`) is a question of `prompt_key`, behind it on a line of its own `query_key` where "
+    "it is not empty, and the answer of `response_key`; a step is one global batch, in the order of the file. A row "
+    "longer than `sequence_length` is left out and counted, and the last step may be short, which ROLL leaves out. "
+    "`system_key` has no counterpart.",
+    "A file for another pipeline of ROLL (agents, DPO, distillation) is known by its keys or its `pipeline_cls`; "
+    "`pipeline` in `[unsupported]` says which.",
+    "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
+    "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
+    "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. On answers cut by `top_p` or "
+    "`top_k` the trainer renormalises over the ids that they left, which ROLL does not; "
+    '`rollout.sampling_config.sampling_correction = "raw"` does as ROLL.',
+    "`examples/roll_grpo.yaml` is a file of ROLL that becomes valid without a change.",
+    "Files composed by Hydra (`defaults:`) refer to keys that are not in them: convert the composed file.",
+)
+
+READER = Reader(
+    system="roll",
+    title="ROLL",
+    kinds={
+        "rlvr": "reinforcement learning with verifiable rewards",
+        "sft": "supervised fine-tuning",
+        "agentic": "an agent pipeline",
+        "dpo": "a DPO pipeline",
+        "distillation": "a distillation pipeline",
+    },
+    unsupported=ROLL,
+    detect=_detect,
+    signs=(*_ROLES, *_PIPELINE, SFT_ROLE),
+    own=(*_ROLES, SFT_ROLE),
+    rules=lambda kind: sft_rules() if kind == "sft" else _RULES,
+    finish=_finish,
+    prose=PROSE,
+    artefacts=_artefact,
+)
