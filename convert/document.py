@@ -1,5 +1,7 @@
 """The tables of `docs/migrate.md`, made from the readers' rules: `python -m convert.document` writes them.
 
+It writes `docs/config.md` too, whose last column has the readers' names.
+
 The prose of the page is written by hand. Between a pair of markers stands what this module makes:
 
     <!-- keys: verl rl -->     …  one table for each table of the file: their key, ours, how the value changes
@@ -21,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from convert import hints
 from convert.engine.engine import yaml_value
 from convert.engine.fallback import SPEED_ONLY
 from convert.engine.registry import reader
@@ -28,6 +31,7 @@ from convert.engine.rules import ABSENT, Rule
 from convert.engine.unsupported import EITHER_WAY
 from convert.foreign import SYSTEMS_WITHOUT_READER
 from schema.config.availability import UNAVAILABLE
+from schema.config.reference import document as reference
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
 
@@ -178,8 +182,10 @@ def _nearest() -> Iterator[str]:
 
 
 def main() -> int:
-    """Write the page; returns the exit code."""
+    """Write both pages; return the exit code."""
+    hints.install()
     PAGE.write_text(render(PAGE.read_text("utf-8")), "utf-8")
+    PAGE.with_name("config.md").write_text(reference.document(), "utf-8")
     return 0
 
 

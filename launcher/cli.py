@@ -31,11 +31,13 @@ def _run(arguments: list[str]) -> None:
     with ended_at_once():
         import typer
 
+        from convert import hints
         from launcher.app import app
         from launcher.commands.options import print_problems
         from launcher.errors import LaunchError
         from launcher.restarts import EXIT_CONFIG, EXIT_FAILED
 
+    hints.install()
     try:
         _refuse_bare_file(arguments)
         app(args=_name_newest(arguments))

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 from _pytest.mark.expression import Expression
 
+from convert import hints
 from tests.support.effort import SOAK
 
 # Started in the background of a script, SIGINT is ignored, here and in every process that a test starts. With a
@@ -18,6 +19,8 @@ from tests.support.effort import SOAK
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+hints.install()  # as launcher and controller do when they start
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("untimed")

@@ -7,11 +7,11 @@ names_here("rollout.n") ─▶ (Theirs("verl", "actor_rollout_ref.rollout.n", ("
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 from convert.engine.registry import readers
 from schema.config.keys import leaf_keys
+from schema.config.loading.other_systems import Theirs
 
 
 @cache
@@ -30,16 +30,6 @@ def names_elsewhere() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     return {
         ours: {system: tuple(keys) for system, keys in systems.items()} for ours, systems in found.items()
     }
-
-
-@dataclass(frozen=True)
-class Theirs:
-    """A key of another system. ours: keys that it is turned into, if any. reason: why there is none."""
-
-    system: str
-    key: str
-    ours: tuple[str, ...] = ()
-    reason: str = ""
 
 
 def names_here(name: str) -> tuple[Theirs, ...]:

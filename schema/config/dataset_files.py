@@ -262,7 +262,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _card_configs(card: Path, unread: dict[str, list[Path]]) -> list[dict[str, Any]]:
     """The entries of `configs` in the card of a dataset, if any; one whose YAML is broken goes to `unread`."""
-    from schema.config.loading.yamlread import read_yaml  # only few directories have a card
+    from schema.config.loading.yamlread import read_yaml
     from schema.config.problem import ConfigError
 
     try:

@@ -19,6 +19,7 @@ from controller.api.openapi import OBJECT, answers, document, models
 from controller.api.routes.base import new_router, reply
 from controller.errors import ApiError
 from controller.services.controller import Controller
+from convert import hints
 from schema.config import Config
 from schema.config.loading.load import check_config
 from schema.config.problem import ConfigError
@@ -59,6 +60,7 @@ CONFIG_BODY: dict[str, Any] = {
 
 
 def router(controller: Controller) -> APIRouter:
+    hints.install()  # a key of another system's is answered with ours
     api, validation = new_router("config", "/v1"), _Validation()
 
     @api.get("/config", responses=answers("application/json", "The configuration, secrets left out.", OBJECT))

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from schema.config.backends import BACKENDS, NOT_BUILT
+from schema.config.loading.other_systems import other_systems
 from schema.config.problem import KeyPath, Problem, format_key
 from schema.config.root import Config
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
@@ -359,16 +360,20 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
 
 def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
     """The hint for a name of verl's, ROLL's or cosmos-rl's; "" for what is none of theirs."""
-    # Only an unknown key needs the tables.
-    from convert.engine.names import names_here, systems_of_table
-
+    others = other_systems()
     if len(path) == 1 and isinstance(data.get(str(path[0])), Mapping):
-        systems = systems_of_table(str(path[0]))
+        systems = others.systems_of_table(str(path[0]))
         inside = islice(_leaves(data[str(path[0])], format_key(path)), 20) if systems else ()
-        pairs = [(key, theirs[0].ours) for key in inside if (theirs := names_here(key)) and theirs[0].ours]
-        known = "".join(f"; {key} is {' and '.join(ours)} here" for key, ours in pairs[:3])
-        return f"a table of {systems} files, which cosmos-launch convert reads{known}" if systems else ""
-    found = names_here(format_key(path)) or names_here(str(path[-1]))
+        pairs = ((key, others.names_here(key)) for key in inside)
+        known = [
+            f"; {key} is {' and '.join(some[0].ours)} here" for key, some in pairs if some and some[0].ours
+        ]
+        return (
+            f"a table of {systems} files, which cosmos-launch convert reads{''.join(known[:3])}"
+            if systems
+            else ""
+        )
+    found = others.names_here(format_key(path)) or others.names_here(str(path[-1]))
     ours = list(dict.fromkeys(key for theirs in found for key in theirs.ours))
     ours.sort(key=lambda key: not key.startswith(f"{path[0]}."))  # those of the same section come first
     if ours:

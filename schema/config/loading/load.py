@@ -25,6 +25,7 @@ from schema.config.base import FREE_TABLES
 from schema.config.loading.environment import without_effect
 from schema.config.loading.explain import Finding, findings_of
 from schema.config.loading.layers import Layers, read_layers, without_port
+from schema.config.loading.other_systems import other_systems
 from schema.config.loading.tomlread import depth_problem, dotted_path, too_deep
 from schema.config.problem import MOST_SHOWN, Absent, ConfigError, KeyPath, Problem, format_key
 from schema.config.root import Config
@@ -85,10 +86,8 @@ def load(
 
 def _of_another_system(files: Sequence[Path | str], data: Mapping[str, Any]) -> Iterator[Problem]:
     """Name the system whose keys a faulty configuration has, if `convert` does not read that system."""
-    from convert.foreign import described, other_system  # only needed here
-
-    if (system := other_system(data)) is not None:
-        message, hint = described(system)
+    if (found := other_systems().described(data)) is not None:
+        message, hint = found
         yield Problem("", message, hint=hint, file=", ".join(map(str, files)))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from schema.config.loading.other_systems import other_systems
 from schema.config.loading.positions import Position, locate, nearest
 from schema.config.paths import NotAFileError, read_regular
 from schema.config.problem import ConfigError, KeyPath, Problem, format_key
@@ -170,9 +171,9 @@ def _parse(text: str, file: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
     except ValueError as error:
-        from convert import recognise  # the readers of other systems are only needed here
-
-        raise ConfigError([recognise(text, file) or _broken(str(error), text, file)]) from None
+        raise ConfigError(
+            [other_systems().recognise(text, file) or _broken(str(error), text, file)]
+        ) from None
 
 
 _SMALLER = "write numbers below 2^63"

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from convert.engine.keys import Path
 from schema.config.loading.tomlread import MAX_FILE_BYTES
 from schema.config.problem import ConfigError, Problem
+
+Path = tuple[str, ...]
 
 if TYPE_CHECKING:
     import yaml  # type: ignore[import-untyped,unused-ignore]

@@ -2,7 +2,7 @@
 
     overview of sections ─▶ for each section a table: key, type, default, bounds, meaning, observable, source
 
-`python -m schema.config.reference.export` writes it and the JSON schema; a test compares the file with the tree.
+`python -m convert.document` writes it, with other systems' names for a key; a test compares the file with the tree.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from schema.config.availability import refused_by
 from schema.config.keys import leaf_keys, published_keys, section_keys
 from schema.config.loading.explain import is_list_of_tables
+from schema.config.loading.other_systems import other_systems
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.reference.lookup import MUST, UNSET, KeyInfo, SectionInfo, all_infos, look_up
 
@@ -120,11 +121,9 @@ def _default(info: KeyInfo) -> str:
 
 def _source(key: str) -> str:
     """Where the name comes from, and what other systems call it."""
-    from convert.engine.names import names_elsewhere  # the tables of the readers are only needed here
-
     origin = "cosmos-rl" if key in published_keys() else ""
     others = []
-    for system, names in names_elsewhere().get(key, {}).items():
+    for system, names in other_systems().names_elsewhere().get(key, {}).items():
         shown = [f"`{name}`" for name in names[:MAX_NAMES]]
         more = " …" if len(names) > MAX_NAMES else ""
         others.append(f"{system} {', '.join(shown)}{more}")

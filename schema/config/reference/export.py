@@ -1,8 +1,7 @@
 """The configuration as a JSON schema (draft 2020-12), for editors and other tools: `config.schema.json`.
 
-`python -m schema.config.reference.export` writes it and the reference for people, `docs/config.md`; with a FILE the
-schema alone, there. Tests compare both with the tree. What a schema can say (names, types, choices, bounds, defaults,
-descriptions) is in it; what sections must agree on: `rules`.
+`python -m schema.config.reference.export` writes it, here or to a FILE; a test compares it with the tree. What a
+schema can say (names, types, choices, bounds, defaults, descriptions) is in it; what sections must agree on: `rules`.
 """
 
 from __future__ import annotations
@@ -63,12 +62,8 @@ def _tidy(node: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the schema to the file that is named; without one, schema and reference into the current directory."""
+    """Write the schema to the file that is named; without one, into the current directory."""
     Path(arguments[0] if arguments else FILE_NAME).write_text(schema_text(), encoding="utf-8")
-    if not arguments:
-        from schema.config.reference import document
-
-        Path(document.FILE_NAME).write_text(document.document(), encoding="utf-8")
 
 
 if __name__ == "__main__":

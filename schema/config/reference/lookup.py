@@ -30,6 +30,7 @@ from schema.config.keys import (
 )
 from schema.config.loading.environment import PREFIX, SEPARATOR, variable_of
 from schema.config.loading.explain import closest, describe, is_list_of_tables, section_classes
+from schema.config.loading.other_systems import other_systems
 from schema.config.loading.tomlread import parse_value
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import ConfigError, Problem
@@ -119,11 +120,9 @@ def look_up(question: str) -> Found:
 
 def _elsewhere(question: str, name: str) -> Found:
     """The answer for a name of another system; raises ConfigError where nobody has it, or we have nothing for it."""
-    # Only an unknown name needs the tables.
-    from convert.engine.names import names_here, systems_of_table
-
-    found = names_here(name)
-    if not found and (systems := systems_of_table(name)):
+    others = other_systems()
+    found = others.names_here(name)
+    if not found and (systems := others.systems_of_table(name)):
         hint = f"cosmos-launch explain knows each of its keys: explain {name}.KEY"
         raise ConfigError([Problem(question, f"no such key; a table of {systems} files", hint=hint)])
     if not found:
