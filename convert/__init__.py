@@ -1,4 +1,4 @@
-"""What cosmos-launch reads of other systems: configurations of verl, ROLL and cosmos-rl, turned into ours.
+"""Configurations of other systems for cosmos-launch: verl, ROLL and cosmos-rl, read and turned into ours.
 
     conversion = convert(Path("ppo_trainer.yaml"))
     text = to_toml(conversion)             # ours, with comments
@@ -8,8 +8,8 @@ How `engine` is built, from the bottom: `keys`, `yamlfile`, `interpolation`, `so
 says what a conversion is; `rules` is the language of the tables, `to` has converters and `values` types;
 `engine` applies them; `strangers` deals with keys that no rule knows; `fallback` knows what only changes speed;
 `unsupported` is the closed list of what has no counterpart; `write` makes text of it; `registry` finds the reader,
-and `foreign` recognises systems that have none. A system is a folder with a `READER` in its
-`reader`, the rules by topic, `facts` that several keys say together, and its part of the closed list.
+and `foreign` recognises systems that have none. `hints` answers our loader. A system is a
+folder with a `READER` in its `reader`, the rules by topic, `facts` that several keys say together, and its part of the closed list.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from convert.engine.model import Conversion
     from schema.config.problem import Problem
 
-SYSTEMS = {"verl": "convert.verl", "roll": "convert.roll", "cosmos-rl": "convert.cosmos"}
-"""The name of a system on the command line -> its folder."""
 _TOML_LINE = re.compile(r"^[ \t]*(?:\[\[?[\w.\"-]+\]|[\w.-]+ = )", re.MULTILINE)
 
 
@@ -36,7 +34,8 @@ def convert(
     env: Mapping[str, str] | None = None,
     allow_unknown: Collection[str] = (),
 ) -> Conversion:
-    """Convert a file. system: one of SYSTEMS, or None to find out. env: for `${oc.env:…}`; None: empty.
+    """Convert a file. system: its name on the command line, or None to find out. env: for
+    `${oc.env:…}`; None: empty.
 
     allow_unknown: dotted keys of the file that are not understood and may be left out all the same.
 
@@ -58,9 +57,9 @@ def convert_text(
 ) -> Conversion:
     """Convert a text; `name` is what errors and comments call it, and its ending distinguishes YAML from TOML."""
     from convert.engine.engine import convert_source
+    from convert.engine.foreign import other_system
     from convert.engine.registry import detect, kind_of, reader, readers
     from convert.engine.source import read_source
-    from convert.foreign import other_system
 
     source = read_source(text, name)
     if system is None:
@@ -77,13 +76,13 @@ def convert_text(
 
 
 def recognise(text: str, name: str) -> Problem | None:
-    """What a text that is not TOML is: YAML or JSON of a system, a script, a command line; None: none of these.
+    """Say what a text that is not TOML is: YAML or JSON of a system, a script, a command line; None: none of these.
 
     name: its file. The hint has the command that converts it, or what can be done where none does.
     """
+    from convert.engine.foreign import command_kind, other_system, script_kind
     from convert.engine.registry import detect, readers
     from convert.engine.source import read_source
-    from convert.foreign import command_kind, other_system, script_kind
     from schema.config.problem import ConfigError, Problem
 
     is_json, is_toml = text.lstrip().startswith("{"), name.endswith(".toml")

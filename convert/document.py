@@ -26,10 +26,10 @@ from pathlib import Path
 from convert import hints
 from convert.engine.engine import yaml_value
 from convert.engine.fallback import SPEED_ONLY
+from convert.engine.foreign import SYSTEMS_WITHOUT_READER
 from convert.engine.registry import reader
 from convert.engine.rules import ABSENT, Rule
 from convert.engine.unsupported import EITHER_WAY
-from convert.foreign import SYSTEMS_WITHOUT_READER
 from schema.config.availability import UNAVAILABLE
 from schema.config.reference import document as reference
 

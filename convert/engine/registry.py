@@ -9,12 +9,14 @@ import importlib
 import re
 from collections.abc import Sequence
 
-from convert import SYSTEMS
+from convert.engine.foreign import by_hand, described, other_system
 from convert.engine.keys import leaves
 from convert.engine.rules import Reader
 from convert.engine.source import Source, not_read
-from convert.foreign import by_hand, described, other_system
 from schema.config.problem import ConfigError, Problem
+
+SYSTEMS = {"verl": "convert.verl", "roll": "convert.roll", "cosmos-rl": "convert.cosmos"}
+"""The name of a system on the command line -> its folder."""
 
 
 def reader(system: str) -> Reader:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from convert.engine.foreign import VERL_COMMAND, VERL_MAIN, command_kind, script_kind, script_problem
 from convert.engine.keys import Path, leaves, lookup
 from convert.engine.model import CONVERTED
-from convert.foreign import VERL_COMMAND, VERL_MAIN, command_kind, script_kind, script_problem
 from schema.config.loading.positions import locate
 from schema.config.loading.tomlread import parse_toml, read_text
 from schema.config.loading.yamlread import read_yaml

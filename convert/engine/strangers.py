@@ -11,12 +11,12 @@ import re
 from collections.abc import Collection, Sequence
 
 from convert.engine.fallback import SPEED_ONLY
+from convert.engine.foreign import by_hand
 from convert.engine.keys import dotted, split_key
 from convert.engine.model import Entry, Outcome, Result, implicit, no_counterpart, unknown
 from convert.engine.rules import ConversionContext, KeyPath, Rule
 from convert.engine.unsupported import METHOD_KEYS
 from convert.engine.values import shown
-from convert.foreign import by_hand
 from schema.config.loading.explain import closest
 from schema.config.problem import MOST_SHOWN, ConfigError, Problem
 

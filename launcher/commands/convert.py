@@ -91,7 +91,7 @@ def convert(
 
 
 def _system(name: str | None) -> str | None:
-    from convert import SYSTEMS
+    from convert.engine.registry import SYSTEMS
 
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""What other systems call our keys: who knows their names hands itself in, and hints of unknown keys ask for them.
+"""Names that other systems have for our keys: whoever has them is installed, and hints of unknown keys ask it.
 
     convert.hints ──install()──▶ this ◀──other_systems()── hints, explain, docs/config.md
 

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from convert.engine.names import names_elsewhere
+from convert.hints import names_elsewhere
 from schema.config import UNAVAILABLE
 from schema.config.keys import acting_keys, deviation_of, leaf_keys, observable, published_keys, section_keys
 from schema.config.reference.document import FILE_NAME, document

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convert import convert, convert_text
-from convert.foreign import SYSTEMS_WITHOUT_READER, by_hand, other_system
+from convert.engine.foreign import SYSTEMS_WITHOUT_READER, by_hand, other_system
 from tests.convert.files import COSMOS, HERE, ROLL
 from tests.schema.config_samples import refused
 

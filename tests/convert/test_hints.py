@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from convert.engine.names import names_here
 from convert.engine.registry import readers
+from convert.hints import names_here
 from schema.config import ConfigError, check_config
 from schema.config.keys import leaf_keys
 from schema.config.reference.lookup import look_up
