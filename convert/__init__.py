@@ -9,7 +9,8 @@ says what a conversion is; `rules` is the language of the tables, `to` has conve
 `engine` applies them; `strangers` deals with keys that no rule knows; `fallback` knows what only changes speed;
 `unsupported` is the closed list of what has no counterpart; `write` makes text of it; `registry` finds the reader,
 and `foreign` recognises systems that have none. `hints` answers our loader. A system is a
-folder with a `READER` in its `reader`, the rules by topic, `facts` that several keys say together, and its part of the closed list.
+folder with a `READER` in its `reader`, the rules by topic, `facts` that several keys say together, and its part of
+the closed list.
 """
 
 from __future__ import annotations
