@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controller.api.routes import config
+from convert import hints
 from convert.engine.registry import readers
 from convert.hints import names_here
 from schema.config import ConfigError, check_config
 from schema.config.keys import leaf_keys
+from schema.config.loading import other_systems
+from schema.config.loading.other_systems import Nobody
 from schema.config.reference.lookup import look_up
 from tests.convert.files import nest
+from tests.launcher.cli import cosmos
 from tests.schema.config_samples import GRPO, refused
 
 PIECE, BATCH = "train.train_policy.batch_size_per_optimize", "train.train_batch_per_replica"
@@ -91,3 +98,28 @@ def test_a_file_with_a_name_of_another_system_is_told_ours(
     (problem,) = refused(check_config, data)
     assert problem.key == key
     assert all(word in problem.hint for word in words), problem.hint
+
+
+def test_the_command_line_and_the_controllers_route_install_the_names(tmp_path: Path) -> None:
+    """Without them an unknown key is compared with our own names alone; both give the same hint."""
+    data = nest({"train.ppo_mini_batch_size": 4})
+    (tmp_path / "job.toml").write_text("train.ppo_mini_batch_size = 4\n")
+
+    def forgotten() -> list[str]:
+        other_systems.install(Nobody())
+        return [problem.hint for problem in refused(check_config, data) if "verl" in problem.hint]
+
+    try:
+        assert not forgotten()
+        answer = json.loads(cosmos("validate", tmp_path / "job.toml", "--json").stdout)
+        written = {problem["key"]: problem["hint"] for problem in answer["problems"]}
+        assert (
+            "verl calls it `actor_rollout_ref.actor.ppo_mini_batch_size`"
+            in written["train.ppo_mini_batch_size"]
+        )
+        assert not forgotten()
+        config.router(object())  # type: ignore[arg-type]  # which keeps it for its routes
+        verdict = config._verdict(json.dumps(data).encode())
+        assert {problem.key: problem.hint for problem in verdict.problems} == written
+    finally:
+        hints.install()
