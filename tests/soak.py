@@ -84,7 +84,7 @@ AREAS = {
     "rollout_worker": Area("engines, weights and rewards over many drawn cases", ("tests/rollout_worker",)),
     "schema": Area(
         "spoiled configurations: a clean verdict each, never a traceback; converters over drawn files",
-        ("tests/schema",),
+        ("tests/schema", "tests/convert"),
         (("fuzz_config", "--examples", "20000"),),
     ),
     "security": Area(

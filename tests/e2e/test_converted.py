@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.program import COMMAND, LONG, ROOT
 
 pytestmark = pytest.mark.e2e
-EXAMPLES = ROOT / "tests" / "schema" / "interop" / "examples"
+EXAMPLES = ROOT / "tests" / "convert" / "examples"
 
 ROLL = """
 exp_name: sums
