@@ -1,6 +1,6 @@
 """What the parts of an algorithm cost: a training step with each of them next to plain GRPO.
 
-    python benchmarks/algorithms.py [--rounds 9] [--memory]
+    python -m benchmarks.algorithms [--rounds 9] [--memory]
 
 One trainer for each variant, all on the same 8 groups of 8 samples (prompts of 32 tokens, answers of up to 96),
 with models of random weights. They take turns; a figure is the median over the rounds of a variant's CPU time (which
@@ -16,23 +16,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
 
 import numpy as np
 import psutil
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config
 
+from benchmarks import harness  # noqa: F401
 from policy_worker.model.logprobs import Beside, Head, token_kl, token_logprobs
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample

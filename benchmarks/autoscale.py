@@ -1,6 +1,6 @@
 """The autoscaler with simulated fleets of up to 10,000 rollout replicas, compared with fixed ones.
 
-    python benchmarks/autoscale.py [--quick] [--only NAMES] [--jobs 2] [--out DIR]
+    python -m benchmarks.autoscale [--quick] [--only NAMES] [--jobs 2] [--out DIR]
 
 Ledger, admission and autoscaler are the real ones; engines, a trainer of 64 ranks and the platform are events on a
 virtual clock (`benchmarks/fleet`). Of each scenario: how long the trainer waits in steady phases and in between, how
@@ -20,9 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this file must not hide packages
 
 from benchmarks.fleet.hpa import TOLERANCE
 from benchmarks.fleet.judge import Verdict, cheapest, judge

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -23,15 +22,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:] = [
-    p for p in sys.path if p != str(Path(__file__).parent)
-]  # its `controller` would hide the package
-
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks import harness  # noqa: F401
 from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.layout import Manifest

@@ -1,6 +1,6 @@
 """The controller under load: simulated rollout replicas and one policy replica against the real service.
 
-    python benchmarks/controller.py [--replicas 1,16,64,256,1000] [--seconds 8] [--quick]
+    python -m benchmarks.controller [--replicas 1,16,64,256,1000] [--seconds 8] [--quick]
 
 A real Valkey (append-only file on, everysec) and the real `python -m controller` are started; a load generator in a
 process of its own goes through the real HTTP API: lease → push (groups of 8 samples of 512 tokens with log-probs,
@@ -31,9 +31,7 @@ from statistics import median
 from typing import Any
 from urllib.request import Request, urlopen
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this file must not hide the package of the same name
-
+from benchmarks.harness import ROOT
 from benchmarks.load.generator import Plan
 from benchmarks.load.servers import Service, controller, generate, make_run, naive, running, valkey
 

@@ -1,6 +1,6 @@
 """A real job on this machine whose need of rollout replicas changes: what is decided, and who is there.
 
-    python benchmarks/elastic.py [--phase 90] [--out docs/images/elastic.png]
+    python -m benchmarks.elastic [--phase 90] [--out docs/images/elastic.png]
 
 `cosmos-launch` with [autoscale] (at most four replicas, a decision every three seconds, down after thirty) trains a
 tiny model. A reward takes a fiftieth of a second, then a third, then a fiftieth again, one at a time in each
@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this file must not hide the package of the same name
 
 from examples.quickstart.make_model import make_model, make_tokenizer
 from schema.wire import event_file

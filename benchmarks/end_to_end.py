@@ -1,6 +1,6 @@
 """Our asynchronous GRPO next to TRL's synchronous GRPOTrainer: same model, data, rewards and batch, in turns.
 
-    python benchmarks/end_to_end.py [--rounds 3] [--steps 60] [--engine transformers|vllm] [--trl-threads 2]
+    python -m benchmarks.end_to_end [--rounds 3] [--steps 60] [--engine transformers|vllm] [--trl-threads 2]
 
 Both start from the same warm-started model and take 16 prompts x 8 samples a step. The rounds alternate (ours,
 TRL, ours, TRL, …), so that whatever else the machine does hits both. Speed is the steady state's: samples
@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-QUICKSTART = ROOT / "examples" / "quickstart"
-sys.path[0:1] = [str(QUICKSTART), str(ROOT)]  # not this directory: `controller` here would hide the package
+from benchmarks.harness import QUICKSTART, ROOT
+
+sys.path.append(str(QUICKSTART))
 
 from report import Phase
 

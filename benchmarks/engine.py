@@ -1,6 +1,6 @@
 """The embedded engine alone: tokens per second of CPU time, by way of admitting samples and of updating weights.
 
-    python benchmarks/engine.py [--rounds 3] [--slots 128]
+    python -m benchmarks.engine [--rounds 3] [--slots 128]
 
 Variants, interleaved round by round on the same samples, one thread:
 

@@ -1,9 +1,9 @@
 """What works on this GPU, and how fast: one command of at most nine minutes, from a source tree.
 
-    python benchmarks/gpu.py                              all sections, in the order of their value
-    python benchmarks/gpu.py --only training,logprobs     some
-    python benchmarks/gpu.py --device cpu --tiny          a rehearsal without a GPU
-    python benchmarks/gpu.py --wheels .wheels             fetch what a machine with PyTorch alone lacks, elsewhere
+    python -m benchmarks.gpu                              all sections, in the order of their value
+    python -m benchmarks.gpu --only training,logprobs     some
+    python -m benchmarks.gpu --device cpu --tiny          a rehearsal without a GPU
+    python -m benchmarks.gpu --wheels .wheels             fetch what a machine with PyTorch alone lacks, elsewhere
                                                           and beforehand; a run on that machine finds .wheels
 
 Each section is a process with a time limit of its own, so that one which hangs or runs out of memory costs the
@@ -31,10 +31,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this folder's `controller` would hide the package
-
 from benchmarks.gpukit.report import Row, goals, markdown
+from benchmarks.harness import ROOT
 from launcher.processes.keeper import PR_SET_CHILD_SUBREAPER, descendants, prctl
 
 MINUTES = 9.0
@@ -348,7 +346,7 @@ def main() -> int:
 def report(run: Run, where: Row) -> tuple[str, Row]:
     """Write the tables of what there is until now; them, and the last line."""
     reached = goals({} if run.tiny else run.rows)
-    command = "python " + " ".join(["benchmarks/gpu.py", *sys.argv[1:]])
+    command = "python " + " ".join(["-m benchmarks.gpu", *sys.argv[1:]])
     text = markdown(where, command, {one.name: one.title for one in SECTIONS}, run.rows, reached)
     (run.out / "gpu.md").write_text(text)
     bad = [

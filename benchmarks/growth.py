@@ -1,6 +1,6 @@
 """What a committed step leaves behind for good: in Redis by table, and in the memory of the controller.
 
-    python benchmarks/growth.py [--steps 100000] [--groups 4] [--samples 4] [--mode grpo]
+    python -m benchmarks.growth [--steps 100000] [--groups 4] [--samples 4] [--mode grpo]
 
 The real controller's job and services in this process, on a real Valkey: groups are leased, pushed and assembled,
 steps committed with the metrics of a real step, versions published and fetched, checkpoints registered every hundred
@@ -24,9 +24,6 @@ from pathlib import Path
 
 import psutil
 from redis import Redis
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this file must not hide the package of the same name
 
 from benchmarks.load.servers import TOKENS, make_run, valkey
 from controller.server import Settings, open_job

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness import QUICKSTART  # isort: skip
+
 import torch
 
 from controller.client import Answer, Call
@@ -38,7 +40,6 @@ from schema.wire.sample import Sample, encode_sample, sample_seed
 from tokenization.loading import load
 from weight_sync import hub_tensors
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 Alter = Callable[[Trainer, list[list[Sample]]], None]
 
 

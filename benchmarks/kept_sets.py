@@ -1,6 +1,6 @@
 """What kept sets cost vLLM: tokens per second by vocabulary and by how many log-probs are asked for.
 
-    python benchmarks/kept_sets.py [--vocabularies 320,32000,150000] [--tokens 64] [--samples 16]
+    python -m benchmarks.kept_sets [--vocabularies 320,32000,150000] [--tokens 64] [--samples 16]
 
 A Qwen3 of two layers and 64 dimensions with random weights, through our engine as a rollout replica runs it: no sets
 (filters in validation), sets of `top_k`, and sets of `top_p` alone, which need the log-probs of the whole vocabulary.

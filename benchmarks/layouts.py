@@ -1,6 +1,6 @@
 """How a micro-batch is laid out: what a forward and backward cost padded, packed, and with prompts computed once.
 
-    python benchmarks/layouts.py [--rounds 9] [--sizes 0.3M,20M]
+    python -m benchmarks.layouts [--rounds 9] [--sizes 0.3M,20M]
 
 Models of random weights; groups of 8 answers to one prompt, as long as `prompt:answer` says (answers 60 to 100 % of
 it). "mask" is a packed row under one mask over the whole row, which is what transformers makes of its positions.
@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks import harness  # noqa: F401
 from policy_worker.model.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
 from policy_worker.model.model import PolicyModel, prepare_model
 

@@ -1,6 +1,6 @@
 """What each advantage estimator learns under each policy loss: the quickstart's task, from one warm start.
 
-    python benchmarks/learning.py [--steps 40] [--lag 2] [--model DIR] [--results learning.jsonl]
+    python -m benchmarks.learning [--steps 40] [--lag 2] [--model DIR] [--results learning.jsonl]
 
 A cell is a job in one process (see `in_process`) with the settings of `examples/quickstart/grpo_plain.toml`, but for
 estimator and loss; every sample is `lag` steps old, the quickstart's bound. `gae` has the critic of
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import sys
 import tempfile
 import time
 import tomllib
@@ -25,14 +23,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-if sys.path[0] == str(Path(__file__).parent):
-    sys.path[0] = str(ROOT)  # this folder's `controller` would hide the package
-
 import torch
 
-from benchmarks.in_process import QUICKSTART, learn, warm_model
+from benchmarks.harness import QUICKSTART, ROOT
+from benchmarks.in_process import learn, warm_model
 from policy_worker.algorithms.losses import policy_loss_of
 from schema.config import Config, load_config
 from schema.config.algorithms import ESTIMATORS, LOSSES

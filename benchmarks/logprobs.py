@@ -1,7 +1,7 @@
 """Log-probs over a large vocabulary with their loss and its gradients, next to a bare log-softmax of all logits.
 
-    python benchmarks/logprobs.py --threads 1
-    torchrun --nproc-per-node 2 benchmarks/logprobs.py --threads 2
+    python -m benchmarks.logprobs --threads 1
+    torchrun --nproc-per-node 2 -m benchmarks.logprobs --threads 2
 
 Both in turns, from hidden states and an output head in float32. Ours computes entropies as well, which the bare one
 does with `--entropy` only (then both have their gradient). Under torchrun each rank has its rows of the head, and so

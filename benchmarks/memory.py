@@ -1,6 +1,6 @@
 """How much memory a rank of a trainer takes, next to what `--dry-run` says; and after a resumption.
 
-    python benchmarks/memory.py [--only "tp 2" --only "one rank"] [--no-resume]
+    python -m benchmarks.memory [--only "tp 2" --only "one rank"] [--no-resume]
 
 Models of more than 100M parameters in float32 with random weights, loaded as a worker loads them, take two optimizer
 steps of two micro-batches each; the second step has everything that a run ever has. Then the state is saved, and new
@@ -33,12 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
-
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from benchmarks.harness import ROOT
 from launcher.preflight import memory
 from launcher.preflight.models import find_model
 from policy_worker.checkpoints import directory
@@ -220,9 +219,10 @@ def start(name: str, place: Path, resume: bool) -> list[float]:
         port = str(free.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--rank-of", name, "--place", str(place), *(["--resume"] if resume else [])],
+            [sys.executable, "-m", "benchmarks.memory", "--rank-of", name, "--place", str(place)]
+            + ["--resume"] * resume,
             env={
-                **os.environ, **GIVE_BACK, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
+                **os.environ, **GIVE_BACK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
                 "RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             },
             stdout=subprocess.PIPE, text=True,

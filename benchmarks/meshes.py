@@ -1,6 +1,6 @@
 """What it costs to cut a policy over ranks: a training step on each mesh, over the step of one rank.
 
-    python benchmarks/meshes.py [--meshes dp_shard=2 cp=2 tp=2,sequence=1] [--rounds 5] [--answer 96]
+    python -m benchmarks.meshes [--meshes dp_shard=2 cp=2 tp=2,sequence=1] [--rounds 5] [--answer 96]
 
 GRPO on 8 groups of 8 samples, prompts of 32 tokens and answers of up to `--answer`, packed, in micro-batches of 16
 samples, with stages of 8; a model of random weights with 20M parameters, float32, gloo, one thread for each rank. A
@@ -19,18 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-if sys.path[0] == str(Path(__file__).parent):
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1]
-    )  # not this folder, whose `controller` hides another
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks import algorithms
+from benchmarks import (
+    algorithms,
+    harness,  # noqa: F401
+)
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, prepare_model
 from policy_worker.parallel.group import Group
@@ -89,7 +85,7 @@ def seconds_of(mesh: str, options: argparse.Namespace) -> tuple[float, float]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    own = [sys.executable, __file__, "--rank-of", mesh, "--rounds", str(options.rounds)]
+    own = [sys.executable, "-m", "benchmarks.meshes", "--rank-of", mesh, "--rounds", str(options.rounds)]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(

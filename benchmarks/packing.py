@@ -1,6 +1,6 @@
 """How evenly a step is cut over data ranks and packed into micro-batches: the plan alone, nothing is trained.
 
-    python benchmarks/packing.py [--ranks 4] [--samples 512] [--steps 50]
+    python -m benchmarks.packing [--ranks 4] [--samples 512] [--steps 50]
 
 Lengths are drawn log-normally about 665 tokens and end at 8,192: most are short, a few take most of the cap. Samples
 are balanced over the ranks and packed. Ends with one line of JSON, for each width of the distribution and cap the
@@ -16,10 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
-
-sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
 
 import numpy as np
 

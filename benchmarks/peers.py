@@ -1,6 +1,6 @@
 """The step time of two policy replicas, compared with one replica of two ranks and with a single rank.
 
-    python benchmarks/peers.py [--steps 30] [--rounds 3] [--width 512] [--layers 6]
+    python -m benchmarks.peers [--steps 30] [--rounds 3] [--width 512] [--layers 6]
 
 Supervised jobs on the same batches of 64 conversations, in micro-batches of 8, of a model of random weights (19M
 parameters by default, float32), one thread for each rank. A figure is the median over rounds of a job's median step,
@@ -19,10 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness import QUICKSTART, ROOT  # isort: skip
+
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
-QUICKSTART = ROOT / "examples" / "quickstart"
 P, B = "policy.parallelism", "train.train_batch_per_replica"
 KINDS = {
     "one rank": {B: 64},

@@ -1,6 +1,6 @@
 """What a trainer's and an engine's choice of experts do to log-probs, and what replaying the engine's does about it.
 
-    python benchmarks/routing_replay.py [--model DIR] [--steps 3]
+    python -m benchmarks.routing_replay [--model DIR] [--steps 3]
 
 Trainer and embedded engine are those of a job, in one process; each sample is made with the present weights.
 The engine computes in bfloat16, the trainer in float32 or bfloat16, by other kernels. Without --model it is a mixture
@@ -13,22 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import sys
 import tempfile
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-if sys.path[0] == str(Path(__file__).parent):
-    sys.path[0] = str(ROOT)  # this folder's `controller` would hide the package
-
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.in_process import QUICKSTART, learn
+from benchmarks.harness import QUICKSTART
+from benchmarks.in_process import learn
 from examples.quickstart.make_model import make_tokenizer
 from schema.config import load_config
 

@@ -1,6 +1,6 @@
 """What stale samples do to learning, and what a correction and a bound do about it.
 
-    python benchmarks/staleness.py [--out docs/images/staleness.png] [--steps 60]
+    python -m benchmarks.staleness [--out docs/images/staleness.png] [--steps 60]
 
 Trainer and engine are those of a job, driven in one process by a schedule that makes every sample exactly `lag`
 steps old: the batch of step t is generated with the weights of version max(0, t − lag). Each case trains the
@@ -16,21 +16,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-if sys.path[0] == str(Path(__file__).parent):
-    sys.path[0] = str(ROOT)  # this folder's `controller` would hide the package
-
 import numpy as np
 import torch
 
-from benchmarks.in_process import QUICKSTART, learn, warm_model
+from benchmarks.harness import QUICKSTART
+from benchmarks.in_process import learn, warm_model
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config, load_config

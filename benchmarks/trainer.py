@@ -1,6 +1,6 @@
 """A GRPO training step compared with TRL's, on the same batch of the same model.
 
-    python benchmarks/trainer.py [--rounds 5] [--threads 1] [--prompt 32] [--answer 96]
+    python -m benchmarks.trainer [--rounds 5] [--threads 1] [--prompt 32] [--answer 96]
 
 8 groups of 8 samples with answers of half to all of `--answer` tokens, micro-batches of 16 samples, float32; a model
 of random weights with 20M parameters. One step is log-probs, loss and gradients of the whole batch, clipping and
@@ -16,22 +16,17 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-if sys.path[0] == str(Path(__file__).parent):
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1]
-    )  # not this folder, whose `controller` hides another
-
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks import algorithms
+from benchmarks.harness import ROOT
 from benchmarks.trl_venv import trl_python
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, prepare_model
@@ -41,7 +36,6 @@ from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 Times = tuple[float, float]
 """Of one step: seconds, and seconds of CPU time."""
 
@@ -89,7 +83,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch, for each")
     parser.add_argument("--prompt", type=int, default=algorithms.PROMPT, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=algorithms.ANSWER, help="tokens of the longest answer")
-    parser.add_argument("--venv", type=Path, default=REPOSITORY / ".venv-trl")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv-trl")
     options = parser.parse_args()
     algorithms.PROMPT, algorithms.ANSWER = options.prompt, options.answer
     torch.set_num_threads(options.threads)
@@ -117,7 +111,7 @@ def main() -> None:
         (Path(place) / "samples.json").write_text(json.dumps(rows))
         ours = step_of_ours(lm, algorithms.batch_of(samples))
         trl = subprocess.Popen(
-            [str(trl_python(options.venv)), str(REPOSITORY / "benchmarks/trl_step.py"), place, str(options.threads)],
+            [str(trl_python(options.venv)), str(ROOT / "benchmarks/trl_step.py"), place, str(options.threads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(options.threads), "TRL_EXPERIMENTAL_SILENCE": "1"},
         )  # fmt: skip

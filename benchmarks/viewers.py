@@ -1,6 +1,6 @@
 """What ten open dashboards cost the controller, of the CPU time of a small job.
 
-    python benchmarks/viewers.py [--viewers 10] [--seconds 30] [--rate 2]
+    python -m benchmarks.viewers [--viewers 10] [--seconds 30] [--rate 2]
 
 The real controller on a real Valkey; a trainer and a replica of the tests train `rate` steps a second. Viewers follow
 the stream of events and ask for the front page every two seconds, as the page does. Measured in turn in the same
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import threading
 import time
@@ -22,9 +21,6 @@ from statistics import median
 
 import httpx
 import psutil
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this file must not hide the package of the same name
 
 from benchmarks.load.servers import TOKENS, controller, make_run, running, valkey
 from controller.client import Client

@@ -1,6 +1,6 @@
 """What a version of the weights costs: as a delta, and as a plain safetensors file.
 
-    python benchmarks/weights.py [--rounds 3] [--sizes 100,500] [--seconds 900] [--device cpu]
+    python -m benchmarks.weights [--rounds 3] [--sizes 100,500] [--seconds 900] [--device cpu]
 
 Models of about so many million parameters, float32 masters under real AdamW steps (lr 1e-6, random gradients), are
 published in bfloat16 step after step: by the publisher's functions into a store, from there by the host copy, and
@@ -33,16 +33,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-# Copies are bound by memory, and the codec has threads of its own.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder's `controller` would hide the package
-
 import numpy as np
 import torch
 import zstandard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+# Copies are bound by memory, and the codec has threads of its own.
+from benchmarks import harness  # noqa: F401
 from rollout_worker.engines.scatter import Place, WeightMap, region_of, storage_of, whole
 from rollout_worker.engines.scatter import Published as PublishedTensor
 from schema.wire.weights import Link, Publication, TensorEntry

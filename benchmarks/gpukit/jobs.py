@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpukit.bench import Bench
+from benchmarks.harness import QUICKSTART
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "examples" / "quickstart"
 FEW_STEPS = 2
 LAST_LINES = 40
 LONGEST = 600.0

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from benchmarks.gpukit.bench import Bench
-from benchmarks.gpukit.jobs import ROOT
+from benchmarks.harness import ROOT
 
 FOLDERS = ("tests/policy_worker", "tests/weight_sync", "tests/rollout_worker/engines")
 TINY = ("tests/weight_sync/test_lora.py", "tests/policy_worker/model/test_lr_schedule.py")

@@ -16,7 +16,6 @@ import secrets
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -348,5 +347,4 @@ def main(play: Callable[[Plan, int], Coroutine[Any, Any, dict[str, Any]]] = play
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
     main()

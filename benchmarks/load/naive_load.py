@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -56,5 +54,4 @@ async def _trainer(run: Run, connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
     main(play_naive)

@@ -20,11 +20,11 @@ from urllib.request import Request, urlopen
 
 import psutil
 
+from benchmarks.harness import ROOT
 from benchmarks.load.generator import Plan
 from schema.config import Config
 from schema.wire.prompts import write_prompts
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = {role: f"{role}-token-of-the-load" for role in ("user", "rollout", "policy")}
 START_SECONDS = 120.0
 PROMPT_TOKENS = 64

@@ -80,15 +80,11 @@ def test_every_section_is_sure_of_its_time_within_nine_minutes() -> None:
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "gpu.py"),
-        "--out",
-        str(tmp_path / "out"),
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path / "out"), *arguments]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd=ROOT
+    )
     assert done.returncode == 2
     assert text in done.stderr
     assert not (tmp_path / "out").exists()
@@ -122,9 +118,9 @@ def test_the_report_has_a_table_for_each_set_of_figures() -> None:
     found = rows(
         "logprobs", {"time_ratio": 1.25, "chunked_gb": 0.123456}, {}, {"status": "wrong", "why": "a\nb"}
     )
-    text = markdown(HERE, "python benchmarks/gpu.py", TITLES, found, goals(found))
+    text = markdown(HERE, "python -m benchmarks.gpu", TITLES, found, goals(found))
     assert text.splitlines()[0] == (
-        "`python benchmarks/gpu.py`, 2026-11-23, a GPU, 16 cores, Python 3.12.3, PyTorch 2.11.0"
+        "`python -m benchmarks.gpu`, 2026-11-23, a GPU, 16 cores, Python 3.12.3, PyTorch 2.11.0"
     )
     assert "| log-probs and loss in at most 1.35 times the time | 1.25 | yes |" in text
     assert "| with a pause of less than 50 ms |  | not measured |" in text

@@ -21,7 +21,7 @@ LIKE_A_GPU_MACHINE = ROOT / ".venv-gpu" / "env" / "bin" / "python"
 
 
 def rehearse(python: Path | str, out: Path, *arguments: str) -> dict[str, Any]:
-    command = [str(python), "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
+    command = [str(python), "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, (
         done.stdout[-6000:] + done.stderr[-3000:] + (out / "gpu.log").read_text()[-3000:]
