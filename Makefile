@@ -41,7 +41,7 @@ soak: setup setup-vllm  ## list the long proofs; with AREA= run one area of them
 	$(BIN)/python -m tests.soak $(AREA)
 
 gpu:  ## tell what works on this machine's GPU, and how fast (at most nine minutes; GPU= for options)
-	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU)
+	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.run $(GPU)
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .
@@ -115,6 +115,6 @@ PYTHON312 = $(shell for p in python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/pyth
 	rm -rf .venv-gpu && mkdir -p .venv-gpu
 	( test -n "$(PYTHON312)" && $(PYTHON312) -m venv .venv-gpu/env && \
 		.venv-gpu/env/bin/pip install --quiet --disable-pip-version-check --no-compile -r $< && \
-		$(BIN)/python -m benchmarks.gpu --wheels .venv-gpu/wheels ) || \
+		$(BIN)/python -m benchmarks.gpu.run --wheels .venv-gpu/wheels ) || \
 		( rm -rf .venv-gpu/env; echo "no PyTorch 2.11 on Python 3.12 here: the GPU run is rehearsed in $(VENV)" )
 	@touch $@

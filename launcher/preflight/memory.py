@@ -28,7 +28,7 @@ shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-bat
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
 
-`benchmarks/memory.py` compares them with what ranks of models of more than 100M parameters take. Left out:
+`benchmarks/trainer/memory.py` compares them with what ranks of models of more than 100M parameters take. Left out:
 fragmentation, CUDA contexts (about half a gigabyte each) and what the allocator keeps.
 """
 

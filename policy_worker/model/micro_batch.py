@@ -38,7 +38,7 @@ Ints64 = npt.NDArray[np.int64]
 Experts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 LEAST_SPARED = {"cpu": 0.05, "cuda": 0.3}
 """Part of its tokens by which shared prompts must make a micro-batch smaller, to be worth it. Measured on a CPU
-(`benchmarks/layouts.py`); on a GPU a guess, since attention with a mask is not its fastest."""
+(`benchmarks/trainer/layouts.py`); on a GPU a guess, since attention with a mask is not its fastest."""
 
 
 OWN = -1

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.gpu import MINUTES, ROOT, SECTIONS, Run, Section
-from benchmarks.gpukit.report import goals, markdown
+from benchmarks.gpu.report import goals, markdown
+from benchmarks.gpu.run import MINUTES, ROOT, SECTIONS, Run, Section
 from tests.support.waiting import PATIENCE
 
 HERE = {"torch": "2.11.0", "gpu": "a GPU", "gpus": 1, "python": "3.12.3", "cores": 16, "date": "2026-11-23"}
@@ -35,7 +35,7 @@ def test_a_section_that_takes_too_long_is_ended_and_named(run: Run) -> None:
     found = {row["case"]: row["status"] for row in run.rows["staging"]}
     assert found == {"the rest": "timed out", "whole section": "ok"}
     mine = psutil.Process()
-    assert not [child for child in mine.children() if "benchmarks.gpukit" in child.cmdline()]
+    assert not [child for child in mine.children() if "benchmarks.gpu.sections" in child.cmdline()]
     written = [json.loads(line) for line in (run.out / "gpu.jsonl").read_text().splitlines()]
     assert written == run.rows["staging"], "a run that is cut short has written what it knows"
 
@@ -44,7 +44,7 @@ def test_a_section_that_fails_is_reported_with_its_last_words(run: Run) -> None:
     run.section(Section("no_such_section", 60.0, 0.0, (), "fails at once"))
     (failed, _) = run.rows["no_such_section"]
     assert failed["status"] == "failed"
-    assert "No module named 'benchmarks.gpukit.no_such_section'" in failed["why"]
+    assert "No module named 'benchmarks.gpu.sections.no_such_section'" in failed["why"]
     assert failed["why"].splitlines()[-1] in (run.out / "gpu.log").read_text()
 
 
@@ -80,7 +80,7 @@ def test_every_section_is_sure_of_its_time_within_nine_minutes() -> None:
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path / "out"), *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "--out", str(tmp_path / "out"), *arguments]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd=ROOT
@@ -118,9 +118,9 @@ def test_the_report_has_a_table_for_each_set_of_figures() -> None:
     found = rows(
         "logprobs", {"time_ratio": 1.25, "chunked_gb": 0.123456}, {}, {"status": "wrong", "why": "a\nb"}
     )
-    text = markdown(HERE, "python -m benchmarks.gpu", TITLES, found, goals(found))
+    text = markdown(HERE, "python -m benchmarks.gpu.run", TITLES, found, goals(found))
     assert text.splitlines()[0] == (
-        "`python -m benchmarks.gpu`, 2026-11-23, a GPU, 16 cores, Python 3.12.3, PyTorch 2.11.0"
+        "`python -m benchmarks.gpu.run`, 2026-11-23, a GPU, 16 cores, Python 3.12.3, PyTorch 2.11.0"
     )
     assert "| log-probs and loss in at most 1.35 times the time | 1.25 | yes |" in text
     assert "| with a pause of less than 50 ms |  | not measured |" in text

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import SECTIONS
-from benchmarks.gpukit import routing
-from benchmarks.gpukit.vllm import TWO_GPUS
+from benchmarks.gpu.run import SECTIONS
+from benchmarks.gpu.sections import routing
+from benchmarks.gpu.sections.vllm import TWO_GPUS
 from tests.e2e.program import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +21,17 @@ LIKE_A_GPU_MACHINE = ROOT / ".venv-gpu" / "env" / "bin" / "python"
 
 
 def rehearse(python: Path | str, out: Path, *arguments: str) -> dict[str, Any]:
-    command = [str(python), "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
+    command = [
+        str(python),
+        "-m",
+        "benchmarks.gpu.run",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(out),
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, (
         done.stdout[-6000:] + done.stderr[-3000:] + (out / "gpu.log").read_text()[-3000:]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.in_process import warm_model
-from benchmarks.staleness import Case, accuracies, end
+from benchmarks.learning.in_process import warm_model
+from benchmarks.learning.staleness import Case, accuracies, end
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("one warm start for all")]
 

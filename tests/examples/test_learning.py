@@ -1,4 +1,4 @@
-"""`benchmarks/learning.py` and the loop below it, on an untrained model for one step."""
+"""`benchmarks/learning/estimators.py` and the loop below it, on an untrained model for one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import config_of, distinct, markdown, trained
+from benchmarks.learning.estimators import config_of, distinct, markdown, trained
 from schema.config.algorithms import ESTIMATORS, LOSSES
 
 

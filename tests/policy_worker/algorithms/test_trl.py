@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.trl_venv import trl_python
+from benchmarks.trl.venv import trl_python
 from policy_worker.parallel.group import Group
 from schema.wire.sample import Sample
 from tests.policy_worker.material import random_samples, write_model

@@ -1,0 +1,1 @@
+"""What works on a GPU, and how fast: `make gpu`."""

@@ -1,0 +1,64 @@
+"""The fast tests of trainer, weights and embedded engine, on the device that the code picks by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.harness import ROOT
+
+FOLDERS = ("tests/policy_worker", "tests/weight_sync", "tests/rollout_worker/engines")
+TINY = ("tests/weight_sync/test_lora.py", "tests/policy_worker/model/test_lr_schedule.py")
+WORKERS = 8
+NAMED = 12
+HANGS = 40
+"""Seconds after which a test counts as hanging, so that the others are heard of."""
+LEFT_OUT = "not s3 and not bucket"
+"""Tests against a server that speaks S3: a machine made for PyTorch has neither boto3 nor moto."""
+
+
+def run(bench: Bench) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        workers = [] if bench.tiny else ["-n", str(min(WORKERS, os.cpu_count() or 1))]
+        command = [
+            sys.executable, "-m", "pytest", *(TINY if bench.tiny else FOLDERS), *workers, f"--junitxml={report}",
+            "-m", "not slow and not e2e and not soak", "-k", LEFT_OUT, "-v",
+            "--timeout", str(HANGS), "--maxfail", "40",
+        ]  # fmt: skip
+        began = time.monotonic()
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        code = subprocess.run(command, cwd=ROOT, check=False, env=env).returncode
+        seconds = time.monotonic() - began
+        if not report.exists():
+            bench.row("pytest", "failed", why=f"exit code {code}")
+            return
+        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))  # written by our own pytest
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}: {_reason(case)}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    bench.check(
+        "all pass",
+        not failed,
+        passed=int(suite.get("tests", 0)) - len(failed) - int(suite.get("skipped", 0)),
+        failed=len(failed),
+        skipped=int(suite.get("skipped", 0)),
+        seconds_s=seconds,
+    )
+    for text in failed[:NAMED]:
+        bench.row(text[:400], "failed")
+
+
+def _reason(case: ElementTree.Element) -> str:
+    for kind in ("failure", "error"):
+        if (found := case.find(kind)) is not None:
+            return (found.get("message") or "").splitlines()[0][:200] if found.get("message") else kind
+    return ""

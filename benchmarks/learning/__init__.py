@@ -1,0 +1,1 @@
+"""What is learned: trainer and engine take turns in one process."""

@@ -1,0 +1,1 @@
+"""The trainer and whole jobs compared with TRL's."""
