@@ -7,17 +7,15 @@ steps committed with the metrics of a real step, versions published and fetched,
 steps. Only HTTP is left out, which keeps nothing, and the append-only file, which each commit would wait for.
 
 Reported is growth: the difference between half of the steps and all of them, divided by their number. So what is
-bounded (publications, groups outstanding, caches) does not count. The last line of stdout is one JSON object.
+bounded (publications, groups outstanding, caches) does not count.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ import psutil
 from redis import Redis
 
 from benchmarks.controller.load.servers import TOKENS, make_run, valkey
+from benchmarks.harness import options, report, say
 from controller.server import Settings, open_job
 from controller.services.controller import Controller
 from controller.services.samples import Push
@@ -37,35 +36,13 @@ from tests.controller.drivers import make_frame, make_header, request_id
 
 CHECKPOINT_STEPS = 100
 STEP_METRICS = [
-    "loss",
-    "entropy",
-    "clip_fraction",
-    "behaviour_kl",
-    "ratio_max",
-    "grad_norm",
-    "samples",
-    "tokens",
-    "response_tokens_mean",
-    "advantage_abs_mean",
-    "staleness_mean",
-    "staleness_max",
-    "reward_mean",
-    "reward/correct",
-    "reward/format",
-    "wait_seconds",
-    "train_seconds",
-    "idle_fraction",
-    "publish_gather_seconds",
-    "publish_encode_seconds",
-    "publish_write_seconds",
-    "publish_announce_seconds",
-    "publish_bytes",
-    "publish_ratio",
-    "publish_density",
-    "publish_seconds",
-    "step_seconds",
-]
-"""Of a step of GRPO with two rewards that publishes deltas."""
+    "loss", "entropy", "clip_fraction", "behaviour_kl", "ratio_max", "grad_norm", "samples", "tokens",
+    "response_tokens_mean", "advantage_abs_mean", "staleness_mean", "staleness_max", "reward_mean",
+    "reward/correct", "reward/format", "wait_seconds", "train_seconds", "idle_fraction",
+    "publish_gather_seconds", "publish_encode_seconds", "publish_write_seconds", "publish_announce_seconds",
+    "publish_bytes", "publish_ratio", "publish_density", "publish_seconds", "step_seconds",
+]  # fmt: skip
+"""The metrics of a step of GRPO with two rewards that publishes deltas."""
 
 
 class Run:
@@ -158,22 +135,22 @@ def held(redis: Redis, prefix: str) -> dict[str, float]:
     }
 
 
-async def measure(run_dir: Path, url: str, options: argparse.Namespace) -> dict[str, float]:
+async def measure(run_dir: Path, url: str, steps: int, groups: int, samples: int) -> dict[str, float]:
     environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
     settings = Settings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": url})
     redis = Redis.from_url(url)
     redis.config_set("appendonly", "no")
     job = await open_job(settings)
     try:
-        run = Run(Controller.of(job), options.groups, options.samples)
+        run = Run(Controller.of(job), groups, samples)
         await run.start()
-        began, half = time.monotonic(), options.steps // 2
+        began, half = time.monotonic(), steps // 2
         before: dict[str, float] = {}
         for step in range(half * 2):
             if step == half:
                 before = held(redis, job.store.namespace)
             if step % 5000 == 0:
-                print(f"step {step}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+                say(f"step {step}: {time.monotonic() - began:.0f} s")
             await run.step(step)
         after = held(redis, job.store.namespace)
     finally:
@@ -184,28 +161,22 @@ async def measure(run_dir: Path, url: str, options: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--groups", type=int, default=4, help="groups of a step")
-    parser.add_argument("--samples", type=int, default=4, help="samples of a group")
-    parser.add_argument("--mode", choices=("grpo", "sft"), default="grpo")
-    options = parser.parse_args()
+    given = options(
+        __doc__, steps=100_000, groups=(4, "groups of a step"), samples=(4, "samples of a group"),
+        mode=("grpo", "or sft"),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-growth-") as directory, valkey() as url:
-        rows = max(1000, options.steps * options.groups * options.samples // 900)
         run_dir = make_run(
-            Path(directory) / "run",
-            groups_per_step=options.groups,
-            n_samples=options.samples,
-            bound=16,
-            rows=rows,
-        )
-        if options.mode == "sft":
+            Path(directory) / "run", groups_per_step=given.groups, n_samples=given.samples, bound=16,
+            rows=max(1000, given.steps * given.groups * given.samples // 900),
+        )  # fmt: skip
+        if given.mode == "sft":
             path = run_dir / "config.json"
             data = json.loads(path.read_text())
             data["train"]["train_policy"] = {"type": "sft"}
             path.write_text(Config.model_validate(data).model_dump_json())
-        result = asyncio.run(measure(run_dir, url, options))
-    print(json.dumps({"mode": options.mode, "groups": options.groups, **result}))
+        result = asyncio.run(measure(run_dir, url, given.steps, given.groups, given.samples))
+    report(given, {"mode": given.mode, "groups": given.groups, **result}, {given.mode: result})
 
 
 if __name__ == "__main__":

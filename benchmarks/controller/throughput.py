@@ -12,28 +12,29 @@ Beside it, in the same run, the same flow as JSON against a naive FastAPI servic
     restart       100,000 groups in the ledger, kill -9, time to /readyz and to the first lease
     bulk          groups of 4 MB, through the controller and past it (`controller.payload_store`)
 
-Progress goes to stderr; the last line of stdout is one JSON object: groups_per_s, lease_p99_ms, restart_s, rss_mb,
-json_groups_per_s, and everything that was measured.
+The last line has groups_per_s, lease_p99_ms, restart_s, rss_mb, json_groups_per_s, and everything that was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.request import Request, urlopen
 
 from benchmarks.controller.load.generator import Plan
+from benchmarks.controller.load.servers import TOKENS as TOKENS_OF
 from benchmarks.controller.load.servers import Service, controller, generate, make_run, naive, running, valkey
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, in_turns, options, report, say
+from controller.client import Client
+from tests.controller.drivers import Rollout, Trainer
 
 N_SAMPLES, TOKENS, ROWS = 8, 512, 20_000
 LEAST_GROUPS_PER_STEP = 128
@@ -44,70 +45,45 @@ BIG_TOKENS = 57_000
 """Tokens of a sample of 4 MB / 8: 9 bytes each."""
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Bench:
     """One run of everything. Each measurement has a job, a Valkey and processes of its own."""
 
-    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
-        self.options, self._directory = options, directory
+    def __init__(self, given: argparse.Namespace, directory: Path) -> None:
+        self.given, self._directory = given, directory
         self._runs = 0
 
     def run_dir(self, replicas: int, *, groups_per_step: int = 0, bound: int = 16, **more: Any) -> Path:
         """`bound`: steps; as many groups as replicas can hold, and versions that lag, must fit into it."""
         self._runs += 1
-        groups_per_step = groups_per_step or max(LEAST_GROUPS_PER_STEP, replicas)
-        return make_run(
-            self._directory / f"run-{self._runs}",
-            groups_per_step=groups_per_step,
-            n_samples=N_SAMPLES,
-            bound=bound,
-            rows=ROWS,
-            **more,
-        )
+        per_step = groups_per_step or max(LEAST_GROUPS_PER_STEP, replicas)
+        place = self._directory / f"run-{self._runs}"
+        return make_run(place, groups_per_step=per_step, n_samples=N_SAMPLES, bound=bound, rows=ROWS, **more)
 
-    def plan(self, service: Service, replicas: int, **changes: Any) -> Plan:
-        values = {
-            "url": service.url,
-            "replicas": replicas,
-            "n_samples": N_SAMPLES,
-            "tokens": TOKENS,
-            "warm_up": self.options.warm_up,
-            "seconds": self.options.seconds,
-            **changes,
-        }
-        return Plan(**values)
+    def _play(self, start: Callable[[str], Service], replicas: int, **changes: Any) -> dict[str, Any]:
+        """The load of so many replicas against a service of its own. start: from the address of its Redis."""
+        with valkey() as redis_url, running(start(redis_url)) as service:
+            values = {"url": service.url, "replicas": replicas, "n_samples": N_SAMPLES, "tokens": TOKENS}
+            times = {"warm_up": self.given.warm_up, "seconds": self.given.seconds}
+            return generate(Plan(**{**values, **times, **changes}), service)
 
     def closed(self, replicas: int, **changes: Any) -> dict[str, Any]:
         """As much as possible."""
-        with valkey() as redis_url, running(controller(self.run_dir(replicas), redis_url)) as service:
-            result = generate(self.plan(service, replicas, **changes), service)
-        _report(f"{replicas} replicas", result)
-        return result
+        return self._play(partial(controller, self.run_dir(replicas)), replicas, **changes)
 
     def json(self, replicas: int) -> dict[str, Any]:
         """The naive JSON variant."""
-        with valkey() as redis_url, running(naive(redis_url, NAIVE_GROUPS_PER_STEP)) as service:
-            result = generate(self.plan(service, replicas), service, is_naive=True)
-        _report(f"{replicas} replicas, naive JSON", result)
-        return result
+        return self._play(partial(naive, groups_per_step=NAIVE_GROUPS_PER_STEP), replicas, is_naive=True)
 
     def open(self, rate: float) -> dict[str, Any]:
         """Half of what was possible, at fixed times."""
-        result = self.closed(OPEN_REPLICAS, rate=rate)
-        return {**result, "rate": round(rate, 1)}
+        return {**self.closed(OPEN_REPLICAS, rate=rate), "rate": round(rate, 1)}
 
     def bulk(self, *, shared: bool) -> dict[str, Any]:
         """Groups of 4 MB, through the controller or past it."""
         share = str(self._directory / "shared") if shared else ""
         more = {"payload_store": share, "payload_bytes": 0} if shared else {}
         run_dir = self.run_dir(16, groups_per_step=8, **more)
-        with valkey() as redis_url, running(controller(run_dir, redis_url)) as service:
-            result = generate(self.plan(service, 16, tokens=BIG_TOKENS, share=share), service)
-        _report(f"groups of 4 MB, {'past' if shared else 'through'} the controller", result)
-        return result
+        return self._play(partial(controller, run_dir), 16, tokens=BIG_TOKENS, share=share)
 
     def restart(self, groups: int, *, train: bool) -> dict[str, Any]:
         """Seconds until a killed controller with so many groups serves again."""
@@ -117,12 +93,8 @@ class Bench:
         with valkey() as redis_url:
             began = time.perf_counter()
             request = {"run_dir": str(run_dir), "redis_url": redis_url, "groups": groups, "train": train}
-            subprocess.run(
-                [sys.executable, "-m", "benchmarks.controller.load.seed"],
-                input=json.dumps(request).encode(),
-                cwd=ROOT,
-                check=True,
-            )
+            command = [sys.executable, "-m", "benchmarks.controller.load.seed"]
+            subprocess.run(command, input=json.dumps(request).encode(), cwd=ROOT, check=True)
             say(f"  {groups} groups written in {time.perf_counter() - began:.1f} s")
             service = controller(run_dir, redis_url)
             with running(service):
@@ -146,110 +118,83 @@ class Bench:
 
 def _first_lease(service: Service) -> None:
     """Register, publish if nothing is, and lease one group."""
+    with (
+        Client(service.url, TOKENS_OF["policy"]) as policy,
+        Client(service.url, TOKENS_OF["rollout"]) as rollout,
+    ):
+        trainer, replica = Trainer(policy), Rollout(rollout)
+        trainer.publish(trainer.register(resume_step=None).committed_steps)
+        replica.register()
+        assert replica.lease().groups
 
-    def call(path: str, token: str, **body: Any) -> Any:
-        headers = {"authorization": f"Bearer {token}-token-of-the-load", "content-type": "application/json"}
-        request = Request(service.url + path, json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=60) as reply:
-            return json.load(reply)
 
-    policy = call("/v1/replicas", "policy", request_id=secrets.token_hex(8), role="policy", name="p")
-    mine = {
-        "replica_id": policy["replica_id"],
-        "incarnation": policy["incarnation"],
-        "policy_epoch": policy["policy_epoch"],
-        "request_id": secrets.token_hex(8),
+def measure(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    bench, rival_at = Bench(given, directory), min(given.replicas, key=lambda count: abs(count - 64))
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        str(count): partial(bench.closed, count) for count in given.replicas
     }
-    files = {"uri": "v", "manifest_hash": "m", "content_hash": "c", "n_bytes": 1}
-    published = call("/v1/publications", "policy", version=policy["committed_steps"], **mine, **files)[
-        "publication"
-    ]
-    rollout = call("/v1/replicas", "rollout", request_id=secrets.token_hex(8), role="rollout", name="r")
-    reply = call(
-        "/v1/leases",
-        "rollout",
-        request_id=secrets.token_hex(8),
-        replica_id=rollout["replica_id"],
-        incarnation=rollout["incarnation"],
-        version=published["version"],
-        publication_id=published["id"],
-        max_groups=1,
-    )
-    assert reply["status"] == "granted", reply
-
-
-def _report(name: str, result: dict[str, Any]) -> None:
-    times = ", ".join(
-        f"{kind} {times['p50_ms']:.1f}/{times['p99_ms']:.1f}" for kind, times in result["latency"].items()
-    )
-    say(
-        f"  {name}: {result['groups_per_s']:.0f} groups/s ({result['groups_per_cpu_s']:.0f} per CPU second), "
-        f"{result['mb_in_per_s']:.0f} MB/s in, {result['mb_out_per_s']:.0f} MB/s out, "
-        f"controller {result['cpu_percent']:.0f} % CPU {result['rss_mb']:.0f} MB, generator "
-        f"{result['generator_cpu_percent']:.0f} %; p50/p99 ms: {times}"
-    )
-
-
-def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    bench = Bench(options, directory)
-    counts = [int(part) for part in options.replicas.split(",")]
-    by_count: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
-    rival = []
-    for turn in range(options.rounds):
-        say(f"closed loop, round {turn + 1} of {options.rounds}")
-        for count in counts:
-            by_count[count].append(bench.closed(count))
-        rival.append(bench.json(min(counts, key=lambda count: abs(count - 64))))
-    speeds = {count: median(result["groups_per_s"] for result in by_count[count]) for count in counts}
-    best = max(speeds, key=lambda count: speeds[count])
-    largest = speeds.get(OPEN_REPLICAS) or max(speeds.values())
+    turns = in_turns({**ways, "json": partial(bench.json, rival_at)}, given.rounds, warm_up=0)
+    speeds = {name: median(result["groups_per_s"] for result in taken) for name, taken in turns.items()}
+    rival = speeds.pop("json")
+    best = max(speeds, key=lambda name: speeds[name])
+    largest = speeds.get(str(OPEN_REPLICAS)) or speeds[best]
     say(f"open loop: {OPEN_REPLICAS} replicas at half of {largest:.0f} groups/s")
-    opened = [bench.open(largest / 2) for _ in range(options.rounds)]
+    opened = in_turns({"open loop": partial(bench.open, largest / 2)}, given.rounds, warm_up=0)["open loop"]
     found: dict[str, Any] = {
         "groups_per_s": speeds[best],
         "lease_p99_ms": median(result["latency"]["lease"]["p99_ms"] for result in opened),
         "restart_s": None,
-        "rss_mb": max(result["rss_mb"] for results in by_count.values() for result in results),
-        "json_groups_per_s": median(result["groups_per_s"] for result in rival),
+        "rss_mb": max(result["rss_mb"] for name in speeds for result in turns[name]),
+        "json_groups_per_s": rival,
         "samples_per_s": speeds[best] * N_SAMPLES,
-        "groups_per_cpu_s": median(result["groups_per_cpu_s"] for result in by_count[best]),
-        "by_replicas": {count: results[-1] for count, results in by_count.items()},
+        "groups_per_cpu_s": median(result["groups_per_cpu_s"] for result in turns[best]),
+        "by_replicas": {name: turns[name][-1] for name in speeds},
         "open_loop": opened[-1],
-        "json": rival[-1],
+        "json": turns["json"][-1],
     }
-    if options.bulk:
-        say("bulk")
+    if not given.no_bulk:
         found["bulk"] = bench.bulk(shared=False)
         found["bulk_shared"] = bench.bulk(shared=True)
-    if options.restart_groups:
-        say("restart")
-        found["restart"] = bench.restart(options.restart_groups, train=True)
-        found["restart_queued"] = bench.restart(options.restart_groups, train=False)
+    if given.restart_groups:
+        found["restart"] = bench.restart(given.restart_groups, train=True)
+        found["restart_queued"] = bench.restart(given.restart_groups, train=False)
         found["restart_s"] = found["restart"]["first_lease_s"]
     return found
 
 
+def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The last round of each measurement, with p50 / p99 of its calls."""
+    kinds = {f"{name} replicas": result for name, result in found["by_replicas"].items()}
+    kinds |= {name: found[name] for name in ("open_loop", "json", "bulk", "bulk_shared") if name in found}
+    columns = (
+        "pushed_per_s",
+        "groups_per_s",
+        "cpu_percent",
+        "groups_per_cpu_s",
+        "rss_mb",
+        "mb_in_per_s",
+        "mb_out_per_s",
+    )
+    return {
+        name: {column: result[column] for column in columns}
+        | {f"{kind} ms": f"{ms['p50_ms']:.3g} / {ms['p99_ms']:.3g}" for kind, ms in result["latency"].items()}
+        for name, result in kinds.items()
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--replicas", default="1,16,64,256,1000", help="numbers of rollout replicas")
-    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
-    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds before each measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the closed and the open loop")
-    parser.add_argument(
-        "--restart-groups", type=int, default=100_000, help="groups in the ledger; 0: leave it out"
-    )
-    parser.add_argument("--no-bulk", dest="bulk", action="store_false", help="leave groups of 4 MB out")
-    parser.add_argument("--quick", action="store_true", help="one short round, 10,000 groups for the restart")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # no process is left behind
-    if options.quick:
-        options.rounds, options.seconds = 1, min(options.seconds, 4.0)
-        options.restart_groups = min(options.restart_groups, 10_000)
+    given = options(
+        __doc__, rounds=3, replicas=([1, 16, 64, 256, 1000], "numbers of rollout replicas"),
+        seconds=(8.0, "of each measurement"), warm_up=(2.0, "seconds before each measurement"),
+        restart_groups=(100_000, "groups in the ledger; 0: leave it out"),
+        no_bulk=(False, "leave groups of 4 MB out"), quick=(False, "one short round, 10,000 groups for the restart"),
+    )  # fmt: skip
+    if given.quick:
+        given.rounds, given.seconds = 1, min(given.seconds, 4.0)
+        given.restart_groups = min(given.restart_groups, 10_000)
     with tempfile.TemporaryDirectory(prefix="bench-controller-") as directory:
-        found = measure(options, Path(directory))
-    print(json.dumps(found))
+        found = measure(given, Path(directory))
+    report(given, found, rows_of(found))
 
 
 if __name__ == "__main__":

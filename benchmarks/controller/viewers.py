@@ -4,14 +4,12 @@
 
 The real controller on a real Valkey; a trainer and a replica of the tests train `rate` steps a second. Viewers follow
 the stream of events and ask for the front page every two seconds, as the page does. Measured in turn in the same
-job, without viewers and with them: CPU seconds of the controller a second. The last line of stdout is one JSON object
-with each round, the difference of the medians, and what the viewer who saw least has seen.
+job, without viewers and with them: CPU seconds of the controller a second. The report has
+each round, the difference of the medians, and what the viewer who saw least has seen.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import threading
 import time
@@ -23,6 +21,7 @@ import httpx
 import psutil
 
 from benchmarks.controller.load.servers import TOKENS, controller, make_run, running, valkey
+from benchmarks.harness import in_turns, options, report
 from controller.client import Client
 from tests.controller.drivers import begin, train_step
 
@@ -94,30 +93,33 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="CPU of the controller with open dashboards, and without.")
-    parser.add_argument("--viewers", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each part of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=2.0, help="steps a second")
-    options = parser.parse_args()
-    alone, watched, seen = [], [], []
+    given = options(
+        __doc__, rounds=3, viewers=10, seconds=(15.0, "of each part of a round"), rate=(2.0, "steps a second")
+    )
+    seen: list[Viewer] = []
+
+    def watched() -> float:
+        cores, viewers = bench.watched(given.seconds, given.viewers)
+        seen.extend(viewers)
+        return cores
+
     with ExitStack() as stack:
-        bench = Bench(stack, options.rate)
+        bench = Bench(stack, given.rate)
         bench.train(WARM_UP)
-        for _ in range(options.rounds):
-            alone.append(bench.train(options.seconds))
-            cores, viewers = bench.watched(options.seconds, options.viewers)
-            watched.append(cores)
-            seen += [(viewer.events, viewer.refreshed) for viewer in viewers]
-    found = {
-        "cores_alone": [round(cores, 4) for cores in alone],
-        "cores_watched": [round(cores, 4) for cores in watched],
-        "viewers_cores": round(median(watched) - median(alone), 4),
-        "ratio": round(median(watched) / median(alone), 3),
-        "least_events_of_a_viewer": min(events for events, _ in seen),
-        "least_pages_of_a_viewer": min(refreshed for _, refreshed in seen),
+        ways = {"no viewer": lambda: bench.train(given.seconds), f"{given.viewers} viewers": watched}
+        turns = in_turns(ways, given.rounds, warm_up=0)
+    rows = {
+        name: {f"round {n}": cores for n, cores in enumerate(taken, 1)} | {"median": median(taken)}
+        for name, taken in turns.items()
     }
-    print(json.dumps(found))
+    alone, with_viewers = (row["median"] for row in rows.values())
+    found = {
+        "viewers_cores": with_viewers - alone,
+        "ratio": with_viewers / alone,
+        "least_events_of_a_viewer": min(viewer.events for viewer in seen),
+        "least_pages_of_a_viewer": min(viewer.refreshed for viewer in seen),
+    }
+    report(given, {**found, "cores": rows}, rows)
 
 
 if __name__ == "__main__":

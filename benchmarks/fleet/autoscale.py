@@ -7,25 +7,22 @@ virtual clock (`benchmarks/fleet`). Of each scenario: how long the trainer waits
 soon the number settles, how often it changes its direction, and what a trained group costs in replica-seconds,
 those of replicas that start included, over the cheapest fixed fleet that trains as many groups in that time.
 
-`--out` writes a picture (`autoscale.png`) and the tables (`autoscale.md`) there. The last line is one JSON object.
+`--out` writes a picture (`autoscale.png`) and the table (`autoscale.md`) there.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.fleet.hpa import TOLERANCE
 from benchmarks.fleet.judge import Verdict, cheapest, judge
 from benchmarks.fleet.scenario import Ramp, Scenario, Square, edges
 from benchmarks.fleet.simulator import Result, Simulator
 from benchmarks.fleet.speed import decision_times
+from benchmarks.harness import options, report, say, table
 
 HOUR = 3600.0
 DRAWN = ("square 100", "ramp 100", "noise 100")
@@ -106,19 +103,15 @@ def examine(scenario: Scenario) -> tuple[Verdict, Result, float]:
     return judge(scenario, result, fixed), result, time.process_time() - began
 
 
-def table(verdicts: list[Verdict]) -> str:
-    rows = [
-        "| scenario | waits, steady | in between | settles after | turns/h | cost | over fixed | misses |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for v in verdicts:
-        fixed = "" if v.ratio is None else f"{v.ratio:.2f} (of {v.fixed})"
-        settled = "" if v.settled is None else f"{v.settled:.1f} ×"
-        rows.append(
-            f"| {v.name} | {v.idle:.1%} | {v.idle_between:.1%} | {settled} | {v.flips:.1f} | {v.cost:.1f} "
-            f"| {fixed} | {', '.join(v.faults)} |"
-        )
-    return "\n".join(rows)
+def row_of(verdict: Verdict) -> dict[str, str]:
+    """A line of the page's table."""
+    v = verdict
+    return {
+        "waits, steady": f"{v.idle:.1%}", "in between": f"{v.idle_between:.1%}",
+        "settles after": "" if v.settled is None else f"{v.settled:.1f} ×", "turns/h": f"{v.flips:.1f}",
+        "cost": f"{v.cost:.1f}", "over fixed": "" if v.ratio is None else f"{v.ratio:.2f} (of {v.fixed})",
+        "misses": ", ".join(v.faults),
+    }  # fmt: skip
 
 
 def draw(results: dict[str, Result], path: Path) -> None:
@@ -142,44 +135,34 @@ def draw(results: dict[str, Result], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="the scenarios of 8 replicas and the faults")
-    parser.add_argument("--only", default="", help="scenarios whose name contains this")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, help="directory for a picture and the tables")
-    options = parser.parse_args()
-    scenarios = (
-        [*loads(8), *faults()]
-        if options.quick
-        else [*loads(8), *loads(100), *loads(1000), large(), *faults()]
-    )
-    scenarios = [scenario for scenario in scenarios if options.only in scenario.name]
-    verdicts, results, seconds = [], {}, 0.0
-    with ProcessPoolExecutor(options.jobs) as pool:
-        running = [pool.submit(examine, scenario) for scenario in scenarios]
-        for future in running:
-            verdict, results[verdict.name], took = future.result()
+    given = options(
+        __doc__, quick=(False, "the scenarios of 8 replicas and the faults"),
+        only=("", "scenarios whose name contains this"), jobs=(1, "processes"),
+        out=(Path, "directory for a picture and the tables"),
+    )  # fmt: skip
+    sizes = [] if given.quick else [*loads(100), *loads(1000), large()]
+    scenarios = [scenario for scenario in (*loads(8), *sizes, *faults()) if given.only in scenario.name]
+    verdicts: list[Verdict] = []
+    results, seconds = {}, 0.0
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for verdict, result, took in pool.map(examine, scenarios):
             verdicts.append(verdict)
+            results[verdict.name] = result
             seconds += took
-            print(table([verdict]).splitlines()[-1], f"{took:.0f} s", file=sys.stderr, flush=True)
-    speed = decision_times(1000 if options.quick else 10_000)
-    print(table(verdicts))
-    print(f"\n{json.dumps(speed)}\n")
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "autoscale.md").write_text(table(verdicts) + "\n", encoding="utf-8")
-        drawn = {name: results[name] for name in DRAWN if name in results}
-        if drawn:
-            draw(drawn, options.out / "autoscale.png")
-    found: dict[str, Any] = {
-        "missed": {v.name: v.faults for v in verdicts if v.faults},
-        "speed": speed,
-        "cpu_s": round(seconds),
-        "scenarios": {v.name: v.to_record() for v in verdicts},
-    }
-    print(json.dumps(found))
+            say(f"{verdict.name}: {row_of(verdict)}, {took:.0f} s")
+    speed = decision_times(1000 if given.quick else 10_000)
+    rows = {verdict.name: row_of(verdict) for verdict in verdicts}
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "autoscale.md").write_text(table(rows) + "\n", encoding="utf-8")
+        if drawn := {name: results[name] for name in DRAWN if name in results}:
+            draw(drawn, given.out / "autoscale.png")
+    print(table({"one call": speed}), end="\n\n")
+    figures = {
+        "missed": {v.name: v.faults for v in verdicts if v.faults}, "speed": speed, "cpu_s": seconds,
+        "scenarios": {v.name: asdict(v) for v in verdicts},
+    }  # fmt: skip
+    report(given, figures, rows)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
 
 `cosmos-launch` with [autoscale] (at most four replicas, a decision every three seconds, down after thirty) trains a
 tiny model. A reward takes a fiftieth of a second, then a third, then a fiftieth again, one at a time in each
-replica, and the trainer goes over each batch twelve times. The last line of stdout is one JSON object: for each phase
-the numbers that were decided, the trainer's waiting in its second half, and the seconds until the last change.
+replica, and the trainer goes over each batch twelve times. For each phase: the numbers
+that were decided, the trainer's waiting in its second half, and the seconds until the last change.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.harness import options, report, say
 from examples.quickstart.make_model import make_model, make_tokenizer
 from schema.wire import event_file
 from schema.wire.messages import Event, EventKind
@@ -53,7 +53,7 @@ def run(folder: Path, seconds: float) -> tuple[list[Phase], list[Event]]:
             phases.append(Phase(began, time.time(), load))
             for event in changes(phases[-1], events_of(program)):
                 after = event.at - phases[0].began
-                print(f"{after:4.0f} s, reward of {load} s: {event.text}", flush=True)
+                say(f"{after:4.0f} s, reward of {load} s: {event.text}")
         command("stop", program.run_dir, "--wait", "60")
         program.wait()
         found = events_of(program)
@@ -76,10 +76,6 @@ def changes(phase: Phase, events: list[Event]) -> list[Event]:
         and phase.began <= event.at < phase.ended
         and event.data["desired"] != event.data["before"]
     ]
-
-
-def numbers(phase: Phase, events: list[Event]) -> list[int]:
-    return [event.data["desired"] for event in changes(phase, events)]
 
 
 def summary(phase: Phase, events: list[Event]) -> dict[str, Any]:
@@ -124,17 +120,13 @@ def draw(path: Path, phases: list[Phase], events: list[Event]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--phase", type=float, default=90.0, help="seconds of each load")
-    parser.add_argument("--out", type=Path, help="a picture")
-    options = parser.parse_args()
+    given = options(__doc__, phase=(90.0, "seconds of each load"), out=(Path, "a picture"))
     with tempfile.TemporaryDirectory() as folder:
-        phases, events = run(Path(folder), options.phase)
-    if options.out:
-        draw(options.out, phases, events)
-    print(json.dumps({"phases": [summary(phase, events) for phase in phases]}))
+        phases, events = run(Path(folder), given.phase)
+    if given.out:
+        draw(given.out, phases, events)
+    rows = {f"phase {n}": summary(phase, events) for n, phase in enumerate(phases, 1)}
+    report(given, {"phases": list(rows.values())}, rows)
 
 
 if __name__ == "__main__":

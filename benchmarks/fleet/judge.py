@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.fleet.scenario import Scenario
@@ -43,9 +43,6 @@ class Verdict:
     fixed: int | None
     max_staleness: int
     faults: tuple[str, ...]
-
-    def to_record(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def judge(scenario: Scenario, result: Result, fixed: tuple[int, float] | None) -> Verdict:

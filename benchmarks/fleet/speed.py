@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections.abc import Callable
 from itertools import count
 from statistics import median
 
+from benchmarks.harness import timed
 from controller.autoscale.policy import Limits, Memory
 from controller.autoscale.scaling import Scaling, Sight
 from controller.ledger.group_table import GroupTable
@@ -70,9 +70,4 @@ def _fill(ledger: Ledger, groups: int) -> None:
 
 
 def _ms(call: Callable[[], object], times: int = 25) -> float:
-    took = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - began)
-    return round(1000.0 * median(took), 3)
+    return 1000.0 * median(timed(call) for _ in range(times))

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.jobs import launch, summary_of
+
+FEW_STEPS = 2
 WARM_UPS = 3
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": {
@@ -126,3 +129,14 @@ class Bench:
         settings = {**self.shape, "tie_word_embeddings": True, "max_position_embeddings": 32768, **changes}
         with torch.device(self.device):
             return AutoModelForCausalLM.from_config(Qwen3Config(**settings), dtype=dtype)
+
+
+def reinforce(
+    bench: Bench, place: Path, name: str, config: str, model: Path, *settings: str
+) -> dict[str, Any]:
+    """A few steps of one of the quickstart's GRPO jobs; its summary. Raises `JobFailedError`."""
+    same = {
+        "train.max_num_steps": FEW_STEPS if bench.tiny else 20, "validation.enable": False,
+        "train.ckpt.enable_checkpoint": False, "launcher.export_final": False,
+    }  # fmt: skip
+    return summary_of(launch(config, model, place, name, same, *settings))

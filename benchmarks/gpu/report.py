@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness import cell, table_of
+
 Row = dict[str, Any]
 
 
@@ -57,7 +59,7 @@ def markdown(
     lines += ["", "| goal | found | reached |", "|---|---|---|"]
     for goal in reached:
         mark = {None: "not measured", True: "yes", False: "no"}[goal["reached"]]
-        lines.append(f"| {goal['goal']} | {_cell(goal['found'])} | {mark} |")
+        lines.append(f"| {goal['goal']} | {cell(goal['found'])} | {mark} |")
     for name, title in titles.items():
         if name in rows:
             *found, whole = rows[name]
@@ -77,18 +79,9 @@ def _section(rows: Sequence[Row]) -> list[str]:
     if right := groups.pop((), []):
         lines += ["", "Right: " + "; ".join(row["case"] for row in right)]
     for figures, group in groups.items():
+        columns = ["case", "status", *figures]
         lines += [
             "",
-            "| " + " | ".join(["case", "result", *figures]) + " |",
-            "|---" * (len(figures) + 2) + "|",
+            table_of(["case", "result", *figures], [[row.get(name) for name in columns] for row in group]),
         ]
-        for row in group:
-            cells = [row["case"], row["status"], *(_cell(row.get(figure)) for figure in figures)]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]

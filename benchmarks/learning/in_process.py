@@ -8,17 +8,12 @@ The module sets nothing: a script sets threads and paths before it imports this.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import QUICKSTART  # isort: skip
-
-import torch
-
+from benchmarks.engine.snapshot import Snapshot
+from benchmarks.trainer.material import as_batch
 from controller.client import Answer, Call
 from controller.data.prepare import prepare
 from policy_worker.parallel.group import Group, RankEnvironment
@@ -33,28 +28,12 @@ from rollout_worker.groups.leasing import training_settings, validation_settings
 from rollout_worker.groups.pushing import to_sample
 from rollout_worker.rewards.functions import BUILTIN
 from schema.config import Config
-from schema.wire.batch import StepTable, encode_batch
 from schema.wire.messages import LeasedGroup
 from schema.wire.prompts import PromptFile
-from schema.wire.sample import Sample, encode_sample, sample_seed
+from schema.wire.sample import Sample, sample_seed
 from tokenization.loading import load
-from weight_sync import hub_tensors
 
 Alter = Callable[[Trainer, list[list[Sample]]], None]
-
-
-@dataclass
-class Snapshot:
-    """The weights of one version, as an engine takes them."""
-
-    weights: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> Snapshot:
-        return cls([(name, tensor.clone()) for name, tensor in hub_tensors(model)])
-
-    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.weights
 
 
 class Served:
@@ -72,22 +51,6 @@ class Learned(NamedTuple):
 
     metrics: list[Metrics]
     accuracy: float
-
-
-def warm_model(out: Path, seed: int = 1, experts: int = 0) -> Path:
-    """The quickstart's model after its plain warm start, made by cosmos-launch as a user would. experts: of a mixture
-    in each layer; 0: there are none."""
-    python, command = sys.executable, str(Path(sys.executable).with_name("cosmos-launch"))
-    model = out / "model"
-    make = [python, str(QUICKSTART / "make_model.py"), "--out", str(model), "--seed", str(seed)]
-    make += ["--experts", str(experts)]
-    subprocess.run(make, check=True, timeout=120)
-    settings = [f'policy.model_name_or_path="{model}"', f'train.output_dir="{out}"', 'train.timestamp="sft"']
-    settings.append(f"train.seed={seed}")
-    launch = [command, "--config", str(QUICKSTART / "sft_plain.toml")]
-    launch += [part for setting in settings for part in ("--set", setting)]
-    subprocess.run(launch, check=True, timeout=600, stdout=subprocess.DEVNULL)
-    return out / "sft" / "final"
 
 
 class Generator:
@@ -152,29 +115,6 @@ class Generator:
                     group, made.index, made, made.finish_reason, error=None, rewards=rewards, score=score
                 )
         return [[samples[i] for i in range(len(samples))] for samples in done.values()]
-
-
-def as_batch(step: int, groups: list[list[Sample]]) -> bytes:
-    """What the controller would answer the trainer."""
-    headers = [sample.header for samples in groups for sample in samples]
-    table = StepTable(
-        step=step,
-        timeline=0,
-        policy_epoch=1,
-        group_ids=[f"g{i}" for i in range(len(groups))],
-        group=[i for i, samples in enumerate(groups) for _ in samples],
-        index=[header.index for header in headers],
-        score=[header.score for header in headers],
-        rewards={name: [header.rewards[name] for header in headers] for name in headers[0].rewards},
-        prompt_tokens=[header.prompt_tokens for header in headers],
-        response_tokens=[header.response_tokens for header in headers],
-        total_tokens=[header.total_tokens for header in headers],
-        oldest_version=[header.oldest_version for header in headers],
-        newest_version=[header.newest_version for header in headers],
-        finish_reason=[header.finish_reason for header in headers],
-        baseline=[header.baseline for header in headers],
-    )
-    return encode_batch(table, [encode_sample(sample) for samples in groups for sample in samples])
 
 
 async def learn(

@@ -5,14 +5,12 @@
 Trainer and embedded engine are those of a job, in one process; each sample is made with the present weights.
 The engine computes in bfloat16, the trainer in float32 or bfloat16, by other kernels. Without --model it is a mixture
 of random weights: eight layers of 32 experts, two of which see a token. A line is a run of its own, `mismatch/…` of
-its tokens are medians over the steps. Ends with one line of JSON.
+its tokens are medians over the steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -21,7 +19,7 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.harness import QUICKSTART
+from benchmarks.harness import QUICKSTART, options, report
 from benchmarks.learning.in_process import learn
 from examples.quickstart.make_model import make_tokenizer
 from schema.config import load_config
@@ -51,33 +49,28 @@ def measured(model: Path, replayed: str, dtype: str, steps: int) -> dict[str, fl
     ]
     with tempfile.TemporaryDirectory() as out:
         learned = asyncio.run(learn(load_config(QUICKSTART / "grpo_plain.toml", overrides), Path(out), steps))
-    names = [name for name in learned.metrics[-1] if name.startswith(("mismatch/engine", "routing/"))]
-    found = {name: median(step[name] for step in learned.metrics) for name in names}
-    return found
+    columns = {
+        "differs": "routing/differs", "k3": "mismatch/engine_k3", "ess": "mismatch/engine_ess",
+        "ratio max": "mismatch/engine_ratio_max", "cut": "mismatch/engine_cut",
+    }  # fmt: skip
+    return {
+        name: median(step[metric] for step in learned.metrics)
+        for name, metric in columns.items()
+        if metric in learned.metrics[-1]
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mismatch of a mixture without and with routing replay.")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument(
-        "--model", type=Path, help="a mixture with its tokenizer, in the place of random weights"
-    )
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found: dict[str, dict[str, float]] = {}
-    print("trainer    replay    differs        k3       ess  ratio max    cut")
+    given = options(
+        __doc__, steps=3, model=(Path, "a mixture with its tokenizer, in the place of random weights")
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or random_mixture(Path(folder) / "model")
-        for dtype, replayed in product(("float32", "bfloat16"), ("none", "ids", "weights")):
-            one = found[f"{dtype} {replayed}"] = measured(model, replayed, dtype, options.steps)
-            k3, ess, most, cut = (
-                one[f"mismatch/engine_{name}"] for name in ("k3", "ess", "ratio_max", "cut")
-            )
-            differs = f"{one['routing/differs']:8.2%}" if replayed != "none" else "       –"
-            print(
-                f"{dtype:10} {replayed:8} {differs} {k3:9.2e} {ess:9.6f} {most:10.3f} {cut:6.2%}", flush=True
-            )
-    print(json.dumps(found))
+        model = given.model or random_mixture(Path(folder) / "model")
+        rows = {
+            f"{dtype} {replayed}": measured(model, replayed, dtype, given.steps)
+            for dtype, replayed in product(("float32", "bfloat16"), ("none", "ids", "weights"))
+        }
+    report(given, rows, rows)
 
 
 if __name__ == "__main__":

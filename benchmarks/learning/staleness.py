@@ -7,15 +7,12 @@ steps old: the batch of step t is generated with the weights of version max(0, t
 quickstart's plain task from the same warm-started model. "ignored" is a trainer that takes its own log-probs for
 those of the policy that sampled (a ratio of 1, as if the data were fresh); "corrected" uses the behaviour
 log-probs that came with the samples, which is what this project does.
-
-Ends with one line of JSON: the share of right answers (sampled, last ten steps) of every case.
+A figure is the share of right answers, sampled, in the last ten steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import QUICKSTART
-from benchmarks.learning.in_process import learn, warm_model
+from benchmarks.harness import QUICKSTART, options, report, say
+from benchmarks.jobs import warm_model
+from benchmarks.learning.in_process import learn
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config, load_config
@@ -123,21 +121,20 @@ def smooth(curve: list[float], window: int = 5) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Learning curves at fixed staleness.")
-    parser.add_argument("--out", type=Path, help="draw the curves into this PNG")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--model", type=Path, help="a warm-started model; made if not named")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    given = options(
+        __doc__, out=(Path, "draw the curves into this PNG"), steps=60,
+        model=(Path, "a warm-started model; made if not named"),
+    )  # fmt: skip
+    curves = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or warm_model(Path(folder))
-        curves = {}
+        model = given.model or warm_model(Path(folder))
         for case in CASES:
-            curves[case] = accuracies(case, model, options.steps)
-            print(f"{case.name:36} {end(curves[case]):.3f}", flush=True)
-    if options.out:
-        draw(curves, options.out)
-    print(json.dumps({case.name: round(end(curve), 4) for case, curve in curves.items()}))
+            curves[case] = accuracies(case, model, given.steps)
+            say(f"{case.name:36} {end(curves[case]):.3f}")
+    if given.out:
+        draw(curves, given.out)
+    rows = {case.name: {"right": end(curve)} for case, curve in curves.items()}
+    report(given, rows, rows)
 
 
 if __name__ == "__main__":

@@ -6,32 +6,27 @@ A model of 100M parameters in float32 with AdamW's state (1.2 GB) trains on a sh
 is saved by this project (`sync`, `async`) and by `torch.distributed.checkpoint` (`save`, `async_save`), without an
 export. `call` is the time in which no step runs; `held` adds what the steps take longer while something is written
 in parallel with them; `complete` is the time until all is on disk. Ours is read again and compared, theirs is not.
-
-Ends with one line of JSON: medians over the rounds, in seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks import harness  # noqa: F401
+from benchmarks.harness import in_turns, medians, options, report, timed
+from benchmarks.trainer.drafts import CONTENTS, draft
 from policy_worker.background import Background
-from policy_worker.checkpoints import directory
-from policy_worker.checkpoints.layout import Manifest
-from policy_worker.checkpoints.state import capture_rng, state_to_save
-from policy_worker.checkpoints.storage import Staging, pieces_of
+from policy_worker.checkpoints.state import state_to_save
+from policy_worker.checkpoints.storage import Staging
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
@@ -40,7 +35,6 @@ from policy_worker.process import RankEnvironment
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 
-CONTENTS = ["model", "optimizer", "extra"]
 Save = Callable[[Path], Callable[[], bool]]
 """Saves into a directory, returns when steps may go on; the answer says whether all is on disk by now."""
 
@@ -70,33 +64,23 @@ class Bench:
 
     def step(self) -> float:
         """Seconds of one training step."""
-        began = time.perf_counter()
-        self.trainer.model.lm(input_ids=self.ids, labels=self.ids).loss.backward()
-        self.trainer.optimizer.step(1.0)
-        return time.perf_counter() - began
 
-    def _draft(self, root: Path, staged: bool) -> Draft:
+        def work() -> None:
+            self.trainer.model.lm(input_ids=self.ids, labels=self.ids).loss.backward()
+            self.trainer.optimizer.step(1.0)
+
+        return timed(work)
+
+    def _draft(self, root: Path, staging: Staging | None) -> Draft:
         self.number += 1
-        pieces = {kind: pieces_of(state) for kind, state in state_to_save(self.trainer, CONTENTS).items()}
-        if staged:
-            copies = iter(self.staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
-            pieces = {kind: [next(copies) for _ in of_kind] for kind, of_kind in pieces.items()}
-        manifest = Manifest(
-            step=self.number, timeline=0, lineage=[(0, 0)], world=1, written_at=0.0, architecture="",
-            contents=CONTENTS, exported=False, schedule=None, data=None, files={},
-        )  # fmt: skip
-        unfinished = directory.begin(root, self.number)
-        states = capture_rng(self.trainer.group.device)
-        return Draft(
-            unfinished, directory.hold(unfinished), pieces, states, manifest, ledger=None, exporter=None
-        )
+        return draft(self.trainer, root, self.number, staging)
 
     def sync(self, root: Path) -> Callable[[], bool]:
-        write(self._draft(root, staged=False), self.trainer.group)
+        write(self._draft(root, None), self.trainer.group)
         return lambda: True
 
     def asynchronous(self, root: Path) -> Callable[[], bool]:
-        draft = self._draft(root, staged=True)
+        draft = self._draft(root, self.staging)
         self.unfinished.start(lambda: write(draft, self.trainer.group) and None)
         return lambda: self.unfinished.wait(0.0)
 
@@ -123,48 +107,24 @@ def measure(bench: Bench, save: Save, place: Path, settle: int = 3) -> dict[str,
     call, extra = time.perf_counter() - began, 0.0
     while not complete():
         extra += bench.step() - plain
-    result = {
-        "call": call,
-        "held": call + max(extra, 0.0),
-        "complete": time.perf_counter() - began,
-        "step": plain,
-    }
+    whole = time.perf_counter() - began
     shutil.rmtree(root)
-    return result
+    return {"call_s": call, "held_s": call + max(extra, 0.0), "complete_s": whole, "step_s": plain}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--directory", type=Path, default=None, help="where to write; default: a temporary one"
-    )
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    given = options(__doc__, rounds=3, directory=(Path, "where to write; default: a temporary one"))
     bench = Bench()
-    variants: dict[str, Save] = {
+    ways: dict[str, Save] = {
         "sync": bench.sync, "async": bench.asynchronous, "torch_sync": bench.torch_sync,
         "torch_async": bench.torch_async,
     }  # fmt: skip
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
-    with tempfile.TemporaryDirectory(dir=options.directory) as place:
-        for number in range(options.rounds + 1):  # the first one warms up
-            for name, save in variants.items():
-                result = measure(bench, save, Path(place))
-                if number:
-                    taken[name].append(result)
-                print(number, name, {key: round(value, 2) for key, value in result.items()}, file=sys.stderr)
-    print(
-        json.dumps(
-            {
-                f"{name}_{key}_s": round(statistics.median(result[key] for result in results), 3)
-                for name, results in taken.items()
-                for key in ("call", "held", "complete", "step")
-            }
+    with tempfile.TemporaryDirectory(dir=given.directory) as place:
+        turns = in_turns(
+            {name: partial(measure, bench, save, Path(place)) for name, save in ways.items()}, given.rounds
         )
-    )
+    rows = {name: medians(taken) for name, taken in turns.items()}
+    report(given, rows, rows)
     bench.trainer.group.close()
 
 

@@ -5,45 +5,28 @@
 Models of random weights; groups of 8 answers to one prompt, as long as `prompt:answer` says (answers 60 to 100 % of
 it). "mask" is a packed row under one mask over the whole row, which is what transformers makes of its positions.
 The variants take turns; each figure is the median over the rounds of padded time / its time: above 1 is faster.
-
-Ends with one line of JSON: for each model and shape the ratio of every variant.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
+from functools import partial
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks import harness  # noqa: F401
-from policy_worker.model.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
+from benchmarks.harness import in_turns, options, ratio, report, timed
+from benchmarks.trainer.material import GROUP, VOCABULARY, language_model
+from policy_worker.model.micro_batch import Layout, Segment, TrainSample, collate
 from policy_worker.model.model import PolicyModel, prepare_model
 
-VOCABULARY, GROUP = 512, 8
-SIZES = {"0.3M": (64, 4, 256, 2), "5M": (256, 6, 1024, 1), "20M": (512, 6, 2048, 1)}
-"""Hidden size, layers, inner size, groups of a micro-batch."""
+WIDE = {"intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"0.3M": ({}, 2), "5M": ({}, 1), "20M": (WIDE, 1)}
+"""Changes of the model's configuration, and groups of a micro-batch."""
 SHAPES = {"20:44": (20, 44), "256:64": (256, 64), "160:160": (160, 160), "64:256": (64, 256)}
 VARIANTS = {
-    "padded": Layout(False, VOCABULARY),
-    "shared": Layout(False, VOCABULARY, least_spared=0.0),
-    "packed": Layout(True, VOCABULARY),
-    "mask": Layout(True, VOCABULARY),
-}
-
-
-def make_model(size: str, device: str) -> PolicyModel:
-    hidden, layers, inner, _ = SIZES[size]
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-    )  # fmt: skip
-    model = PolicyModel(AutoModelForCausalLM.from_config(config))
-    return prepare_model(model, packed=True, recompute=False).to(device)
+    "padded": (False, {}), "once": (False, {"least_spared": 0.0}), "packed": (True, {}), "mask": (True, {})
+}  # fmt: skip
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_samples(groups: int, prompt: int, longest: int) -> list[TrainSample]:
@@ -58,50 +41,35 @@ def make_samples(groups: int, prompt: int, longest: int) -> list[TrainSample]:
     return samples
 
 
-def seconds(model: PolicyModel, batch: MicroBatch, variant: str) -> float:
-    """Of one forward and backward."""
+def seconds(model: PolicyModel, samples: list[TrainSample], variant: str) -> float:
+    """Time of one forward and backward."""
+    packed, spared = VARIANTS[variant]
+    batch = collate(samples, range(len(samples)), Layout(packed, VOCABULARY, DEVICE, **spared))
     model.lm.set_attn_implementation("sdpa" if variant == "mask" else "blocks")
-    began = time.perf_counter()
-    model(batch).logprobs.mean().backward()
-    if batch.index.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+
+    def work() -> None:
+        model(batch).logprobs.mean().backward()
+        if batch.index.is_cuda:
+            torch.cuda.synchronize()
+
+    return timed(work)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant after one that warms up")
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
-    options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)
-    found: dict[str, dict[str, float]] = {}
-    for size in options.sizes.split(","):
-        model = make_model(size, device)
-        for shape, (prompt, longest) in SHAPES.items():
-            samples = make_samples(SIZES[size][3], prompt, longest)
-            times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-            for _ in range(options.rounds + 1):
-                for name, layout in VARIANTS.items():
-                    batch = collate(
-                        samples,
-                        range(len(samples)),
-                        Layout(layout.packed, VOCABULARY, device, layout.least_spared),
-                    )
-                    times[name].append(seconds(model, batch, name))
-            padded = times.pop("padded")[1:]
-            ratios = {
-                name: round(statistics.median(a / b for a, b in zip(padded, values[1:], strict=True)), 2)
-                for name, values in times.items()
-            }
-            found[f"{size} {shape}"] = ratios
-            print(
-                f"{size:>5} {shape:>8}  padded {statistics.median(padded) * 1e3:7.1f} ms  {ratios}",
-                flush=True,
+    given = options(__doc__, rounds=9, sizes=(list(SIZES), "of " + ", ".join(SIZES)))
+    rows: dict[str, dict[str, float]] = {}
+    for size in given.sizes:
+        changes, groups = SIZES[size]
+        lm = language_model(size, max_position_embeddings=4096, **changes)
+        model = prepare_model(PolicyModel(lm), packed=True, recompute=False).to(DEVICE)
+        for shape, lengths in SHAPES.items():
+            samples = make_samples(groups, *lengths)
+            times = in_turns(
+                {name: partial(seconds, model, samples, name) for name in VARIANTS}, given.rounds
             )
-    print(json.dumps({"device": device, **found}))
+            padded = times.pop("padded")
+            rows[f"{size} {shape}"] = {name: ratio(padded, taken) for name, taken in times.items()}
+    report(given, {"device": DEVICE, **rows}, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much memory a rank of a trainer takes, next to what `--dry-run` says; and after a resumption.
 
-    python -m benchmarks.trainer.memory [--only "tp 2" --only "one rank"] [--no-resume]
+    python -m benchmarks.trainer.memory [--only "tp 2"] [--no-resume]
 
 Models of more than 100M parameters in float32 with random weights, loaded as a worker loads them, take two optimizer
 steps of two micro-batches each; the second step has everything that a run ever has. Then the state is saved, and new
@@ -12,21 +12,16 @@ process: libraries, threads, process groups and their buffers are there by then.
 back when they are freed, so nothing that an allocator keeps counts. It is the memory of tensors on the CPU, whoever
 allocates them.
 
-Ends with one line of JSON: for each mesh the estimate and the most of a rank in MiB, and their ratio; the peak after
-the resumption over that before, and that of the loading itself.
+For each mesh: the estimate and the most of a rank in MiB, and their ratio; the peak after the resumption over that
+before, and that of the loading itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,16 +32,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import on_ranks, options, report, reset_peak, resident_mib
+from benchmarks.trainer.drafts import draft
 from launcher.preflight import memory
 from launcher.preflight.models import find_model
-from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import Manifest, look
-from policy_worker.checkpoints.load import load, schedule_facts
-from policy_worker.checkpoints.state import base_digests, capture_rng, state_to_save
-from policy_worker.checkpoints.storage import pieces_of
-from policy_worker.checkpoints.write import Draft, write
+from policy_worker.checkpoints.layout import look
+from policy_worker.checkpoints.load import load
+from policy_worker.checkpoints.write import write
 from policy_worker.model.micro_batch import Segment, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
@@ -56,7 +49,6 @@ from schema.config import Config
 
 VOCABULARY, TOKENS = 32_000, 256
 """Tokens of a sample, two of which are a micro-batch."""
-CONTENTS = ["model", "optimizer", "extra"]
 LIBC = ctypes.CDLL("libc.so.6")
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 COMMON = {"vocab_size": VOCABULARY, "num_key_value_heads": 6, "head_dim": 64, "tie_word_embeddings": True}
@@ -147,12 +139,6 @@ def make_models(place: Path) -> None:
 # ---- one rank ---------------------------------------------------------------------------------------------
 
 
-def _status(name: str) -> float:
-    """MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
-
-
 def _train(trainer: Trainer, first: int, vocabulary: int) -> None:
     """Two optimizer steps of two micro-batches on this data rank."""
     rng = np.random.default_rng(trainer.data_rank)
@@ -168,109 +154,69 @@ def _train(trainer: Trainer, first: int, vocabulary: int) -> None:
         trainer.step(step)
 
 
-def _save(trainer: Trainer, root: Path) -> None:
-    group = trainer.group
-    unfinished = Path(group.lead(lambda: str(directory.begin(root, 2))))
-    pieces = {kind: pieces_of(state) for kind, state in state_to_save(trainer, CONTENTS).items()}
-    manifest = Manifest(
-        step=2, timeline=0, lineage=[(0, 0)], world=group.world, written_at=0.0, contents=CONTENTS,
-        architecture=type(trainer.model.lm).__name__, exported=False, data=None, files={},
-        schedule=schedule_facts(trainer.schedule, *trainer.optimizer.peak_lrs), bases=base_digests(trainer),
-    )  # fmt: skip
-    states = capture_rng(group.device)
-    write(Draft(unfinished, directory.hold(unfinished), pieces, states, manifest, "{}", None), group)
+def _begin_peak() -> None:
+    gc.collect()
+    LIBC.malloc_trim(0)
+    reset_peak()
 
 
 def work(case: Case, place: Path, resume: bool) -> None:
-    """What a rank does; rank 0 prints the peaks of all."""
+    """Measure one rank; rank 0 prints the largest peak of all, and that while they load what they resume: MiB."""
     torch.set_num_threads(1)
     group = Group(RankEnvironment.of_environ())
     tiny = case.config(place / f"tiny {case.model}")
     _train(make_trainer(tiny, group.sibling(600.0), 10, None), 0, TINY["vocab_size"])
     LIBC.malloc_trim(0)
-    idle = _status("VmRSS")
+    idle = resident_mib()
     config, root = case.config(place / case.model), place / "checkpoints"
     trainer = make_trainer(config, group, 10, None)
-    gc.collect()
-    LIBC.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    _begin_peak()
     loading = 0.0
     if resume:
-        found = look(next(iter(root.glob("step-*"))))
-        load(Resumption(found, found.step, own=True), trainer, config, None)
-        loading = _status("VmHWM") - idle
-        gc.collect()
-        LIBC.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
+        checkpoint = look(next(iter(root.glob("step-*"))))
+        load(Resumption(checkpoint, checkpoint.step, own=True), trainer, config, None)
+        loading = resident_mib("VmHWM") - idle
+        _begin_peak()
     _train(trainer, 2 * resume, VOCABULARY)
-    peaks = group.gather([_status("VmHWM") - idle, loading])
+    peaks = group.gather([resident_mib("VmHWM") - idle, loading])
     if not resume:
-        _save(trainer, root)
+        write(draft(trainer, root, 2), group)
     if group.leads:
-        print(json.dumps(peaks))
+        print(json.dumps([max(of_ranks) for of_ranks in zip(*peaks, strict=True)]))
     group.close()
 
 
-def start(name: str, place: Path, resume: bool) -> list[float]:
-    """The largest peak of a rank, and while it loads what it resumes, MiB."""
-    case = CASES[name]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.trainer.memory", "--rank-of", name, "--place", str(place)]
-            + ["--resume"] * resume,
-            env={
-                **os.environ, **GIVE_BACK, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-                "RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            },
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(case.ranks)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=900)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{name}: a rank has failed")
-    return [max(of_ranks) for of_ranks in zip(*json.loads(said[0].splitlines()[-1]), strict=True)]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", action="append", choices=CASES, help="a mesh; may be repeated")
-    parser.add_argument("--no-resume", action="store_true")
-    parser.add_argument("--parts", action="store_true", help="print the lines of each estimate")
-    for hidden in ("--rank-of", "--place"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        work(CASES[options.rank_of], Path(options.place), options.resume)
+    given = options(
+        __doc__, only=("", "meshes whose name contains this"), no_resume=False,
+        parts=(False, "print the lines of each estimate"), rank_of=(str, "(of a rank)"), place=(Path, "(of a rank)"),
+        resume=(False, "(of a rank)"),
+    )  # fmt: skip
+    if given.rank_of:
+        work(CASES[given.rank_of], given.place, given.resume)
         return
-    found = {}
-    with tempfile.TemporaryDirectory() as directory_:
-        place = Path(directory_)
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
         make_models(place)
-        for name in options.only or CASES:
-            parts = estimate(CASES[name], place / CASES[name].model)
-            for part in parts if options.parts else ():
+        for name, case in CASES.items():
+            if given.only not in name:
+                continue
+
+            def peaks(*more: str, name: str = name, case: Case = case) -> list[float]:
+                arguments = "--rank-of", name, "--place", str(place), *more
+                return list(on_ranks(case.ranks, "benchmarks.trainer.memory", *arguments, **GIVE_BACK))
+
+            parts = estimate(case, place / case.model)
+            for part in parts if given.parts else ():
                 print(f"    {part.name:<27}{part.bytes / 2**20:8.0f}  {part.formula}")
-            row = {"estimate": sum(part.bytes for part in parts) / 2**20}
-            row["measured"], _ = start(name, place, False)
-            row["ratio"] = row["estimate"] / row["measured"]
-            if not options.no_resume:
-                peaks = start(name, place, True)
-                row["resumed"], row["loading"] = (peak / row["measured"] for peak in peaks)
-            found[name] = {key: round(value, 3 if value < 10 else None) for key, value in row.items()}
-            print(name, found[name], flush=True)
+            estimated, (measured, _) = sum(part.bytes for part in parts) / 2**20, peaks()
+            rows[name] = {"estimate": estimated, "measured": measured, "ratio": estimated / measured}
+            if not given.no_resume:
+                after, loading = peaks("--resume")
+                rows[name] |= {"resumed": after / measured, "loading": loading / measured}
             shutil.rmtree(place / "checkpoints")
-    print(json.dumps(found))
+    report(given, rows, rows)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     python -m benchmarks.trainer.packing [--ranks 4] [--samples 512] [--steps 50]
 
 Lengths are drawn log-normally about 665 tokens and end at 8,192: most are short, a few take most of the cap. Samples
-are balanced over the ranks and packed. Ends with one line of JSON, for each width of the distribution and cap the
-mean and the worst step:
+are balanced over the ranks and packed. For each width of the distribution and cap, the mean and the worst step:
 
     balance      tokens of the fullest rank over the mean of all ranks, less 1
     efficiency   tokens over those that ranks would have computed had each micro-batch, which all wait for, been as
@@ -14,14 +13,13 @@ mean and the worst step:
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import numpy as np
 
+from benchmarks.harness import options, report
 from policy_worker.training.batches.cutting import Batching, plan_step
 
 LONGEST = 8192
+WORST = {"balance": np.max, "efficiency": np.min, "batches": np.max}
 
 
 def figures_of(tokens: list[int], cap: int, ranks: int) -> tuple[float, float, float]:
@@ -35,37 +33,21 @@ def figures_of(tokens: list[int], cap: int, ranks: int) -> tuple[float, float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=50)
-    options = parser.parse_args()
-    found = {}
+    given = options(__doc__, ranks=4, samples=512, steps=50)
+    rows = {}
     for width in (0.6, 0.9, 1.2):
         for cap in (8192, 16384, 32768):
             rng = np.random.default_rng(0)
-            steps = np.array(
-                [
-                    figures_of(
-                        np.clip(rng.lognormal(6.5, width, options.samples), 16, LONGEST).astype(int).tolist(),
-                        cap,
-                        options.ranks,
-                    )
-                    for _ in range(options.steps)
-                ]
+            lengths = np.clip(rng.lognormal(6.5, width, (given.steps, given.samples)), 16, LONGEST).astype(
+                int
             )
-            worst = steps[:, 0].max(), steps[:, 1].min(), steps[:, 2].max()
-            row = {
-                name: [round(float(mean), 4), round(float(most), 4)]
-                for name, mean, most in zip(
-                    ("balance", "efficiency", "batches"), steps.mean(0), worst, strict=True
-                )
+            steps = np.array([figures_of(step.tolist(), cap, given.ranks) for step in lengths])
+            rows[f"{width}, {cap}"] = {
+                title: float(value)
+                for (name, worst), of_steps in zip(WORST.items(), steps.T, strict=True)
+                for title, value in ((name, of_steps.mean()), (f"worst {name}", worst(of_steps)))
             }
-            found[f"{width}, {cap}"] = row
-            print(f"width {width}, cap {cap}: {row}", flush=True)
-    print(json.dumps(found))
+    report(given, rows, rows)
 
 
 if __name__ == "__main__":

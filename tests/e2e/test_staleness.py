@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning.in_process import warm_model
+from benchmarks.jobs import warm_model
 from benchmarks.learning.staleness import Case, accuracies, end
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("one warm start for all")]

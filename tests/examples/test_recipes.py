@@ -55,7 +55,7 @@ def test_the_page_of_algorithms_links_each_and_each_names_its_source() -> None:
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the recipes begin with: one that never answers right has no groups to keep."""
-    from benchmarks.learning.in_process import warm_model
+    from benchmarks.jobs import warm_model
 
     return warm_model(tmp_path_factory.mktemp("warm"))
 

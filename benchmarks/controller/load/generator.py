@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 import sys
-from collections.abc import Callable, Coroutine
+from collections import defaultdict
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import uvloop
 
-from benchmarks.controller.load.bodies import Bundles
-from benchmarks.controller.load.clock import Latencies
+from benchmarks.controller.load.bodies import Bundles, json_group
 from benchmarks.controller.load.wire import Connection, checked, head
 from schema.wire import payload_file
 from schema.wire.batch import decode_batch
@@ -32,6 +32,7 @@ from schema.wire.sample import decode_sample
 GRANT = re.compile(rb'"group_id":"([^"]+)","lease_id":"([^"]+)"')
 STATUS = re.compile(rb'"status":"(\w+)"')
 GROUP = re.compile(rb"e\d+-p\d+")
+ROLLOUT, POLICY = "rollout-token-of-the-load", "policy-token-of-the-load"
 BEAT_SECONDS, POLL_SECONDS = 2.0, 20.0
 
 
@@ -47,8 +48,35 @@ class Plan:
     seconds: float
     rate: float | None = None
     name: str = "bench"
+    is_naive: bool = False
     share: str = ""
     """The shared payload directory, when payloads do not pass through the controller."""
+
+
+class Latencies:
+    """Seconds of each call inside the measured window."""
+
+    def __init__(self) -> None:
+        self.counting = False
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, kind: str, seconds: float) -> None:
+        if self.counting:
+            self._seconds[kind].append(seconds)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """For each kind: count, p50 and p99 in milliseconds. There is always an entry for leases."""
+        kinds = sorted({*self._seconds, "lease"})
+        found = {kind: self._seconds[kind] or [math.inf] for kind in kinds}
+        return {
+            kind: {"n": len(values), "p50_ms": _quantile(values, 0.5), "p99_ms": _quantile(values, 0.99)}
+            for kind, values in found.items()
+        }
+
+
+def _quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return round(1000 * ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)))], 2)
 
 
 @dataclass
@@ -79,14 +107,12 @@ class Replica:
         url = self.run.plan.url
         self.work, self.beat, self.poll = [await Connection.open(url) for _ in range(3)]
         body = _json(request_id=_id(), role="rollout", name=f"{self.run.plan.name}-{self.number}")
-        reply = json.loads(
-            checked(await self.work.request(_post("/v1/replicas", "rollout-token-of-the-load", body)))
-        )
+        reply = json.loads(await _posted(self.work, "/v1/replicas", ROLLOUT, body))
         self.id, self.incarnation = reply["replica_id"], reply["incarnation"]
         share = self.run.plan.share
         self.root = payload_file.directory(share, reply["job_id"]) if share else None
         self._take(reply["publication"])
-        self._push_head = head("POST", "/v1/samples", "rollout-token-of-the-load", None, CONTENT_TYPE)
+        self._push_head = head("POST", "/v1/samples", ROLLOUT, None, CONTENT_TYPE)
 
     def _take(self, publication: dict[str, Any]) -> None:
         self.version, self.publication = publication["version"], publication["id"]
@@ -95,7 +121,7 @@ class Replica:
         """Follow the newest weights."""
         while True:
             path = f"/v1/publications/latest?newer_than={self.publication}&wait_s={POLL_SECONDS}"
-            body = checked(await self.poll.request(head("GET", path, "rollout-token-of-the-load", 0)))
+            body = checked(await self.poll.request(head("GET", path, ROLLOUT, 0)))
             if body:
                 self._take(json.loads(body))
 
@@ -105,7 +131,7 @@ class Replica:
         while True:
             body = _json(incarnation=self.incarnation, leases=list(self.leases), version=self.version)
             began = perf_counter()
-            checked(await self.beat.request(_post(path, "rollout-token-of-the-load", body)))
+            await _posted(self.beat, path, ROLLOUT, body)
             self.run.latencies.add("heartbeat", perf_counter() - began)
             self.run.beats += 1
             await asyncio.sleep(BEAT_SECONDS)
@@ -136,7 +162,7 @@ class Replica:
             max_groups=1,
             wait_s=wait_s,
         )
-        reply = checked(await self.work.request(_post("/v1/leases", "rollout-token-of-the-load", body)))
+        reply = await _posted(self.work, "/v1/leases", ROLLOUT, body)
         if run.latencies.counting:
             status = STATUS.search(reply).group(1).decode()  # type: ignore[union-attr]
             run.statuses[status] = run.statuses.get(status, 0) + 1
@@ -179,9 +205,7 @@ class Policy:
         self.work, self.beat = await Connection.open(url), await Connection.open(url)
         name = f"{self.run.plan.name}-policy"
         request = _json(request_id=_id(), role="policy", name=name, resume_step=None)
-        reply = json.loads(
-            checked(await self.work.request(_post("/v1/replicas", "policy-token-of-the-load", request)))
-        )
+        reply = json.loads(await _posted(self.work, "/v1/replicas", POLICY, request))
         self.id, self.incarnation = reply["replica_id"], reply["incarnation"]
         self.epoch, self.step = reply["policy_epoch"], reply["committed_steps"]
         share = self.run.plan.share
@@ -199,16 +223,12 @@ class Policy:
 
     async def _publish(self, version: int) -> None:
         body = self._mine(version=version, uri=f"v{version}", manifest_hash="m", content_hash="c", n_bytes=1)
-        checked(await self.work.request(_post("/v1/publications", "policy-token-of-the-load", body)))
+        await _posted(self.work, "/v1/publications", POLICY, body)
 
     async def heartbeat(self) -> None:
         while True:
             body = _json(incarnation=self.incarnation)
-            checked(
-                await self.beat.request(
-                    _post(f"/v1/replicas/{self.id}/heartbeat", "policy-token-of-the-load", body)
-                )
-            )
+            await _posted(self.beat, f"/v1/replicas/{self.id}/heartbeat", POLICY, body)
             await asyncio.sleep(BEAT_SECONDS)
 
     async def loop(self) -> None:
@@ -217,7 +237,7 @@ class Policy:
         while True:
             path = f"/v1/steps/{self.step}/batch?policy_epoch={self.epoch}&samples=all&wait_s={POLL_SECONDS}"
             began = clock()
-            batch = checked(await self.work.request(head("GET", path, "policy-token-of-the-load", 0)))
+            batch = checked(await self.work.request(head("GET", path, POLICY, 0)))
             if not batch:
                 continue
             run.latencies.add("batch", clock() - began)
@@ -232,9 +252,7 @@ class Policy:
             began = clock()
             body = self._mine(metrics={"loss": 0.5, "grad_norm": 1.0})
             path = f"/v1/steps/{self.step}/commit"
-            reply = json.loads(
-                checked(await self.work.request(_post(path, "policy-token-of-the-load", body)))
-            )
+            reply = json.loads(await _posted(self.work, path, POLICY, body))
             run.latencies.add("commit", clock() - began)
             self.step += 1
             run.trained += groups
@@ -267,8 +285,9 @@ def _id() -> str:
     return secrets.token_hex(8)
 
 
-def _post(path: str, token: str, body: bytes) -> bytes:
-    return head("POST", path, token, len(body)) + body
+async def _posted(connection: Connection, path: str, token: str, body: bytes) -> bytes:
+    """The body of the answer. Raises `BadAnswerError`."""
+    return checked(await connection.request(head("POST", path, token, len(body)) + body))
 
 
 def _counters(run: Run, pid: int) -> dict[str, float]:
@@ -301,6 +320,47 @@ async def play(plan: Plan, pid: int) -> dict[str, Any]:
     work += [asyncio.create_task(actor.heartbeat()) for actor in actors]
     work += [asyncio.create_task(replica.watch()) for replica in replicas]
     return await measured(run, pid, work)
+
+
+async def play_naive(plan: Plan, pid: int) -> dict[str, Any]:
+    """Run a plan against the naive service: the same replicas and trainer, speaking the rival's JSON."""
+    run = Run(plan, Bundles(plan.n_samples, plan.tokens))
+    samples = json_group(plan.n_samples, plan.tokens, 0)
+    connections = [await Connection.open(plan.url) for _ in range(plan.replicas + 1)]
+    work = [asyncio.create_task(_naive_replica(run, connection, samples)) for connection in connections[1:]]
+    work.append(asyncio.create_task(_naive_trainer(run, connections[0])))
+    return await measured(run, pid, work)
+
+
+async def _naive_replica(run: Run, connection: Connection, samples: bytes) -> None:
+    clock = perf_counter
+    lease = json.dumps({"replica": "r", "version": 0}).encode()
+    while True:
+        began = clock()
+        (group,) = json.loads(await _posted(connection, "/leases", "", lease))["groups"]
+        run.latencies.add("lease", clock() - began)
+        began = clock()
+        front = b'{"group":"%s","samples":' % group["group"].encode()
+        size = len(front) + len(samples) + 1
+        checked(await connection.request(head("POST", "/groups", "", size), front, samples, b"}"))
+        run.latencies.add("push", clock() - began)
+        run.pushed += 1
+        run.bytes_in += size
+
+
+async def _naive_trainer(run: Run, connection: Connection) -> None:
+    clock, step = perf_counter, 0
+    while True:
+        began = clock()
+        batch = checked(await connection.request(head("GET", f"/steps/{step}/batch", "", 0)))
+        run.latencies.add("batch", clock() - began)
+        began = clock()
+        body = json.dumps({"step": step, "metrics": {"loss": 0.5}}).encode()
+        await _posted(connection, f"/steps/{step}/commit", "", body)
+        run.latencies.add("commit", clock() - began)
+        step += 1
+        run.trained += batch.count(b'"group":')
+        run.bytes_out += len(batch)
 
 
 async def measured(run: Run, pid: int, work: list[asyncio.Task[None]]) -> dict[str, Any]:
@@ -338,12 +398,12 @@ async def _window(run: Run, pid: int) -> dict[str, Any]:
     }
 
 
-def main(play: Callable[[Plan, int], Coroutine[Any, Any, dict[str, Any]]] = play) -> None:
+def main() -> None:
     """Play the plan that standard input holds, and write what was measured."""
     logging.basicConfig(level="WARNING")
     request = json.load(sys.stdin)
-    pid = request.pop("pid")
-    json.dump(uvloop.run(play(Plan(**request), pid)), sys.stdout)
+    pid, plan = request.pop("pid"), Plan(**request)
+    json.dump(uvloop.run((play_naive if plan.is_naive else play)(plan, pid)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -148,23 +148,16 @@ def running(service: Service) -> Iterator[Service]:
         service.kill()
 
 
-def generate(plan: Plan, service: Service, *, is_naive: bool = False) -> dict[str, Any]:
+def generate(plan: Plan, service: Service) -> dict[str, Any]:
     """Let the load generator, a process of its own, play a plan; gives what it measured."""
-    request = {**asdict(plan), "pid": service.process.pid}
-    limit = plan.warm_up + plan.seconds + START_SECONDS
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.controller.load.{'naive_load' if is_naive else 'generator'}"],
-        input=json.dumps(request).encode(),
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        timeout=limit,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+        [sys.executable, "-m", "benchmarks.controller.load.generator"], cwd=ROOT, stdout=subprocess.PIPE,
+        input=json.dumps({**asdict(plan), "pid": service.process.pid}).encode(), check=False,
+        timeout=plan.warm_up + plan.seconds + START_SECONDS, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     if done.returncode:
         sys.exit("the load generator failed")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return {**result, "rss_mb": round(service.memory_mb(), 1)}
+    return {**json.loads(done.stdout), "rss_mb": round(service.memory_mb(), 1)}
 
 
 def _free_port() -> int:

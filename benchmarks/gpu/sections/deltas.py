@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.weights.versions import Job, Replica, Tensors, Trainer
+from benchmarks.weights.sides import Replica, Tensors, Trainer
+from benchmarks.weights.versions import Job
 from weight_sync.hf_names import hub_tensors
 from weight_sync.stores import DirectoryStore
 

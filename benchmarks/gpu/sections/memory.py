@@ -7,32 +7,22 @@ to the peak stands what `--dry-run` says of the device and of the host.
 
 from __future__ import annotations
 
-import tempfile
-import traceback
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.sections.training import allocated_gb, config_of, samples
-from launcher.preflight import memory
-from launcher.preflight.models import find_model
-from policy_worker.model import attention
-from policy_worker.model.load import kept_activations
-from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import PolicyModel, spare_memory
+from benchmarks.gpu.steps import Steps, config_of, each
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trained.trainer import Trainer
-from schema.config import Config
 
 LENGTHS, TINY_LENGTHS = [512] * 16, [24] * 8
 """Of the sequences of a micro-batch."""
-ATTENTION = {"recompute_granularity": "selective"}
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "everything kept": (False, {}),
     "recomputed: layers": (True, {}),
-    "recomputed: attention": (True, ATTENTION),
+    "recomputed: attention": (True, {"recompute_granularity": "selective"}),
     "activation_offload": (False, {"activation_offload": True}),
     "optimizer_offload": (False, {"optimizer_offload": True}),
     "fsdp_offload": (False, {"fsdp_offload": True}),
@@ -44,64 +34,28 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def run(bench: Bench) -> None:
-    group, first = Group(RankEnvironment()), (torch.zeros(0), 0.0)
+    group = Group(RankEnvironment())
     try:
-        for case, (recompute, keys) in CASES.items():
-            try:
-                found = measure(bench, group, case, config(recompute, keys, bench))
-            except Exception as error:  # of memory: the other cases are worth having
-                traceback.print_exc()
-                bench.row(case, "failed", why=f"{type(error).__name__}: {error}"[:500])
-                found = None
-            bench.free()
-            if found is None or case == next(iter(CASES)):
-                first = found or first
-                continue
-            error = float((found[0] - first[0]).abs().max())
-            norms = abs(found[1] / first[1] - 1)
-            exact = "fsdp_offload" not in keys  # whose norm the host computes
-            right = error == 0.0 and norms <= (0.0 if exact else 1e-5)
-            bench.check(f"{case}: the same numbers", right, largest_error=error, of_norm=norms)
+        makers = ((case, partial(steps_of, bench, group, *keys)) for case, keys in CASES.items())
+        each(bench, makers, same, Steps.estimated)
     finally:
         group.close()
 
 
-def config(recompute: bool, keys: dict[str, Any], bench: Bench) -> Config:
-    data = config_of(recompute=recompute, tokens=sum(TINY_LENGTHS if bench.tiny else LENGTHS)).to_dict()
-    return Config.model_validate({**data, "train": {**data["train"], **keys, "train_batch_per_replica": 2}})
-
-
-def measure(bench: Bench, group: Group, case: str, made: Config) -> tuple[torch.Tensor, float]:
-    """Report a case; its log-probs, and the norm of its gradients."""
-    lm = bench.language_model()
-    lm.set_attn_implementation(attention.NAME)
-    model = PolicyModel(lm.train())
-    spare_memory(model, **kept_activations(made.policy, made.train))
-    trainer = Trainer(model, made, group, Schedule(1000))
-    trainer.optimizer.set_peak_lrs((0.0,))
+def steps_of(bench: Bench, group: Group, recompute: bool, keys: dict[str, Any]) -> Steps:
     lengths = TINY_LENGTHS if bench.tiny else LENGTHS
-    batch_of, rows = samples(lengths * 2, bench.shape["vocab_size"]), range(len(lengths))
-    learned = sum(sample.learned_tokens for sample in batch_of.values())
-    batches = [[*rows], [row + len(lengths) for row in rows]]
-    seen: list[torch.Tensor] = []
-    norms: list[float] = []
+    tokens = sum(lengths)
+    batch = {"type": "sft", "max_token_len_per_mini_batch": tokens}
+    train = {"master_dtype": "float32", "train_batch_per_replica": 2, "train_policy": batch, **keys}
+    policy = {"model_max_length": tokens, "model_gradient_checkpointing": recompute}
+    made = Steps(bench, group, config_of(train, policy), lengths, micro_batches=2)
+    made.trainer.optimizer.set_peak_lrs((0.0,))
+    return made
 
-    def step() -> None:
-        for batch in trainer.micro_batches(batch_of, batches):
-            found = trainer.forward(batch).logprobs
-            if len(seen) < len(batches):
-                seen.append(found.detach().cpu())
-            trainer.backward(-found.sum() / learned)
-        norms.append(trainer.step(0))
 
-    seconds = bench.seconds(step)
-    figures = {"tokens_s": 2 * sum(lengths) / seconds, "step_ms": seconds * 1e3}
-    if bench.on_gpu:
-        figures["peak_gb"] = bench.peak_gb(step) + allocated_gb(bench)
-    with tempfile.TemporaryDirectory() as folder:
-        lm.config.save_pretrained(folder)
-        parts = memory.trainer(made, find_model(folder, None, {}), 1, 1)
-    host = sum(part.bytes for part in parts if part.device) / 1e9
-    device = sum(part.bytes for part in parts) / 1e9 - host
-    bench.row(case, **figures, estimate_gb=device, host_estimate_gb=host)
-    return torch.cat(seen), norms[-1]
+def same(case: str, first: Steps, steps: Steps) -> None:
+    error = float((torch.cat(steps.logprobs) - torch.cat(first.logprobs)).abs().max())
+    norms = abs(steps.norms[-1] / first.norms[-1] - 1)
+    exact = not steps.config.train.fsdp_offload  # whose norm the host computes
+    right = error == 0.0 and norms <= (0.0 if exact else 1e-5)
+    steps.bench.check(f"{case}: the same numbers", right, largest_error=error, of_norm=norms)

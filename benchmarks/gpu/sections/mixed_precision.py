@@ -6,18 +6,16 @@ casts and copies without a collective, so those that training and publishing use
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.sections.training import samples
-from policy_worker.model.lr_schedule import Schedule
-from policy_worker.model.model import PolicyModel, prepare_model
+from benchmarks.gpu.steps import Steps, config_of
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
-from policy_worker.trained.trainer import Trainer
-from schema.config import Config
 
 STEPS = 8
 SMALL = {
@@ -45,37 +43,13 @@ def run(bench: Bench) -> None:
 
 
 def train(bench: Bench, group: Group, param_dtype: str) -> list[float]:
-    """The loss of each step."""
-    lm = bench.language_model(**(SMALL if not bench.tiny else {})).cpu()
-    train = {
-        "param_dtype": param_dtype,
-        "optm_lr": 1e-3,
-        "optm_impl": "fused",
-        "sequence_packing": True,
-        "compile": False,
-    }
-    config = Config.model_validate({"train": {**train, "train_policy": {"type": "sft"}}})
-    model = prepare_model(PolicyModel(lm), packed=True, recompute=True)
-    trainer = Trainer(model, config, group, Schedule(1000))
-    batch_of = samples([64, 48, 80], bench.shape["vocab_size"] if bench.tiny else SMALL["vocab_size"])
-    learned = sum(sample.learned_tokens for sample in batch_of.values())
-    losses: list[float] = []
-
-    def step() -> None:
-        total = torch.zeros((), device=bench.device)
-        for batch in trainer.micro_batches(batch_of, [[0, 1], [2]]):  # accumulated over two micro-batches
-            loss = -trainer.forward(batch).logprobs.sum() / learned
-            trainer.backward(loss)
-            total += loss.detach()
-        trainer.step(0)
-        losses.append(float(total))
-
-    seconds = [bench.wall(step) for _ in range(STEPS)]
-    bench.row(
-        f"a step, {param_dtype}" + ", FSDP2" * isinstance(trainer.model, FSDPModule),
-        step_ms=sorted(seconds)[STEPS // 2] * 1e3,
-    )
-    return losses
+    """The loss of each step, accumulated over two micro-batches."""
+    config = config_of({"param_dtype": param_dtype, "optm_lr": 1e-3}, {"model_gradient_checkpointing": True})
+    steps = Steps(bench, group, config, [64, 48], micro_batches=2, **({} if bench.tiny else SMALL))
+    seconds = [bench.wall(steps) for _ in range(STEPS)]
+    wrapped = ", FSDP2" * isinstance(steps.trainer.model, FSDPModule)
+    bench.row(f"a step, {param_dtype}{wrapped}", step_ms=statistics.median(seconds) * 1e3)
+    return [float(loss) for loss in steps.losses]
 
 
 def collectives(bench: Bench) -> None:

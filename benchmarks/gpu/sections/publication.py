@@ -10,22 +10,19 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.weights.versions import link_of
+from benchmarks.weights.sides import Versions
 from policy_worker.weights.release import MOST_THREADS
-from schema.wire.weights import Link, TensorEntry
 from weight_sync import HubNames
 from weight_sync.publishing.gather import Gathering
 from weight_sync.publishing.pinned_copy import PinnedCopy
-from weight_sync.publishing.writer import Part, assemble, finish, write_delta, write_full
-from weight_sync.stores import DirectoryStore, Stage, Store, version_name
+from weight_sync.publishing.writer import write_delta, write_full
+from weight_sync.stores import DirectoryStore
 
 LR, WARM_UP, ROUNDS = 1e-6, 12, 5
 
@@ -51,10 +48,10 @@ def run(bench: Bench) -> None:
     usual = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
     place = bench.in_memory(8)
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        versions = Versions(DirectoryStore(Path(folder)))
+        store, versions = DirectoryStore(Path(folder)), Versions()
         pause = bench.wall(take)
         full = sum(tensor.nbytes for tensor in copy.taken.values()) / 1e9
-        seconds, _ = versions.publish(lambda stage: write_full(stage, copy.taken.items()))
+        _, _, seconds = versions.publish(store, lambda stage: write_full(stage, copy.taken.items()))
         copy.announce()
         bench.row(
             "first version, full", pause_ms=pause * 1e3, write_s=seconds, gb=full, in_memory=bool(place)
@@ -64,7 +61,9 @@ def run(bench: Bench) -> None:
             train()
             pause = bench.wall(take)
             with ThreadPoolExecutor(threads) as pool:
-                seconds, part = versions.publish(lambda stage: write_delta(stage, copy.pairs(), pool=pool))
+                _, part, seconds = versions.publish(
+                    store, lambda stage: write_delta(stage, copy.pairs(), pool=pool)
+                )
             copy.announce()
             return {
                 "pause_ms": pause * 1e3,
@@ -80,26 +79,3 @@ def run(bench: Bench) -> None:
         bench.row("delta, median", **{key: statistics.median(one[key] for one in found) for key in found[0]})
     remains = bench.seconds(lambda: list(Gathering(HubNames(lm), 0, 1).tensors(torch.bfloat16)))
     bench.row("cast on the device alone", on_device_ms=remains * 1e3)
-
-
-class Versions:
-    """Versions one after the other in a store, each the base of the next."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self._number = store, 0
-        self._table: dict[str, TensorEntry] = {}
-        self._links: list[Link] = []
-
-    def publish(self, write: Callable[[Stage], Part]) -> tuple[float, Part]:
-        """Write, describe and commit one; the seconds that took, and what was written."""
-        began, target = time.perf_counter(), version_name(0, self._number, "")
-        with self._store.stage(target) as stage:
-            part = write(stage)
-            base = self._table if self._table else None
-            manifest = assemble([part], version=self._number, timeline=0, base=base, chain=self._links[-1:])
-            published = finish(stage, target, manifest)
-            seconds = time.perf_counter() - began
-        self._table |= manifest.tensors
-        self._links.append(link_of(self._number, published))
-        self._number += 1
-        return seconds, part

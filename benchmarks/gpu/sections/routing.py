@@ -14,29 +14,19 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.engine.snapshot import Snapshot
 from benchmarks.gpu.bench import Bench
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Generation, GenerationRequest
 from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.groups.leasing import training_settings
 from schema.config import Config
-from weight_sync import hub_tensors
 
 CASE = "chosen experts"
 PROMPTS, ANSWERS, LENGTH = 8, 4, 160
 LEAST = 0.98
 """Share of the chosen experts that must be the same: where two are almost as likely, either may be chosen."""
 PAUSE_S = 0.002
-
-
-class Weights:
-    """Those that a model has."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor.cpu()) for name, tensor in hub_tensors(self._model)]
 
 
 def config_of(path: Path, backend: str) -> Config:
@@ -61,11 +51,11 @@ async def _generate(config: Config, model: Any, requests: list[GenerationRequest
     engine, found = create_engine(config, None, frozenset()), []
     await engine.start()
     try:
-        await engine.load_weights(Weights(model), 0)
+        await engine.load_weights(Snapshot.of(model), 0)
         engine.submit(requests)
         while engine.stats().tokens < len(requests):  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_S)
-        await engine.load_weights(Weights(model), 1)
+        await engine.load_weights(Snapshot.of(model), 1)
         while len(found) < PROMPTS * ANSWERS:
             found += await engine.collect()
     finally:

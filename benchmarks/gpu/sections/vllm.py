@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, reinforce
 from benchmarks.gpu.sections import routing
-from benchmarks.jobs import make_model, reinforce, speed_of
+from benchmarks.jobs import make_model, speed_of
 
 SMALL = ("rollout.max_response_length=12", "train.train_batch_per_replica=16", "rollout.max_num_seqs=16")
 COLLECTIVE = "collective"

@@ -2,7 +2,7 @@
 
 Admission.  A wave of new samples costs one forward for their prompts, so waves are worth collecting: unless all
 that waits fits at once, none begins before REFILL of the slots are free. With short answers this is within a
-tenth of static batches, with a long tail up to 1.4 times as fast (benchmarks/engine/admission.py).
+tenth of static batches, with a long tail 1.25 times as fast (benchmarks/engine/admission.py).
 
 Update.  New weights invalidate the cache. Either the running samples end first (none is admitted meanwhile), or
 their cache is computed again. Rule: wait exactly while ending them takes at most PATIENCE times as long as
