@@ -25,7 +25,6 @@ from policy_worker.errors import (
     UnlikeError,
 )
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
@@ -34,6 +33,7 @@ from policy_worker.replicas.rendezvous import meet
 from policy_worker.replicas.round import Peers
 from policy_worker.session import Caller, LeaveRequestedError, Session
 from policy_worker.trained.critic import Critic
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.prefetch import Frames
 from policy_worker.training.batches.recording import BatchRecorder

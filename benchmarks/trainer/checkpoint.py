@@ -28,10 +28,10 @@ from policy_worker.background import Background
 from policy_worker.checkpoints.state import state_to_save
 from policy_worker.checkpoints.storage import Staging
 from policy_worker.checkpoints.write import Draft, write
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 

@@ -33,10 +33,10 @@ from policy_worker.checkpoints.state import (
 )
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import Backbone
 from policy_worker.parallel.group import Group
 from policy_worker.trained.frozen import EarlierPolicy
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import TrainedModel
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config

@@ -1,1 +1,1 @@
-"""The model: loading, log-probabilities, micro-batches, optimizer and its schedule."""
+"""The model: loading, log-probabilities, micro-batches."""

@@ -6,4 +6,5 @@ critic     the value model
 frozen     the policy as it was, as a reference model
 ema        a moving average of the weights
 place      where a model is computed
+optim, lr_schedule      the optimizers of a model, and their learning rate
 """

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.model.model import ValueModel
 from policy_worker.model.stages import Entry
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import TrainedModel
 from policy_worker.trained.place import arranged
 from schema.config import Config

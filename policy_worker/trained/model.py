@@ -23,10 +23,8 @@ from torch import Tensor
 
 from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More
-from policy_worker.model.optim import Optimizer
 from policy_worker.model.routing import Replay
 from policy_worker.model.stages import Entry
 from policy_worker.parallel.distribute import distribute
@@ -37,6 +35,8 @@ from policy_worker.parallel.parts import finish_gradients
 from policy_worker.parallel.pipeline import Pipeline, copies_in
 from policy_worker.parallel.pipeline_schedule import Pipe
 from policy_worker.ranges import span
+from policy_worker.trained.lr_schedule import Schedule
+from policy_worker.trained.optim import Optimizer
 from policy_worker.trained.place import ModelMesh, numbers_of
 from schema.config import CriticConfig, TrainingConfig
 from schema.config.sections.policy import ParallelismConfig

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from policy_worker.errors import SettingsError
 from policy_worker.model.drawn import Reshaping
 from policy_worker.model.logprobs import Head, TokenOutputs
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import Columns, MicroBatch, Segment, TrainSample
 from policy_worker.model.model import Backbone, More, PolicyModel
 from policy_worker.model.stages import Entry
@@ -37,6 +36,7 @@ from policy_worker.ranges import span
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.ema import Ema
 from policy_worker.trained.frozen import EarlierPolicy
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import MoreOf, TrainedModel
 from policy_worker.trained.place import NUMBERS, ModelMesh, arranged, beside, check_experts
 from schema.config import Config

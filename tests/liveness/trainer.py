@@ -34,7 +34,6 @@ from policy_worker.errors import SettingsError
 from policy_worker.memory import offload
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import Backbone
 from policy_worker.model.stages import cut
@@ -50,6 +49,7 @@ from policy_worker.replicas.exchange import Exchange, Round
 from policy_worker.replicas.round import Peers
 from policy_worker.session import Session
 from policy_worker.trained.critic import Critic
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import TrainedModel
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import Batching, micro_batches, plan_step

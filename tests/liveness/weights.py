@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from controller.client import calls as api
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.process import Environment, ShutdownRequest
 from policy_worker.session import Session
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.publisher import Publisher

@@ -24,13 +24,13 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from policy_worker.model import lora
 from policy_worker.model.load import load_critic, load_model, load_reference
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.critic import Critic
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from schema.config.layout import reference_is_within

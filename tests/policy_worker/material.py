@@ -22,11 +22,11 @@ from transformers import (
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.source_files import source_files
 from policy_worker.model import lora
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
 from policy_worker.model.trainable import freeze
 from policy_worker.parallel.group import Group
 from policy_worker.trained.critic import Critic
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.loop import Algorithm
 from schema.config import Config

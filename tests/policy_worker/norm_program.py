@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from policy_worker.model.optim import Optimizer, OptimizerSettings
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment
+from policy_worker.trained.optim import Optimizer, OptimizerSettings
 
 CLIP = 0.5
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.fsdp import whole
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import make_config, tiny_model

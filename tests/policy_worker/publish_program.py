@@ -32,11 +32,11 @@ from safetensors.torch import save_file
 
 from controller.client import Client
 from controller.client import calls as api
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import DTYPES
 from policy_worker.parallel.group import Group
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.session import Session
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.weights import release as publish_release
 from policy_worker.weights.publisher import Publisher

@@ -29,9 +29,9 @@ from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment, ShutdownRequest
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire import messages as m

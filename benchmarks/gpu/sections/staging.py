@@ -13,10 +13,10 @@ import torch
 from benchmarks.gpu.bench import Bench
 from policy_worker.checkpoints.state import load_model_state, model_state, state_to_save
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.harness import ROOT
 
 FOLDERS = ("tests/policy_worker", "tests/weight_sync", "tests/rollout_worker/engines")
-TINY = ("tests/weight_sync/test_lora.py", "tests/policy_worker/model/test_lr_schedule.py")
+TINY = ("tests/weight_sync/test_lora.py", "tests/policy_worker/trained/test_lr_schedule.py")
 WORKERS = 8
 NAMED = 12
 HANGS = 40

@@ -20,7 +20,7 @@ from policy_worker.checkpoints.load import (
 from policy_worker.checkpoints.retention import best, expired, scored
 from policy_worker.checkpoints.save import Rhythm
 from policy_worker.errors import CheckpointError
-from policy_worker.model.lr_schedule import Schedule
+from policy_worker.trained.lr_schedule import Schedule
 from tests.policy_worker.checkpoint_material import manifest
 
 

@@ -40,8 +40,8 @@ from policy_worker.checkpoints.state import (
 )
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
 from schema.wire.messages import LedgerSnapshot

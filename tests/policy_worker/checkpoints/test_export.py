@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from policy_worker.checkpoints.export import write_shards
 from policy_worker.model.load import load_model
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from tests.policy_worker.material import export_whole, make_config, tiny_lm

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from policy_worker.memory import offload
 from policy_worker.memory.offload import Gradients, in_parts
-from policy_worker.model.optim import _laid_out_as
 from policy_worker.parallel.group import Group
+from policy_worker.trained.optim import _laid_out_as
 from tests.policy_worker.parallel.test_ranks import assert_equal, run_here
 from tests.support.devices import DEVICE
 

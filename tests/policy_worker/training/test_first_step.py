@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.lr_schedule import Schedule
 from policy_worker.parallel.group import Group
+from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.sft import HeldOut, RowOrder, Sft

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from policy_worker.model.lr_schedule import DecayType, Schedule
+from policy_worker.trained.lr_schedule import DecayType, Schedule
 from tests.policy_worker.material import make_config
 
 

@@ -1,6 +1,6 @@
 """A step of torchao's AdamW in 8 bits, and what is kept of it.
 
-`python -m tests.policy_worker.model.eight_bit_program`, with torchao on the path.
+`python -m tests.policy_worker.trained.eight_bit_program`, with torchao on the path.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from policy_worker.model.optim import Optimizer, OptimizerSettings
+from policy_worker.trained.optim import Optimizer, OptimizerSettings
 
 
 def main() -> None:

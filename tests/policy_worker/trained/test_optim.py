@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from policy_worker.errors import NonFiniteGradientError, SettingsError
-from policy_worker.model.optim import Optimizer, OptimizerSettings
+from policy_worker.trained.optim import Optimizer, OptimizerSettings
 from tests.policy_worker.material import make_config, tiny_model
 from tests.support.devices import DEVICE
 
@@ -222,7 +222,7 @@ def test_eight_bit_moments_are_tensors_of_rows():
     """In a process of its own, which finds torchao where `make setup-8bit` puts it."""
     root = Path(__file__).parents[3]
     path = os.pathsep.join([str(root), str(Path(sys.prefix) / "8bit")])
-    command = [sys.executable, "-m", "tests.policy_worker.model.eight_bit_program"]
+    command = [sys.executable, "-m", "tests.policy_worker.trained.eight_bit_program"]
     ended = subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
