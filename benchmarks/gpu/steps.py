@@ -18,7 +18,8 @@ from launcher.preflight.models import find_model
 from policy_worker.model import attention
 from policy_worker.model.load import kept_activations
 from policy_worker.model.micro_batch import Segment, TrainSample
-from policy_worker.model.model import PolicyModel, spare_memory
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import spare_memory
 from policy_worker.parallel.group import Group
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer

@@ -21,7 +21,8 @@ from transformers import AutoModel
 from benchmarks.harness import in_turns, options, ratio, report, timed
 from benchmarks.trainer.material import ANSWER, PROMPT, config_of, language_model, samples, step_of
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
+from policy_worker.model.model import PolicyModel, ValueModel
+from policy_worker.model.prepare import prepare_model
 from policy_worker.parallel.group import Group, RankEnvironment
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule

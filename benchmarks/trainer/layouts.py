@@ -17,7 +17,8 @@ import torch
 from benchmarks.harness import in_turns, options, ratio, report, timed
 from benchmarks.trainer.material import GROUP, VOCABULARY, language_model
 from policy_worker.model.micro_batch import Layout, Segment, TrainSample, collate
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 
 WIDE = {"intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {"0.3M": ({}, 2), "5M": ({}, 1), "20M": (WIDE, 1)}

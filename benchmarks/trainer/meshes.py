@@ -17,7 +17,8 @@ import time
 
 from benchmarks.harness import in_turns, on_ranks, options, report, timed
 from benchmarks.trainer.material import ANSWER, PROMPT, config_of, language_model, samples, step_of
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import RankEnvironment

@@ -25,7 +25,8 @@ import torch
 from benchmarks.harness import ROOT, in_turns, medians, options, ratio, report, timed
 from benchmarks.trainer.material import ANSWER, GROUP, PROMPT, config_of, language_model, samples, step_of
 from benchmarks.trl.venv import trl_python
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
 from schema.wire.sample import Sample

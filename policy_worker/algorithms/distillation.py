@@ -20,7 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from policy_worker.algorithms.losses import LOG_RATIO_BOUND, kl_penalty
+from policy_worker.algorithms.losses import LOG_RATIO_BOUND
+from policy_worker.algorithms.objective import kl_penalty
 
 LEAST_REST = 1e-10
 """Of the probability outside of the teacher's likeliest tokens: below, it is rounding."""

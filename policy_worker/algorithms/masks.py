@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from policy_worker.algorithms.advantages import mean_of
+from policy_worker.algorithms.estimators import mean_of
 from policy_worker.algorithms.losses import LOG_RATIO_BOUND
 from schema.config import GrpoConfig
 from schema.wire.batch import StepTable

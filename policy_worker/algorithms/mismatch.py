@@ -15,7 +15,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from policy_worker.algorithms.losses import LOG_RATIO_BOUND, k3, masked_max, masked_sum
+from policy_worker.algorithms.losses import LOG_RATIO_BOUND, masked_max, masked_sum
+from policy_worker.algorithms.objective import k3
 
 CAUSES = ("engine", "stale", "unreplayed")
 

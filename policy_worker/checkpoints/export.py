@@ -30,7 +30,7 @@ from policy_worker.checkpoints.source_files import Files, source_files
 from policy_worker.errors import ExportError, SettingsError
 from policy_worker.model import lora
 from policy_worker.model.model import DTYPES, PolicyModel
-from policy_worker.model.stages import names_of_all
+from policy_worker.parallel.pipeline_stages import names_of_all
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from schema.config.modules import CANNOT_LOAD

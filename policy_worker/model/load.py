@@ -29,9 +29,9 @@ from transformers import (
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention, lora
-from policy_worker.model.model import DTYPES, AnyModel, Lead, PolicyModel, ValueModel, alone, prepare_model
+from policy_worker.model.model import DTYPES, AnyModel, PolicyModel, ValueModel
+from policy_worker.model.prepare import Lead, alone, prepare_model, replay_in
 from policy_worker.model.pretrained import Weights, skeleton, weight_files
-from policy_worker.model.routing import replay_in
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
 from schema.config.layout import mesh_of

@@ -32,75 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policy_worker.model.drawn import Drawn, places_of
+from policy_worker.model.head import Head, logits_into, new_like
 
 CHUNK_ELEMENTS = 2**25
 """Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
 BLOCK_ELEMENTS = 2**18
 """Logits that a CPU turns into probabilities at once: with what is made of them they fit its second-level cache."""
 LEAST = -1e30
-
-
-class VocabularyShard(NamedTuple):
-    """Which ids the rows of an output matrix are of, on this rank of a group: those from `first` on.
-
-    Ranks have rows in their order, at least one each; how many may differ.
-    """
-
-    group: dist.ProcessGroup
-    first: int
-
-
-class Head(NamedTuple):
-    """How a model makes logits of hidden states: weight [V, D], bias [V], factor s and cap c of the formula above.
-
-    vocabulary: where weight and bias have the rows of some ids only. Whatever is computed of hidden states, which are
-    the same on all ranks of its group, is over all ids then, and the same on all ranks.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    vocabulary: VocabularyShard | None = None
-
-    def to(self, device: torch.device | str) -> Head:
-        """The same on another device, which the group has to serve."""
-        bias = None if self.bias is None else self.bias.to(device)
-        return self._replace(weight=self.weight.to(device), bias=bias)
-
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [K, D]: [K, V] for the rows that it has, as the model computes them, without gradient."""
-        return _logits(hidden, self, 1.0, _new(hidden, len(hidden), len(self.weight)))
-
-    @property
-    def first(self) -> int:
-        """The id of its first row."""
-        return 0 if self.vocabulary is None else self.vocabulary.first
-
-    @property
-    def ranks(self) -> int:
-        """Over how many its rows are spread."""
-        return 1 if self.vocabulary is None else dist.get_world_size(self.vocabulary.group)
-
-    def on_rows_of(self, other: Head) -> Head:
-        """This head, over the rows of the other one.
-
-        Raises:
-            ValueError: it has other ones, of a vocabulary that is spread in another way.
-        """
-        first, rows = other.first, len(other.weight)
-        if self.vocabulary is None and other.vocabulary is not None:
-            bias = None if self.bias is None else self.bias[first : first + rows]
-            return self._replace(
-                weight=self.weight[first : first + rows], bias=bias, vocabulary=other.vocabulary
-            )
-        if (self.first, len(self.weight)) != (first, rows):
-            raise ValueError(
-                f"rows {self.first} to {self.first + len(self.weight) - 1} of one vocabulary next to rows {first} to "
-                f"{first + rows - 1} of another: spread both over the same ranks"
-            )
-        return self
 
 
 class TokenOutputs(NamedTuple):
@@ -189,8 +127,8 @@ def top_tokens(
 ) -> TopTokens:
     """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
     how = _How(temperature, _chunks(len(hidden), chunk_elements, head))
-    statistics = _new(hidden, 3, len(hidden))
-    values = _new(hidden, len(hidden), k).fill_(LEAST)
+    statistics = new_like(hidden, 3, len(hidden))
+    values = new_like(hidden, len(hidden), k).fill_(LEAST)
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
     buffer = how.buffer(hidden, head)
     for part in how.parts:
@@ -214,7 +152,9 @@ class _How(NamedTuple):
 
     def buffer(self, hidden: Tensor, head: Head) -> Tensor:
         """Room for z of a chunk."""
-        return _new(hidden, max((part.stop - part.start for part in self.parts), default=0), len(head.weight))
+        return new_like(
+            hidden, max((part.stop - part.start for part in self.parts), default=0), len(head.weight)
+        )
 
 
 def _outputs(
@@ -248,7 +188,7 @@ class _Outputs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         other = how.other
         n = 3 if other is None else 6
-        numbers, (places, here) = _new(hidden, n + ids.shape[1], len(hidden)), _places(ids, head)
+        numbers, (places, here) = new_like(hidden, n + ids.shape[1], len(hidden)), _places(ids, head)
         buffer, slope, z_other = how.buffer(hidden, head), None, None
         buffer_other = None if other is None else torch.empty_like(buffer)
         for part in how.parts:
@@ -355,7 +295,7 @@ class _HeadGradients:
     def __init__(self, hidden: Tensor, head: Head, wanted: Sequence[bool]) -> None:
         self._hidden, self._head = hidden, head
         self._of_hidden, self._of_weight, self._of_bias = (
-            _new(tensor, *tensor.shape).zero_() if tensor is not None and wanted[i] else None
+            new_like(tensor, *tensor.shape).zero_() if tensor is not None and wanted[i] else None
             for i, tensor in enumerate((hidden, head.weight, head.bias))
         )
 
@@ -381,11 +321,6 @@ class _HeadGradients:
             (self._of_bias, self._head.bias),
         )
         return (None if total is None or of is None else total.to(of.dtype) for total, of in pairs)
-
-
-def _new(like: Tensor, *shape: int) -> Tensor:
-    """Of that shape, on the device of `like`; float64 if that is, else float32."""
-    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _chunks(tokens: int, elements: int, head: Head) -> Sequence[slice]:
@@ -465,7 +400,7 @@ def _scores(
     With `slopes` also the derivative of z by s (h Wᵀ + b) / T, [chunk, V], where it is not 1 everywhere.
     """
     temperature = how.temperature if how.drawn is None else 1.0
-    z, slope = _logits(hidden, head, temperature, buffer[: len(hidden)]), None
+    z, slope = logits_into(hidden, head, temperature, buffer[: len(hidden)]), None
     if slopes and head.softcap is not None:  # 1 − tanh²
         slope = 1 - (z * (temperature / head.softcap)).square_()
     if how.drawn is not None:
@@ -474,21 +409,3 @@ def _scores(
         if bend is not None:
             slope = bend if slope is None else slope.mul_(bend)
     return z, slope
-
-
-def _logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) -> Tensor:
-    """z of the module's docstring, [chunk, V], float32 or float64: what is sampled from, before any filter."""
-    weight, bias, scale, softcap = head[:4]
-    factor = scale / (temperature if softcap is None else softcap)
-    if hidden.dtype == out.dtype:
-        torch.addmm(
-            out if bias is None else bias,
-            hidden,
-            weight.T,
-            beta=float(bias is not None) * factor,
-            alpha=factor,
-            out=out,
-        )
-    else:
-        out.copy_(torch.nn.functional.linear(hidden, weight, bias)).mul_(factor)
-    return out if softcap is None else out.tanh_().mul_(softcap / temperature)

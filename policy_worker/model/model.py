@@ -4,9 +4,8 @@ critic, its like with one number for each position in the place of logits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
-from policy_worker.memory import activations
-from policy_worker.model import attention, probe, sequence
+from policy_worker.model import attention, sequence
 from policy_worker.model.attention import Block, Blocks, Context, Outputs
-from policy_worker.model.logprobs import Beside, Head, TokenOutputs, VocabularyShard, token_logprobs
+from policy_worker.model.head import Head, VocabularyShard
+from policy_worker.model.logprobs import Beside, TokenOutputs, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch, Routing
 from policy_worker.model.pretrained import Weights
-
-if TYPE_CHECKING:
-    from policy_worker.model.routing import Replay
-    from policy_worker.model.stages import Entry, Stages
+from policy_worker.model.routing import Replay
+from policy_worker.model.stages import Entry, Stages
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Largest difference of two ways to the same logits: far above rounding, far below a softcap or a leak."""
 
 
 FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -273,228 +268,3 @@ def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 AnyModel = TypeVar("AnyModel", bound=Backbone)
-Found = TypeVar("Found")
-
-
-Lead = Callable[[Callable[[], Any]], Any]
-"""One rank decides for all (`Group.lead`)."""
-
-
-def alone(decide: Callable[[], Any]) -> Any:
-    """The `Lead` of a single process."""
-    return decide()
-
-
-def prepare_model(
-    model: AnyModel,
-    *,
-    packed: bool,
-    recompute: bool,
-    parts: Sequence[str] = (),
-    on_host: bool = False,
-    pieces: int = 1,
-    parted: bool = False,
-    lead: Lead = alone,
-) -> AnyModel:
-    """Prove that the shortcuts of this trainer are right for this architecture, and switch it to training.
-
-    A model that has no weights yet is proved by a small one of its architecture (see `probe`).
-
-    recompute: whether its layers, or these parts of them alone ("attention", "experts"), are computed again in
-    backward. on_host: whether what a layer keeps for its backward is in host memory.
-    pieces: into how many its rows are cut (context parallelism). parted: whether ranks that share its layers have a
-    part of the positions each between them (sequence parallelism).
-
-    Raises:
-        SettingsError: they are not, or the model does not have these parts.
-    """
-    lm = model.lm
-    if lead(lambda: _prove(model, packed, pieces, parted)):
-        lm.set_attn_implementation(attention.NAME)
-    spare_memory(model, recompute, parts, on_host)
-    lm.train()
-    return model
-
-
-def spare_memory(model: Backbone, recompute: bool, parts: Sequence[str] = (), on_host: bool = False) -> None:
-    """Let the model keep less for its backward, or elsewhere. Arguments and errors are those of `prepare_model`."""
-    if recompute and not parts:
-        model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    for part in parts if recompute else ():
-        modules = model.attentions() if part == "attention" else model.expert_blocks()
-        if not modules:
-            raise SettingsError(
-                f"{type(model.lm).__name__} names no {part} that could be recomputed alone: write "
-                f'recompute_granularity = "full" and recompute_moe_layers = false'
-            )
-        for module in modules:
-            activations.recompute(module)
-    for layer in model.decoder_layers() if on_host else ():
-        activations.keep_on_host(layer)
-
-
-def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> bool:
-    """Whether its attention takes blocks. Raises `SettingsError` as `prepare_model`."""
-    if model.weights is None:
-        return _prove_on(model, packed, pieces, parted)
-    return on_copy(model, lambda copy: _prove_on(copy, packed, pieces, parted, random=True))
-
-
-def on_copy(model: AnyModel, find: Callable[[AnyModel], Found], layers: int = 1) -> Found:
-    """What is found of a small random copy of a model that has no weights yet (see `probe`); of a larger one where
-    this fails in another way than by a `SettingsError`. layers: of the copy at least, of those that there are."""
-    named = model._named_layers()
-    for shrink in (probe.small, probe.few_layers, probe.as_it_is)[0 if named else -1 :]:
-        try:
-            return find(type(model)(probe.random_copy(model.lm, named, shrink, layers)))
-        except SettingsError:
-            raise
-        except Exception as error:  # whatever an architecture makes of sizes that it was not made for
-            if shrink is probe.as_it_is:
-                raise
-            log.info("no copy of %s by %s: %s", type(model.lm).__name__, shrink.__name__, error)
-    raise AssertionError
-
-
-@torch.no_grad()
-def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, random: bool = False) -> bool:
-    lm = model.lm.eval()
-    refused = _use_blocks(model)
-    if refused:
-        log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, refused)
-    if parted:
-        _check_parts(model, refused)
-    if pieces > 1:
-        _check_pieces(model, pieces, refused)
-    elif packed and refused:
-        _check_packing(model)
-    if isinstance(model, PolicyModel):
-        if random:  # at last, since with a tied head embeddings become larger too
-            ids, positions = _probe(model, 8)
-            logits = lm(ids, position_ids=positions, use_cache=False).logits
-            probe.enlarge_logits(lm.get_output_embeddings(), logits)
-        _check_head(model)
-    return model.takes_blocks
-
-
-@torch.no_grad()
-def _check_head(model: PolicyModel) -> None:
-    """What an architecture does to its logits beyond `Head`, this trainer would not do."""
-    ids, positions = _probe(model, 8)
-    expected = model.lm(input_ids=ids, position_ids=positions, use_cache=False).logits
-    found = model._head().logits(model._hidden(ids, positions)[0])
-    _compare(model, found, expected[0], "logits of this architecture are not those of a linear output head")
-
-
-@torch.no_grad()
-def _use_blocks(model: Backbone) -> str:
-    """Let the model's attention take blocks, if it then computes the same; else why it does not."""
-    lm, usual = model.lm, model.lm.config._attn_implementation
-    ids, positions = _probe(model, 8)
-    try:
-        if usual not in (attention.NAME, attention.USUAL):
-            raise ValueError(f"its attention is {usual}")
-        blocks = [attention.block_of(0, 5, [3, 3], "cpu"), attention.block_of(11, 0, [8], "cpu")]
-        parts = (slice(0, 8), slice(5, 8), slice(0, 8))
-        row, places = (torch.cat([whole[:, part] for part in parts], 1) for whole in (ids, positions))
-        with _narrow(lm, 3):
-            expected = model._hidden(ids, positions)
-            lm.set_attn_implementation(attention.NAME)
-            found = model._hidden(row, places, blocks)
-            for again in (found[:, :8], torch.cat([found[:, :5], found[:, 8:11]], 1), found[:, 11:]):
-                _compare(model, again, expected, "sequences in one row see each other")
-            _compare(model, model._hidden(ids, positions), expected, "its attention is another one")
-    except (SettingsError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-        lm.set_attn_implementation(usual)
-        return " ".join(str(error).split())
-    return ""
-
-
-@contextmanager
-def _narrow(lm: PreTrainedModel, window: int) -> Iterator[None]:
-    """Windows and chunks of attention are so narrow that a probe meets their ends."""
-    holders = [lm.config.get_text_config(), *lm.modules()]
-    found = [
-        (holder, name, width)
-        for holder in holders
-        for name in ("sliding_window", "attention_chunk_size")
-        if type(width := getattr(holder, name, None)) is int
-    ]
-    widest = {name: max(width for _, other, width in found if other == name) for _, name, _ in found}
-    try:
-        for holder, name, width in found:
-            setattr(holder, name, window + width - widest[name])
-        yield
-    finally:
-        for holder, name, width in found:
-            setattr(holder, name, width)
-
-
-@torch.no_grad()
-def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
-    """Each rank has a piece of the rows: outside of the attention, a position may not depend on others."""
-    key, name = "policy.parallelism.cp_size", type(model.lm).__name__
-    if refused:
-        raise SettingsError(
-            f"{key} = {pieces}: sequences of {name} cannot be cut: {refused:.300}; write {key} = 1"
-        )
-    ids, positions = _probe(model, 8)
-    expected = model._hidden(ids, positions)
-    model.context = probe = attention.Scattered(torch.tensor([5, 1, 9, 7, 3, 11, 8, 2]), 12)
-    try:
-        found = model._hidden(ids, positions).index_select(1, probe.places)
-    finally:
-        model.context = None
-    _compare(model, found, expected, f"positions see others outside of its attention; write {key} = 1")
-    if any(heads % pieces for heads in probe.heads):
-        fitting = [str(n) for n in range(1, min(probe.heads) + 1) if not any(h % n for h in probe.heads)]
-        raise SettingsError(
-            f"{key} = {pieces} does not divide the {min(probe.heads)} attention heads of {name}: write {key} = "
-            f"{' or '.join(fitting)}"
-        )
-
-
-@torch.no_grad()
-def _check_parts(model: Backbone, refused: str) -> None:
-    """Between layers each rank has a part of the positions: there, a position may not depend on others."""
-    name, remedy = type(model.lm).__name__, f"write {sequence.KEY} = false"
-    (ids, positions), places = _probe(model, 8), torch.tensor([5, 1, 9, 7, 3, 11, 8, 2])
-    expected = model._hidden(ids, positions)
-    if not refused:
-        try:
-            with sequence.scattered(model.lm, places, 12):
-                found = model._hidden(ids, positions).index_select(1, places)
-        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
-            refused = " ".join(str(error).split())
-    if refused:
-        raise SettingsError(
-            f"{sequence.KEY} = true: sequences of {name} cannot be split between its layers: {refused:.300}; {remedy}"
-        )
-    _compare(model, found, expected, f"positions see others between its layers; {remedy}")
-
-
-@torch.no_grad()
-def _check_packing(model: Backbone) -> None:
-    """State-space and convolution layers carry state across sequences in a row, positions or not."""
-    ids, positions = _probe(model, 8)
-    packed = model._hidden(ids.repeat(1, 2), positions.repeat(1, 2))[:, 8:]
-    _compare(
-        model, packed, model._hidden(ids, positions), "sequences in one row see each other; write "
-        "train.sequence_packing = false",
-    )  # fmt: skip
-
-
-def _probe(model: Backbone, length: int) -> tuple[Tensor, Tensor]:
-    ids = torch.arange(1, length + 1)[None] * 7919 % model.vocabulary
-    return ids, torch.arange(length)[None]
-
-
-def _compare(model: Backbone, found: Tensor, expected: Tensor, fault: str) -> None:
-    if found.shape != expected.shape:
-        shapes = f"{tuple(found.shape)} for {tuple(expected.shape)}"
-        raise SettingsError(f"{type(model.lm).__name__} cannot be trained here: {fault} ({shapes})")
-    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0)
-    if not error <= PROBE_TOLERANCE[expected.dtype]:
-        raise SettingsError(
-            f"{type(model.lm).__name__} cannot be trained here: {fault} (off by {float(error):.3g})"
-        )

@@ -17,72 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.micro_batch import OWN, Mixtures, Routing
-from policy_worker.model.model import AnyModel, Backbone, Lead, alone, on_copy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 KEY = "train.train_policy.routing_replay"
 Replayed = Literal["ids", "weights"]
-
-
-def replay_in(model: AnyModel, wanted: Replayed, lead: Lead = alone) -> AnyModel:
-    """Let the mixtures of a model choose as recorded, from the next `Replay.begin` on. lead: proves for all ranks.
-
-    Raises:
-        SettingsError: it has no mixtures of experts, or one whose choice cannot be answered.
-    """
-    model.replay = Replay(model.lm, wanted)
-    if model.weights is None:
-        _prove(model, model.replay)
-    else:
-        lead(lambda: on_copy(model, lambda copy: _prove(copy, Replay(copy.lm, wanted))))
-    return model
-
-
-@torch.no_grad()
-def _prove(model: Backbone, replay: Replay) -> bool:
-    """Experts get what a record says, which is not what their routers choose; and weights of these, which a router
-    that leaves out groups of experts before its top k does not have."""
-    ids = torch.arange(1, 9)[None] * 7919 % model.vocabulary
-    seen: list[tuple[Tensor, ...]] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:])) for layer in replay.layers
-    ]
-
-    def entered(record: Routing | None) -> list[Tensor]:
-        """What experts are called with: ids and weights [1, N, M, k]."""
-        seen.clear()
-        replay.begin(record)
-        model.lm(ids, use_cache=False)
-        if len(seen) != replay.mixtures.layers or any(len(one) != 2 for one in seen):
-            raise replay.refused
-        return [torch.stack(column, 1)[None] for column in zip(*seen, strict=True)]
-
-    try:
-        others = (entered(None)[0] + 1).sort(-1).values % replay.mixtures.experts
-        found, own = entered(Routing(others, None))
-        right = torch.equal(found, others) and bool((own.abs() > 0).all())
-        if replay.wanted == "weights":
-            weights = torch.rand(own.shape)
-            found, given = entered(Routing(others, weights))
-            right &= torch.equal(found, others) and torch.equal(given, weights.to(given.dtype))
-    finally:
-        replay.begin(None)
-        replay.take_seen()
-        for hook in hooks:
-            hook.remove()
-    if not right:
-        raise replay.refused
-    return True
 
 
 def _is_experts(layer: nn.Module) -> bool:

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import Backbone
-from policy_worker.model.stages import Stages, cut
+from policy_worker.model.stages import Stages
 from policy_worker.parallel.fsdp import local_of, set_last_micro_batch
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import PP
 from policy_worker.parallel.pipeline_schedule import Action, Pipe, Tick
+from policy_worker.parallel.pipeline_stages import cut
 from policy_worker.ranges import span
 from weight_sync.hf_names import Gather
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from policy_worker.model.logprobs import Head, TokenOutputs
+from policy_worker.model.head import Head
+from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.fsdp import local_of

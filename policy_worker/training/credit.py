@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from policy_worker.algorithms.advantages import AdvantageConfig, Advantages
-from policy_worker.algorithms.losses import adapted, kl_penalty
 from policy_worker.algorithms.masks import Rejection, prefixes_of_groups
+from policy_worker.algorithms.objective import adapted, kl_penalty
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.columns import LEFT_OUT, OLD, REFERENCE, REWARD_KL, Scores

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policy_worker.algorithms.losses import Normalizers, token_weights, value_loss
+from policy_worker.algorithms.objective import Normalizers, token_weights, value_loss
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.ranges import span

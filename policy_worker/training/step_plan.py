@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import chain
 
 from policy_worker.algorithms.advantages import AdvantageConfig
-from policy_worker.algorithms.losses import LossConfig
 from policy_worker.algorithms.masks import Rejection, SampleMasks
+from policy_worker.algorithms.objective import LossConfig
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.parallel.group import Group
 from policy_worker.trained.trainer import Trainer

@@ -23,15 +23,8 @@ from torch import Tensor
 from policy_worker.algorithms.distillation import reverse_kl_advantage, reverse_kl_estimate, top_k_jsd
 from policy_worker.algorithms.losses import PolicyTokens
 from policy_worker.errors import SettingsError, TeacherError
-from policy_worker.model.logprobs import (
-    Beside,
-    Head,
-    TokenOutputs,
-    TopTokens,
-    logprobs_at,
-    token_kl,
-    top_tokens,
-)
+from policy_worker.model.head import Head
+from policy_worker.model.logprobs import Beside, TokenOutputs, TopTokens, logprobs_at, token_kl, top_tokens
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.model.model import More
 from policy_worker.process import ShutdownRequest

@@ -26,7 +26,7 @@ from pathlib import Path
 from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.model.model import DTYPES
-from policy_worker.model.stages import names_here
+from policy_worker.parallel.pipeline_stages import names_here
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Session
 from policy_worker.trained.trainer import Trainer

@@ -36,12 +36,12 @@ from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import Backbone
-from policy_worker.model.stages import cut
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp, local_of
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
+from policy_worker.parallel.pipeline_stages import cut
 from policy_worker.parallel.tensor import apply_tp
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.replicas.base import Alone

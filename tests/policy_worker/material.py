@@ -22,7 +22,8 @@ from transformers import (
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.source_files import source_files
 from policy_worker.model import lora
-from policy_worker.model.model import PolicyModel, ValueModel, prepare_model
+from policy_worker.model.model import PolicyModel, ValueModel
+from policy_worker.model.prepare import prepare_model
 from policy_worker.model.trainable import freeze
 from policy_worker.parallel.group import Group
 from policy_worker.trained.critic import Critic

@@ -33,13 +33,13 @@ from safetensors.torch import save, save_file
 from torch.distributed.fsdp import FSDPModule
 
 from policy_worker.model.load import kept_activations
-from policy_worker.model.model import DTYPES, PolicyModel, prepare_model
-from policy_worker.model.routing import replay_in
-from policy_worker.model.stages import names_here, names_of_all
+from policy_worker.model.model import DTYPES, PolicyModel
+from policy_worker.model.prepare import prepare_model, replay_in
 from policy_worker.parallel import distribute
 from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.pipeline_stages import names_here, names_of_all
 from policy_worker.process import RankEnvironment
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo

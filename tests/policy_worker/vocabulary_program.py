@@ -16,15 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policy_worker.model.drawn import Reshaping, drawn_of
-from policy_worker.model.logprobs import (
-    Beside,
-    Head,
-    VocabularyShard,
-    logprobs_at,
-    token_kl,
-    token_logprobs,
-    top_tokens,
-)
+from policy_worker.model.head import Head, VocabularyShard
+from policy_worker.model.logprobs import Beside, logprobs_at, token_kl, token_logprobs, top_tokens
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment
 from tests.policy_worker.model.test_drawn import CASES, V, make_contexts

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_worker.algorithms.advantages import (
+from policy_worker.algorithms.advantages import AdvantageConfig, Shaping
+from policy_worker.algorithms.estimators import (
     ESTIMATORS,
-    AdvantageConfig,
     Estimator,
     Options,
     Outcomes,
-    Shaping,
     TokenOutcomes,
     discounted,
     estimator_of,

@@ -11,24 +11,26 @@ import torch
 from policy_worker.algorithms.losses import (
     POLICY_LOSSES,
     Clip,
-    Correction,
-    KlType,
-    LossConfig,
-    Normalizers,
     PolicyTokens,
     TokenLoss,
-    adapted,
-    k3,
-    kl_penalty,
     masked_max,
     masked_sum,
     policy_loss,
     policy_loss_of,
-    policy_objective,
     segment_mean,
-    token_weights,
 )
 from policy_worker.algorithms.mismatch import mismatch_sums
+from policy_worker.algorithms.objective import (
+    Correction,
+    KlType,
+    LossConfig,
+    Normalizers,
+    adapted,
+    k3,
+    kl_penalty,
+    policy_objective,
+    token_weights,
+)
 from policy_worker.errors import OwnCodeFailedError, SettingsError
 
 CLIP = Clip(low=0.2, high=0.28, dual=3.0)

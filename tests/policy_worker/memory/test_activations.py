@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from policy_worker.errors import SettingsError
 from policy_worker.memory import activations
 from policy_worker.model.load import kept_activations
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 from tests.policy_worker.material import make_config, tiny_family
 from tests.support.devices import DEVICE
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.drawn import Context, KeptSets, Reshaping, drawn_of
-from policy_worker.model.logprobs import Beside, Head, token_kl, token_logprobs
+from policy_worker.model.head import Head
+from policy_worker.model.logprobs import Beside, token_kl, token_logprobs
 
 V, D = 23, 6
 

@@ -3,14 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_worker.model.logprobs import (
-    CHUNK_ELEMENTS,
-    Beside,
-    Head,
-    VocabularyShard,
-    token_kl,
-    token_logprobs,
-)
+from policy_worker.model.head import Head, VocabularyShard
+from policy_worker.model.logprobs import CHUNK_ELEMENTS, Beside, token_kl, token_logprobs
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.support.devices import DEVICE, WITHOUT_GPU
 

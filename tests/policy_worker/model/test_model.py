@@ -27,10 +27,11 @@ from transformers import (
 from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
+from policy_worker.model.head import Head
 from policy_worker.model.load import load_model
-from policy_worker.model.logprobs import Head
 from policy_worker.model.micro_batch import Layout, collate
-from policy_worker.model.model import PolicyModel, _check_parts, _check_pieces, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import _check_parts, _check_pieces, prepare_model
 from schema.config import Config
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_micro_batch import LONG, SHORT, sample_of

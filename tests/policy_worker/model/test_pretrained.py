@@ -28,9 +28,10 @@ from transformers import (
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import probe
+from policy_worker.model.head import Head
 from policy_worker.model.load import Source, load_model
-from policy_worker.model.logprobs import Head
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 from policy_worker.parallel.group import Group
 from tests.policy_worker.load_program import assert_same, compare, read_whole, trainer_of
 from tests.policy_worker.material import make_config, tiny_lm, write_model

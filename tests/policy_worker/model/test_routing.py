@@ -24,8 +24,8 @@ from transformers import (
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.memory import activations
 from policy_worker.model.micro_batch import OWN, Layout, MicroBatch, Mixtures, Routing, TrainSample, collate
-from policy_worker.model.model import PolicyModel, prepare_model
-from policy_worker.model.routing import replay_in
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model, replay_in
 from tests.policy_worker.material import (
     VOCABULARY,
     random_samples,

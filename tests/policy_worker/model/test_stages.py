@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_model
 from policy_worker.model.model import Backbone, PolicyModel
-from policy_worker.model.stages import cut, parts_of
+from policy_worker.model.stages import parts_of
+from policy_worker.parallel.pipeline_stages import cut
 from tests.policy_worker.material import TINY, VOCABULARY, make_config, tiny_critic, tiny_lm
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any, get_args
 
-from policy_worker.algorithms.advantages import ESTIMATORS
+from policy_worker.algorithms.estimators import ESTIMATORS
 from policy_worker.algorithms.losses import POLICY_LOSSES, LossType
 
 KL_TYPES = ("k1", "abs", "k2", "k3", "full")

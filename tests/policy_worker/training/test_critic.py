@@ -11,7 +11,8 @@ from torch import Tensor
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_critic
-from policy_worker.model.model import ValueModel, prepare_model
+from policy_worker.model.model import ValueModel
+from policy_worker.model.prepare import prepare_model
 from policy_worker.parallel.group import Group
 from policy_worker.training.critic import fit
 from schema.config import Config

@@ -13,8 +13,8 @@ import torch
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.micro_batch import MicroBatch
-from policy_worker.model.model import PolicyModel, prepare_model
-from policy_worker.model.routing import replay_in
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model, replay_in
 from policy_worker.parallel.group import Group
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.training.batches.source import BatchSource, DataEnded, decode_payload

@@ -28,7 +28,8 @@ import torch
 
 from policy_worker.model.drawn import Reshaping
 from policy_worker.model.micro_batch import Layout, TrainSample, collate
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import (
     Checksum,

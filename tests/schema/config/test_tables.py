@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import get_args
 
-from policy_worker.algorithms.advantages import ESTIMATORS
+from policy_worker.algorithms.estimators import ESTIMATORS
 from policy_worker.algorithms.losses import POLICY_LOSSES
 from schema.config import GrpoConfig, algorithms
 from schema.config.backends import BACKENDS, NOT_BUILT, RolloutBackend

@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file
 
 from policy_worker.model.micro_batch import Layout, Segment, TrainSample, collate
-from policy_worker.model.model import PolicyModel, prepare_model
+from policy_worker.model.model import PolicyModel
+from policy_worker.model.prepare import prepare_model
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.scatter import Published
 from rollout_worker.engines.transformers import attention
