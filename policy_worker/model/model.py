@@ -209,7 +209,7 @@ class PolicyModel(Backbone):
         self,
         batch: MicroBatch,
         temperature: float = 1.0,
-        beside: Beside | None = None,
+        compared: Beside | None = None,
         with_hidden: bool = False,
         more: More | None = None,
         entry: Entry | None = None,
@@ -225,7 +225,9 @@ class PolicyModel(Backbone):
         if not goes_to_head(entry):
             return picked
         labels = batch.of_piece(batch.labels)
-        found = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, compared=beside)
+        found = token_logprobs(
+            picked, self._head(), labels, temperature, drawn=batch.drawn, compared=compared
+        )
         if more is not None:
             found = found._replace(more=more(picked, self._head()))
         return self._of_all(found._replace(hidden=picked) if with_hidden else found, batch)

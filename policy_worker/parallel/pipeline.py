@@ -70,7 +70,7 @@ class Pipeline:
         loss_of: Callable[[MicroBatch, Any], Tensor],
     ) -> None:
         """Add up the gradients of an optimizer step. loss_of: of what the last stage computes of a micro-batch."""
-        run = _Run(self, model, list(batches), compute, loss_of, learns=True)
+        run = _Run(self, _stages_of(model.stages), list(batches), compute, loss_of, model.recall)
         schedule = self.pipe.schedule(run.n_batches)
         left = sum(
             action is not None and action.backward for action in (tick[self.rank] for tick in schedule)
@@ -86,20 +86,20 @@ class Pipeline:
     @torch.no_grad()
     def score(
         self,
-        model: Backbone,
+        stages: Stages | None,
         batches: Iterable[MicroBatch],
         compute: Compute,
         keep: Callable[[MicroBatch, Any], None],
     ) -> None:
         """Forwards alone; the last stage hands what it computes to `keep`."""
-        run = _Run(self, model, list(batches), compute, keep, learns=False)
+        run = _Run(self, _stages_of(stages), list(batches), compute, keep)
         for number, tick in enumerate(self.pipe.schedule(run.n_batches, learns=False)):
             run.go(tick, number)
         run.end()
 
     def share_gradients(self, model: Backbone) -> None:
         """Once per optimizer step: of parameters that two stages have, the gradient of both on both."""
-        stages, other = _stages_of(model), self.pipe.ranks - 1 - self.rank
+        stages, other = _stages_of(model.stages), self.pipe.ranks - 1 - self.rank
         if not stages.tied or self.rank not in (0, self.pipe.ranks - 1):
             return
         parameter = model.get_parameter(stages.tied)
@@ -122,7 +122,7 @@ class Pipeline:
         """By name of a tensor of the whole transformers model, that tensor on the first rank of the pipeline; on the
         others without its numbers. A collective. gather: of the tensors of this rank.
         """
-        stages, held = _stages_of(model), model.lm.state_dict(keep_vars=True)
+        stages, held = _stages_of(model.stages), model.lm.state_dict(keep_vars=True)
 
         def gather_stages(name: str, empty: Tensor) -> Tensor:
             holder = stages.holders[f"lm.{name}"]
@@ -152,9 +152,9 @@ class Pipeline:
         )
         return works if len(works) == len(messages) else works * len(messages)  # NCCL has one of all
 
-    def buffer(self, model: Backbone, batch: MicroBatch) -> Tensor:
-        """For states of a micro-batch that come from another rank, [R, L, D] or of a part of its rows."""
-        stages, (rows, length) = _stages_of(model), batch.input_ids.shape
+    def buffer(self, stages: Stages, batch: MicroBatch) -> Tensor:
+        """Room for states of a micro-batch that come from another rank, [R, L, D] or of a part of its rows."""
+        rows, length = batch.input_ids.shape
         return torch.empty(rows, length // self._parts, stages.width, dtype=stages.dtype, device=self._device)
 
     def _add_up(self, number: Tensor) -> Tensor:
@@ -163,14 +163,14 @@ class Pipeline:
         return total
 
 
-def _stages_of(model: Backbone) -> Stages:
-    assert model.stages is not None, "it is not cut"
-    return model.stages
+def _stages_of(stages: Stages | None) -> Stages:
+    assert stages is not None, "the model is not cut"
+    return stages
 
 
 def copies_in(model: Backbone) -> list[nn.Parameter]:
     """Parameters of this rank that another one answers for."""
-    return [model.get_parameter(name) for name in _stages_of(model).copies]
+    return [model.get_parameter(name) for name in _stages_of(model.stages).copies]
 
 
 class _Run:
@@ -179,16 +179,15 @@ class _Run:
     def __init__(
         self,
         pipeline: Pipeline,
-        model: Backbone,
+        stages: Stages,
         batches: Sequence[MicroBatch],
         compute: Compute,
         finish: Callable[[MicroBatch, Any], Any],
-        *,
-        learns: bool,
+        recall: Callable[..., None] | None = None,
     ) -> None:
-        self._pipeline, self._model, self._stages = pipeline, model, _stages_of(model)
-        self._batches, self._compute, self._finish = batches, compute, finish
-        self._learns = learns
+        """recall: see `Backbone.recall`; None: there are forwards alone."""
+        self._pipeline, self._stages, self._batches = pipeline, stages, batches
+        self._compute, self._finish, self._recall = compute, finish, recall
         self._open: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         """By stage and micro-batch, what entered and left forwards whose backward is still to come."""
         self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
@@ -216,7 +215,7 @@ class _Run:
                 messages.append((dist.isend, made.contiguous(), to))
                 needing.append(None)
             elif to == self._pipeline.rank:
-                buffer = self._pipeline.buffer(self._model, self._batches[needs.batch])
+                buffer = self._pipeline.buffer(self._stages, self._batches[needs.batch])
                 messages.append((dist.irecv, buffer, rank))
                 needing.append(needs)
         leaving = []
@@ -240,12 +239,12 @@ class _Run:
         """The states to pass on; None: it was the last stage."""
         batch = self._batches[action.batch]
         entry = self._stages.entry(action.stage, self._received(action) if action.stage else None)
-        if entry.received is not None and self._learns:
+        if entry.received is not None and self._recall is not None:
             entry.received.requires_grad_()
         found = self._compute(batch, entry=entry)
         if entry.is_last:
             found = self._finish(batch, found)
-        if self._learns:
+        if self._recall is not None:
             self._open[action.stage, action.batch] = entry.received, found
         return None if entry.is_last else found.detach()
 
@@ -253,7 +252,8 @@ class _Run:
         """The gradient of what entered; None: it was the first stage."""
         entered, left = self._open.pop((action.stage, action.batch))
         gradient = self._received(action) if action.stage < self._pipeline.pipe.stages - 1 else None
-        self._model.recall(self._batches[action.batch], again=True)
+        assert self._recall is not None
+        self._recall(self._batches[action.batch], again=True)
         with span("backward"):
             if left.requires_grad:  # else nothing before or in this stage trains
                 torch.autograd.backward(left, gradient)

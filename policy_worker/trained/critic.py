@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +55,10 @@ class Critic(TrainedModel):
 
         with self.without_dropout():
             laid_out = self.place.laid_out(samples, batches, {})
-            self.place.score(self.model, laid_out, self.forward, keep)
+            self.place.score(self.model.stages, laid_out, self.forward, keep)
         return self.place.in_unit(found, samples, batches)
 
-    def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Tensor:
+    def forward(self, batch: MicroBatch, entry: Entry | None = None) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""
         with span("critic forward"), self._here():
             values: Tensor = self.model(batch, entry)

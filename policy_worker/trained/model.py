@@ -26,7 +26,6 @@ from policy_worker.model.drawn import Reshaping
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More
 from policy_worker.model.routing import Replay
-from policy_worker.model.stages import Entry
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.fsdp import Units, reduce_gradients, set_last_micro_batch
 from policy_worker.parallel.group import Group
@@ -165,7 +164,7 @@ class TrainedModel(ABC):
         self._pipeline.learn(self.model, laid_out, partial(self.forward, **asked), loss_share)
 
     @abstractmethod
-    def forward(self, batch: MicroBatch, entry: Entry | None = None, **asked: Any) -> Any:
+    def forward(self, batch: MicroBatch, *asked: Any, **named: Any) -> Any:
         """Compute a micro-batch by the model, or by one of its stages, with gradient."""
 
     @contextmanager

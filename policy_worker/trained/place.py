@@ -13,6 +13,7 @@ from policy_worker.model.head import Head
 from policy_worker.model.logprobs import Beside
 from policy_worker.model.micro_batch import Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import DTYPES, Backbone
+from policy_worker.model.stages import Stages
 from policy_worker.parallel.experts import expert_layers
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
@@ -27,7 +28,7 @@ NUMBERS = ("logprobs", "entropy", "correct", "kl")
 """Fields of `TokenOutputs` that have one number for each token."""
 
 
-def beside(batch: MicroBatch, head: Head | None) -> Beside | None:
+def reference_distributions(batch: MicroBatch, head: Head | None) -> Beside | None:
     """The reference model's distributions at this rank's tokens of a batch, if its output head is given."""
     return None if head is None else Beside(batch.of_piece(batch.columns[HIDDEN]), head)
 
@@ -60,14 +61,14 @@ class ModelMesh(NamedTuple):
 
     def score(
         self,
-        model: Backbone,
+        stages: Stages | None,
         batches: Iterable[MicroBatch],
         compute: Callable[..., Any],
         keep: Callable[[MicroBatch, Any], None],
     ) -> None:
         """Forwards alone: hand what `compute` finds of each micro-batch to `keep`, where outputs are."""
         if self.pipeline is not None:
-            self.pipeline.score(model, batches, compute, keep)
+            self.pipeline.score(stages, batches, compute, keep)
         else:
             for batch in batches:
                 keep(batch, compute(batch))

@@ -26,22 +26,25 @@ from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, Segment, TrainSample
 from policy_worker.model.model import Backbone, More, PolicyModel
 from policy_worker.model.stages import Entry
-from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import expert_layers
-from policy_worker.parallel.fsdp import Units, local_of, whole
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import use_liger
-from policy_worker.parallel.pipeline import Pipeline
-from policy_worker.parallel.pipeline_schedule import Pipe
 from policy_worker.ranges import span
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.ema import Ema
-from policy_worker.trained.frozen import EarlierPolicy
+from policy_worker.trained.frozen import (
+    EarlierPolicy,
+    check_alike,
+    copy_weights,
+    frozen_reference,
+    reference_mesh,
+    spread,
+)
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import MoreOf, TrainedModel
-from policy_worker.trained.place import NUMBERS, ModelMesh, arranged, beside, check_experts
+from policy_worker.trained.place import NUMBERS, ModelMesh, check_experts, reference_distributions
 from schema.config import Config
-from schema.config.layout import mesh_of, reference_is_within, reference_layout
+from schema.config.layout import reference_is_within
 
 log = logging.getLogger(__name__)
 
@@ -82,21 +85,17 @@ class Trainer(TrainedModel):
             dispatcher=config.policy.dispatcher,
         )
         self.critic, self.vocabulary = critic, self.place.layout.vocabulary
-        self._reference_is_apart = reference_layout(config) is not None
-        self.reference_place = self.place
-        if self._reference_is_apart:
-            layout = replace(self.place.layout, device=group.other_device(1))
-            self.reference_place = self.place._replace(layout=layout)
-        elif config.has_reference and mesh_of(config, "reference") is not config.policy.parallelism:
-            self.reference_place = self._own_place(config)
+        self.reference_place = reference_mesh(config, self.place)
         self.reference: PolicyModel | EarlierPolicy | None
         if reference_is_within(config):
             self.reference = EarlierPolicy(model)
         else:
-            self.reference = None if reference is None else self._frozen(reference, config)
-        offloads = {one.name: one.offload for one in config.local_teachers}
+            self.reference = reference and frozen_reference(
+                reference, config, self.place, self.reference_place
+            )
+        offloads = {teacher.name: teacher.offload for teacher in config.local_teachers}
         self.teachers = {
-            name: self._spread(one, config, offloads[name], self.place) for name, one in teachers.items()
+            name: spread(teacher, config, offloads[name], self.place) for name, teacher in teachers.items()
         }
         """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
@@ -108,7 +107,7 @@ class Trainer(TrainedModel):
         self.kl_coefficient = grpo.kl_in_reward.beta if grpo else 0.0
         """β of the KL in the reward, as it is now."""
         if self.reset_interval and isinstance(self.reference, PolicyModel):
-            self._check_alike(self.reference)
+            check_alike(self.model, self.reference, self.reset_interval)
         if config.policy.enable_liger_kernel:
             self._use_liger()
         decay = config.train.ema_decay
@@ -156,51 +155,12 @@ class Trainer(TrainedModel):
 
             use_liger(model, compute)
 
-    def _frozen(self, model: PolicyModel, config: Config) -> PolicyModel:
-        if self._reference_is_apart:
-            device = self.reference_place.layout.device
-            log.info("reference model: on %s, whole", device)
-            return model.requires_grad_(False).eval().read_weights(device).to(device)
-        if self.reference_place.group is not self.group:
-            check_experts(model, self.reference_place.group, "reference.parallelism")
-        units = Units.of_config(config.reference)
-        units.check(model, "reference")
-        return self._spread(model, config, config.reference.offload, self.reference_place, units)
-
-    def _own_place(self, config: Config) -> ModelMesh:
-        """Make the place of a reference model with a mesh of its own. A collective."""
-        mesh, group = mesh_of(config, "reference"), arranged(config, "reference", self.group)
-        sizes = group.sizes
-        layout = replace(self.place.layout, pieces=sizes.cp, piece=sizes.piece(group.rank), parts=sizes.parts)
-        pipeline = Pipeline(group, Pipe.of_config(mesh)) if mesh.pp_size > 1 else None
-        return self.place._replace(group=group, layout=layout, pipeline=pipeline)
-
-    def _spread(
-        self, model: PolicyModel, config: Config, offload: bool, place: ModelMesh, units: Units | None = None
-    ) -> PolicyModel:
-        """A frozen model on the policy's devices, cut and sharded as it is there."""
-        model.requires_grad_(False).eval()
-        if place.pipeline is not None:
-            place.pipeline.cut(model)
-        dispatcher = config.policy.dispatcher
-        return distribute(
-            model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher, units=units
-        )
-
     def place_of(self, model: PolicyModel | EarlierPolicy) -> ModelMesh:
         """Where the policy, or a frozen model next to it, is computed: these choose experts for themselves."""
         if model is self.model:
             return self.place
         place = self.reference_place if model is self.reference else self.place
         return place._replace(layout=replace(place.layout, mixtures=None))
-
-    def _check_alike(self, reference: PolicyModel) -> None:
-        mine, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (self.model, reference))
-        if mine != theirs:
-            raise SettingsError(
-                f"train.train_policy.reference_reset_interval = {self.reset_interval} makes the reference model a "
-                f"copy of the policy, and reference.model_name_or_path has other shapes: leave one of them out"
-            )
 
     @torch.no_grad()
     def head_of(self, model: PolicyModel) -> Head | None:
@@ -217,9 +177,7 @@ class Trainer(TrainedModel):
         if isinstance(self.reference, EarlierPolicy):
             self.reference.keep()
         else:
-            part = whole if self._reference_is_apart else local_of
-            for new, old in zip(self.model.parameters(), self.reference.parameters(), strict=True):
-                part(old).copy_(part(new))
+            copy_weights(self.model, self.reference)
         if optimizer:
             self.optimizer.forget()
 
@@ -246,7 +204,9 @@ class Trainer(TrainedModel):
 
         def compute(batch: MicroBatch, entry: Entry | None = None) -> Any:
             with torch.accelerator.device_index(place.layout.device.index):
-                return model(batch, temperature, beside(batch, head), "hidden" in fields, more, entry)
+                return model(
+                    batch, temperature, reference_distributions(batch, head), "hidden" in fields, more, entry
+                )
 
         def keep(batch: MicroBatch, outputs: TokenOutputs) -> None:
             sizes = [samples[row].learned_tokens for row in batch.rows]
@@ -254,7 +214,7 @@ class Trainer(TrainedModel):
                 of_rows.update(zip(batch.rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
 
         with self.without_dropout():
-            place.score(model, place.laid_out(samples, batches, columns), compute, keep)
+            place.score(model.stages, place.laid_out(samples, batches, columns), compute, keep)
         return [
             place.in_unit(of_rows, samples, batches) if field in NUMBERS else of_rows
             for field, of_rows in zip(fields, found, strict=True)
@@ -280,6 +240,6 @@ class Trainer(TrainedModel):
         """
         with span("forward"):
             outputs: TokenOutputs = self.model(
-                batch, temperature, beside(batch, head), more=more_of(batch), entry=entry
+                batch, temperature, reference_distributions(batch, head), more=more_of(batch), entry=entry
             )
         return outputs
