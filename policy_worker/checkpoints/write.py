@@ -25,7 +25,6 @@ from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.layout import (
     EXPORT,
     LEDGER,
-    TEMPLATE,
     FileFacts,
     Found,
     Manifest,
@@ -40,6 +39,7 @@ from policy_worker.checkpoints.state import BASE, MODEL, RngStates, weights_from
 from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.parallel.group import Group
+from schema.config.chat_template import FILE as TEMPLATE
 from schema.util.atomic_file import sync
 
 log = logging.getLogger(__name__)

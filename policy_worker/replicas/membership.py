@@ -71,7 +71,8 @@ class Membership:
             UnlikeError: it is of another kind than the others.
         """
         self._say(WAITING)
-        self._step, at = step, "join"
+        at: Place = "join"
+        self._step = step
         self._own_kind, weights = self._identity.kind(), self._identity.weights()
         while True:
             order = self._ask(at, weights=weights, kind=self._own_kind if at == "join" else {})
@@ -91,7 +92,8 @@ class Membership:
 
     def begin(self, step: int, save: Callable[[], None]) -> bool:
         self._say(WAITING)
-        weights, at = self._identity.weights_before(step), "begin"
+        weights = self._identity.weights_before(step)
+        at: Place = "begin"
         while True:
             order = self._ask(at, step=step, weights=weights, kind=self._own_kind)
             at = "begin"

@@ -111,7 +111,9 @@ class Passes:
 
     def _check_routing(self, table: StepTable, samples: Samples) -> None:
         replay = self._trainer.replay
-        for row, sample in samples.items() if replay is not None else ():
+        if replay is None:
+            return
+        for row, sample in samples.items():
             if not sample.has_routing(weights=replay.wanted == "weights"):
                 raise SettingsError(
                     f"sample {row} of step {table.step} does not say which experts the engine chose, and "
