@@ -1,4 +1,4 @@
-"""What can go wrong in a trainer, by what the launcher should do about it.
+"""Faults of a trainer, by what the launcher should do about it.
 
 PolicyError                 exit code 1: a crash; restarting may help
 ├── NonFiniteGradientError

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _written(found: Found, target: Path) -> dict[str, Any]:
-    """What was written, for programs. files: sizes in bytes by name."""
+    """Describe what was written, for programs. files: sizes in bytes by name."""
     return {
         "model": str(target),
         "checkpoint": str(found.path),

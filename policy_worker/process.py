@@ -1,4 +1,4 @@
-"""What reaches the process from outside: environment, signals, and the death of its parent."""
+"""Influences on the process from outside: environment, signals, and the death of its parent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def number_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What torchrun and similar launchers set for each rank."""
+    """The settings of each rank that torchrun and similar launchers make."""
 
     rank: int = 0
     world: int = 1
@@ -71,7 +71,7 @@ class RankEnvironment:
     meeting: str = ""
     """Where they meet by the controller; empty: at MASTER_ADDR and MASTER_PORT."""
     address: str = "127.0.0.1"
-    """Of this machine, for the others."""
+    """Address of this machine, for the others."""
 
     @staticmethod
     def of_environ() -> RankEnvironment:
@@ -138,7 +138,7 @@ class ShutdownRequest:
         return self._event.wait(seconds)
 
     def pause(self, seconds: float) -> None:
-        """As `wait`, for the main thread."""
+        """Do as `wait`, for the main thread."""
         give_up = time.monotonic() + seconds
         while not self and time.monotonic() < give_up:
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What a trainer remembers of its steps, so that a controller whose store lost history gets it back.
+"""A trainer's record of its steps, so that a controller whose store lost history gets it back.
 
     steps     0 ····· first ───────── steps          first … steps − 1: remembered, with table and metrics
                 │        └ replayed where the controller knows fewer steps

@@ -1,4 +1,4 @@
-"""What a policy replica and the controller say to each other: one registration, its calls, its heartbeats.
+"""The session of a policy replica with the controller: one registration, its calls, its heartbeats.
 
     register ──▶ reply: config, mode, committed steps
       ├─ call(…)             training's own calls, in the main thread
@@ -46,7 +46,7 @@ _GONE = (m.ErrorCode.STALE_INCARNATION, m.ErrorCode.UNKNOWN_REPLICA)
 _BEHIND = (
     m.ErrorCode.UNKNOWN_REPLICA, m.ErrorCode.STALE_EPOCH, m.ErrorCode.WRONG_STEP, m.ErrorCode.FUTURE_VERSION,
 )  # fmt: skip
-"""What a controller answers that has lost history, among others."""
+"""Answers of a controller that has lost history, among others."""
 MENDS = 3
 """Times that one call may lead to a declaration: a second loss in between is possible, a third is something else."""
 LEADER_SECONDS = 60.0
@@ -215,7 +215,7 @@ class Session(Caller):
         return self.reply
 
     def call(self, call: Call[T]) -> T:
-        """As `Caller.call`; raises `ReplacedError` too when a heartbeat was answered so."""
+        """Send as `Caller.call` does; raises `ReplacedError` too when a heartbeat was answered so."""
         if self._fatal is not None:
             raise self._fatal
         return super().call(call)

@@ -24,7 +24,7 @@ class Step:
     kind: Literal["full", "delta"]
     piece: Piece
     content_hash: str
-    """Of the weights after this step."""
+    """Hash of the weights after this step."""
 
 
 @dataclass(frozen=True, slots=True)

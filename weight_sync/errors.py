@@ -1,4 +1,4 @@
-"""What goes wrong with published weights, as one exception that names the file or tensor."""
+"""Faults of published weights, as one exception that names the file or tensor."""
 
 from __future__ import annotations
 

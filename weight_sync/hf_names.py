@@ -120,7 +120,7 @@ class HubNames:
     def tensors(
         self, gather: Gather = gather_full, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `hub_tensors`. A `gather` that looks only at the name never touches the model's tensors."""
+        """Yield as `hub_tensors` does. A `gather` that looks only at the name never touches the model's tensors."""
         for unit in self._made:
             whole = {name: gather(name, self.stored[name]) for name in unit.names}
             yield from self.hub(unit, whole, dtype=dtype)
@@ -171,12 +171,12 @@ def _layer_of(name: str) -> str:
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:
-    """Of the whole tensor, also where this rank has a part of it."""
+    """Count the bytes of the whole tensor, also where this rank has a part of it."""
     return int(tensor.numel() * tensor.dtype.itemsize)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """As it is published: floating-point numbers of 16 bits or more become `dtype`, unless that is None."""
+    """Cast a tensor as it is published: floating-point numbers of 16 bits or more to `dtype`, unless that is None."""
     if dtype is None or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         return tensor
     return tensor.to(dtype)

@@ -110,7 +110,7 @@ def base_of(model: torch.nn.Module) -> torch.nn.Module:
 def sources(
     model: torch.nn.Module, stored: Mapping[str, torch.Tensor], publishes: Publishes
 ) -> Iterator[Source]:
-    """What to publish of a model with adapters, in the order of its modules.
+    """Yield what to publish of a model with adapters, in the order of its modules.
 
     Args:
         model: of peft's, or with adapters injected. stored: its state dict's tensors, aliases left out.

@@ -27,7 +27,7 @@ HASH_THREADS = 4
 """One thread hashes 30 GB/s out of the page cache: more help only to keep a disk or network busy."""
 
 MOST_ELEMENTS = 2**59
-"""Of a tensor, lengths of 0 taken as 1: what torch can give a shape to, in any dtype."""
+"""Most elements of a tensor, lengths of 0 taken as 1: what torch can give a shape to, in any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def open_piece(store: ReadableStore, piece: Piece, kind: Literal["full", "delta"
 
 
 def piece_of(publication: Publication) -> Piece:
-    """What a publication announces. Raises `WeightError` when its URI is none of a store."""
+    """Return the piece that a publication announces. Raises `WeightError` when its URI is none of a store."""
     split_key(publication.uri)
     return Piece(uri=publication.uri, manifest_hash=publication.manifest_hash, n_bytes=publication.n_bytes)
 

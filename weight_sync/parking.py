@@ -14,7 +14,7 @@ HOST = "cpu"
 
 
 class Parked:
-    """What was taken from its device, until `restore`. stays: kind of the device whose tensors are left alone."""
+    """Tensors away from their device until `restore`. stays: kind of the device whose tensors are left alone."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], stays: str = HOST) -> None:
         found = {

@@ -59,7 +59,7 @@ def all_of(shape: Sequence[int]) -> Box:
 
 
 def blocks(shape: Sequence[int]) -> Iterator[slice]:
-    """Of the first dimension, one after the other."""
+    """Yield slices of the first dimension, one after the other."""
     rows = max(BLOCK // max(math.prod(shape[1:]), 1), 1)
     return (slice(start, start + rows) for start in range(0, shape[0], rows) if math.prod(shape))
 
@@ -84,5 +84,5 @@ def open_file(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
 
 
 def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Those of the files, by name. Raises as `open_file`."""
+    """Return the tensors of the files, by name. Raises as `open_file`."""
     return {name: tensor for path in files for name, tensor in open_file(path)[1].items()}

@@ -39,7 +39,7 @@ Over = Literal["none", "group", "batch"]
 
 @dataclass(frozen=True)
 class Shaping:
-    """What becomes of scores before the estimator sees them: (s − mean) / (std + 1e-6), then cut to ± clip.
+    """The shaping of scores before the estimator sees them: (s − mean) / (std + 1e-6), then cut to ± clip.
 
     center, scale: over what the mean and the standard deviation (with n − 1) are taken: not at all, the group, or all
     scored samples of the step. The baseline of a sample is shaped by the same numbers as its score, and is part of
@@ -79,7 +79,7 @@ def _bounded(value: float, bound: float | None) -> float:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of all samples of a step: one number each, and where tokens differ one for each token of this rank's samples.
+    """Advantages of a step's samples: one number each, and where tokens differ one for each of this rank's tokens.
 
     by_sample: [n], in the order of the table; with `by_token` the means over the tokens of each.
     by_token: row to [n_i]. returns: what the critic should have expected of each token, likewise; where it is asked.

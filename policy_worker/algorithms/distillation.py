@@ -24,7 +24,7 @@ from policy_worker.algorithms.losses import LOG_RATIO_BOUND
 from policy_worker.algorithms.objective import kl_penalty
 
 LEAST_REST = 1e-10
-"""Of the probability outside of the teacher's likeliest tokens: below, it is rounding."""
+"""Least probability outside of the teacher's likeliest tokens: below, it is rounding."""
 
 
 def bounded(teacher: Tensor, logprobs: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Options:
-    """What estimators read of `[train.train_policy]`; see the keys of these names."""
+    """The options that estimators read of `[train.train_policy]`; see the keys of these names."""
 
     unbiased_advantage: bool = False
     gamma: float = 1.0
@@ -70,7 +70,7 @@ class Options:
 
 @dataclass(frozen=True)
 class TokenOutcomes:
-    """What the generated tokens of each sample of this rank earned, [n_i] each, in the order of generation.
+    """Earnings of the generated tokens of each sample of this rank, [n_i] each, in the order of generation.
 
     values: what the critic expected before each token, of the same shapes; empty without a critic.
     """

@@ -30,7 +30,7 @@ GSPO_LOG_RATIO_MAX = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the loss is computed from. All vectors are [K]; floating ones of one dtype.
+    """The tokens that the loss is computed from. All vectors are [K]; floating ones of one dtype.
 
     mask: true where the token counts. entropy: of the policy's distribution at the token; needs a gradient where
     `entropy_coeff` is not 0. sample: index of each token's sample, int64 in [0, n_samples). sample_tokens: |m_i| of

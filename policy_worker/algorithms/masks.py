@@ -65,7 +65,7 @@ def prefixes_of_groups(
 
 @dataclass(frozen=True)
 class Rejection:
-    """What is rejected of a sample when ρ = π_old / π_behaviour is out of bounds; both known before training.
+    """Rejection of tokens or a sample when ρ = π_old / π_behaviour is out of bounds; both known before training.
 
     kind: single tokens, or whole samples by the product or the geometric mean of ρ over their tokens. below, above:
     bounds of ρ. off_policy: samples of a negative advantage with a mean log π_behaviour − log π_old above it.

@@ -82,7 +82,7 @@ def _average_of(trainer: Trainer) -> Gather:
 
 
 class ExportNames:
-    """What an export of a model consists of: as `HubNames`, found out at once, so that the model may train on."""
+    """The tensors of an export of a model: as `HubNames`, found out at once, so that the model may train on."""
 
     def __init__(self, model: PolicyModel) -> None:
         self.model, self._merged = model, names_of_all(model)
@@ -99,7 +99,7 @@ class ExportNames:
 
 
 def prepare_export(model: PolicyModel, config: Config, template: str | None) -> Files:
-    """What `write_export` copies. Before training: proves that all but weights can be written, too.
+    """Read what `write_export` copies. Before training: proves that all but weights can be written, too.
 
     template: the job's own, that training uses.
 
@@ -140,7 +140,7 @@ def write_export(
 
 
 def _write_adapter(names: ExportNames, gather: Gather, config: Config, directory: Path) -> None:
-    """As `PeftModel.save_pretrained` lays it out."""
+    """Write an adapter as `PeftModel.save_pretrained` lays it out."""
     directory.mkdir()
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in names.adapter(gather)}
     with usual_mode(directory / "adapter_model.safetensors"):
@@ -150,7 +150,7 @@ def _write_adapter(names: ExportNames, gather: Gather, config: Config, directory
 
 
 def _adapter_settings(model: PolicyModel) -> Any:
-    """Those of peft's, of adapters that can be saved next to the base; None without such."""
+    """Return peft's settings of adapters that can be saved next to the base; None without such."""
     settings = lora.adapters_of(model.lm)
     if settings is not None and str(settings.init_lora_weights).startswith(ALTERING):
         return None

@@ -91,7 +91,7 @@ def chain_in(directory: Path) -> tuple[list[Found], list[str]]:
 
 
 def _pointer(directory: Path) -> str:
-    """What `latest` names; "" where there is none: the first save was killed before it could be written."""
+    """Return the name in `latest`; "" where there is none: the first save was killed before it could be written."""
     try:
         return (directory / LATEST).read_text().strip()
     except OSError:
@@ -105,7 +105,7 @@ def chain_of(newest: Found, found: Iterable[Found]) -> list[Found]:
 
 
 def candidates(config: Config, run_dir: Path) -> Candidates:
-    """What may be resumed from.
+    """List what may be resumed from.
 
     Raises:
         SettingsError: the configured path holds no checkpoint; see `layout.read_manifest`.

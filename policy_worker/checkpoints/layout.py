@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint, and its manifest.
+"""The files of a checkpoint, and its manifest.
 
     <run_dir>/checkpoints/
       step-00000020/               complete, or it does not have this name
@@ -96,7 +96,7 @@ def _below(name: str) -> str:
 
 
 class Manifest(_Facts):
-    """What a checkpoint is. lineage: [timeline, its first step] of each timeline that led here, oldest first."""
+    """The facts of a checkpoint. lineage: [timeline, its first step] of each timeline that led here, oldest first."""
 
     format: int = FORMAT
     step: int = Field(ge=0, description="Committed steps that the weights contain.")
@@ -151,7 +151,7 @@ def name_of(step: int) -> str:
 
 
 def named_in(directory: Path) -> list[tuple[int, Path]]:
-    """What has the name of a checkpoint, by step; copies kept next to them have other names."""
+    """List what has the name of a checkpoint, by step; copies kept next to them have other names."""
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{STEP}*"))
     return sorted((int(match[1]), path) for match, path in found if match is not None)
 
@@ -235,7 +235,7 @@ def share_of(files: Mapping[str, FileFacts], rank: int, world: int) -> list[str]
 
 
 def faults(directory: Path, files: Mapping[str, FileFacts], names: list[str] | None = None) -> list[str]:
-    """What is wrong with these files (None: all) of a checkpoint, each with its path."""
+    """Say what is wrong with these files (None: all) of a checkpoint, each with its path."""
     chosen = list(files) if names is None else names
     return [fault for name in chosen if (fault := _fault(directory / name, files[name])) is not None]
 

@@ -52,7 +52,7 @@ KEY = "train.ckpt.load_contents"
 
 @dataclass(frozen=True)
 class Parts:
-    """What is read. weights: from the state files, or from the export."""
+    """The parts that are read. weights: from the state files, or from the export."""
 
     weights: Literal["state", "export"]
     optimizer: bool
@@ -60,7 +60,7 @@ class Parts:
 
 
 def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
-    """What to read of a checkpoint. wanted: `load_contents`; None: all that was saved.
+    """Choose what to read of a checkpoint. wanted: `load_contents`; None: all that was saved.
 
     Raises:
         CheckpointError: it does not hold what is wanted, or no weights at all.
@@ -142,7 +142,7 @@ def data_facts(config: Config, reply: m.RegisterReply) -> DataFacts | None:
 
 
 def parts_of(resumption: Resumption, config: Config) -> Parts:
-    """What is read. Raises `CheckpointError` naming the checkpoint."""
+    """Choose what is read of a resumption. Raises `CheckpointError` naming the checkpoint."""
     wanted = None if resumption.own else config.train.ckpt.load_contents
     try:
         return parts_to_load(resumption.found.manifest, wanted)

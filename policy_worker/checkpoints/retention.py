@@ -38,7 +38,7 @@ def best(candidates: Sequence[Scored]) -> Scored | None:
 def expired(
     complete: Sequence[Found], newest: Found, preferred: Found | None, held: Collection[Found], max_keep: int
 ) -> list[Found]:
-    """What to delete.
+    """List what to delete.
 
     Args:
         complete: all complete checkpoints. newest: the one that `latest` names. preferred: the best validated one.
@@ -53,7 +53,7 @@ def expired(
 
 
 def order(found: Found, newest: Found) -> tuple[bool, int, int]:
-    """Those that led to the newest before those of timelines that were left; then by age."""
+    """Sort what led to the newest before what is of timelines that were left; then by age."""
     return is_ancestor(found.manifest, newest.manifest), found.manifest.timeline, found.step
 
 
@@ -110,7 +110,7 @@ class Housekeeper:
         return preferred[0]
 
     def _noted(self, complete: list[Found]) -> Scored | None:
-        """What the note says, if it speaks of a checkpoint that is there: not of one that took its name."""
+        """Return what the note says, if it speaks of a checkpoint that is there: not of one that took its name."""
         try:
             body = json.loads((self._root / BEST).read_text())
             name, timeline, score = body["name"], body["timeline"], float(body["score"])

@@ -94,7 +94,7 @@ def _generation(config: Config, model_config: PretrainedConfig, ends: list[int],
 
 
 def _of_config(config: Config, model_config: PretrainedConfig, find: FindFile) -> dict[str, Any]:
-    """What of a config.json would be in a generation_config.json today: an export's config.json loses it."""
+    """Return what of a config.json would be in a generation_config.json today: an export's config.json loses it."""
     policy = config.policy
     path = find(policy.model_name_or_path, policy.model_revision, "config.json")
     written = ({} if path is None else read_config(path)) | policy.override_config

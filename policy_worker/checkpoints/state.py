@@ -112,7 +112,7 @@ def _sum_of_bits(tensor: Tensor) -> int:
 
 
 def optimizer_state(trained: TrainedModel, prefix: str = OPTIMIZER) -> State:
-    """What the optimizer keeps: the tensors themselves, zeros before its first step. A collective."""
+    """Return what the optimizer keeps: the tensors themselves, zeros before its first step. A collective."""
     names = {parameter: name for name, parameter in trained.model.named_parameters()}
     return {
         f"{prefix}.{names[parameter]}.{slot}": value
@@ -133,7 +133,7 @@ def _roles(trainer: Trainer) -> dict[str, TrainedModel]:
 
 
 def loss_scales(trainer: Trainer) -> dict[str, tuple[float, int]]:
-    """Of the models that have one, by role."""
+    """Return the loss scales of the models that have one, by role."""
     return {role: one.scaler.state for role, one in _roles(trainer).items() if one.scaler is not None}
 
 
@@ -145,13 +145,13 @@ def load_loss_scales(trainer: Trainer, saved: Mapping[str, tuple[float, int]]) -
 
 
 def base_digests(trainer: Trainer) -> dict[str, str]:
-    """Of the models that train adapters, by role. A collective."""
+    """Digest the bases of the models that train adapters, by role. A collective."""
     found = {role: base_digest(one.model, one.group) for role, one in _roles(trainer).items()}
     return {role: digest for role, digest in found.items() if digest is not None}
 
 
 def reference_state(trainer: Trainer) -> State:
-    """Of a reference model that cannot be loaded from where it came from."""
+    """Return the weights of a reference model that cannot be loaded from where it came from."""
     if isinstance(trainer.reference, EarlierPolicy):
         return {f"{REFERENCE}.{name}": tensor for name, tensor in trainer.reference.kept.items()}
     if trainer.reference is None or not trainer.reset_interval:

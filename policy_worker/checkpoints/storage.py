@@ -48,7 +48,7 @@ CHUNKS = "chunks"
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of one tensor: `data` lies at `offsets` in a tensor of shape `size`."""
+    """The piece of one tensor that this rank holds: `data` lies at `offsets` in a tensor of shape `size`."""
 
     key: str
     offsets: tuple[int, ...]
@@ -68,7 +68,7 @@ def piece_name(key: str, offsets: tuple[int, ...]) -> str:
 
 
 def pieces_of(state: State) -> list[Piece]:
-    """What this rank has to write, by torch's plan. Nothing is copied or communicated."""
+    """List what this rank has to write, by torch's plan. Nothing is copied or communicated."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     pieces = (_piece(item, planner) for item in planner.create_local_plan().items)
@@ -207,7 +207,7 @@ class StateFiles:
 
 
 def differences(saved: Mapping[str, TensorStorageMetadata], state: State) -> list[str]:
-    """What a checkpoint holds otherwise than this model asks for: names and shapes, most telling first."""
+    """Say what a checkpoint holds otherwise than this model asks for: names and shapes, most telling first."""
     missing = [f"it lacks {key}" for key in state if key not in saved]
     shapes = [
         f"{key} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here"

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward: all of it, less that is computed again, or all of it in host memory.
+"""Activations for the backward: all of them, fewer where some are computed again, or all of them in host memory.
 
     recompute      a module keeps what enters it, and computes the rest again when its backward comes
     keep_on_host   what the backward of a layer needs is in host memory between its forward and its backward
@@ -103,7 +103,7 @@ def _kept_on_host(kind: Any) -> type[nn.Module]:
 
 
 class _Kept:
-    """What one call of a layer keeps: each storage once, however many tensors view it.
+    """The tensors that one call of a layer keeps: each storage once, however many tensors view it.
 
     Left where they are: weights, what the layer is given without gradient (positions, masks), and small tensors.
     """
@@ -213,7 +213,7 @@ class _Lane:
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
 
     last: ReferenceType[_Kept] | None
-    """Of the layer that was called last."""
+    """The tensors of the layer that was called last."""
 
     def leave(self, source: Tensor) -> Tensor:
         """A copy in host memory, which may still be on its way."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 NUMBERS = 2**24
-"""Of the parameters whose state is on the device at once: large enough for fast copies."""
+"""Numbers of the parameters whose state is on the device at once: large enough for fast copies."""
 
 
 def mapped(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
@@ -63,7 +63,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 class Gradients:
-    """Those of some parameters, in host memory from the backward that ends them until `bring_back`."""
+    """Gradients of some parameters, in host memory from the backward that ends them until `bring_back`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.kept: dict[nn.Parameter, Any] = {}

@@ -37,7 +37,7 @@ Outputs = TypeVar("Outputs")
 
 
 class Context(Protocol):
-    """What this process has of rows that n processes share: a piece of their positions, and in the attention some
+    """One process' share of rows that n processes have: a piece of their positions, and in the attention some
     heads (see `policy_worker.parallel.context`)."""
 
     def cut(self, rows: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Context(Protocol):
         """All positions of its heads, [R, L, H / n, D] → all heads of its positions, [R, L / n, H, D]."""
 
     def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
-        """Of outputs of its tokens [k, …], a tensor or tuples of them, those of all tokens [K, …], with gradient.
+        """From outputs of its tokens [k, …], a tensor or tuples, to those of all tokens [K, …], with gradient.
 
         pieces: int64 [k] for each process, which of the K tokens are its own.
         """
@@ -147,7 +147,7 @@ def attend(
     context: Context | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in a layer: query [R, H, L, D], key and value [R, H', L, D] → [R, L, H, D].
+    """Attend, as transformers calls it in a layer: query [R, H, L, D], key and value [R, H', L, D] → [R, L, H, D].
 
     Without blocks each row is a sequence of its own, causal. blocks: of whole rows. context: L is its piece of them.
 
@@ -231,7 +231,7 @@ Flash = Callable[[Tensor, Tensor, Tensor, float | None, int | None], Tensor]
 
 
 class Chosen:
-    """What computes the attention of this process on a GPU. flash: None: torch's kernels."""
+    """The kernel of this process' attention on a GPU. flash: None: torch's kernels."""
 
     flash: Flash | None = None
 

@@ -1,4 +1,4 @@
-"""What the K tokens of a micro-batch were drawn from, where that is not the softmax of the model's logits over T.
+"""The distribution that K tokens were drawn from, where that is not the softmax of the model's logits over T.
 
     z = (m(x) − f n − p 1[n > 0]) / T,  −∞ outside of what could be drawn       log π = log softmax z
 
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Reshaping:
-    """What changes the distribution, from the configuration. filters: whether samples bring kept sets."""
+    """The changes of the distribution, from the configuration. filters: whether samples bring kept sets."""
 
     repetition: float = 1.0
     presence: float = 0.0
@@ -208,7 +208,7 @@ def places_of(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Context:
-    """What `drawn_of` needs of one segment: its sample's row, its tokens, the positions of those that are learned
+    """One segment as `drawn_of` needs it: its sample's row, its tokens, the positions of those that are learned
     (rising), their kept sets, and the ids held back at the beginning of an answer."""
 
     row: int
@@ -221,7 +221,7 @@ class Context:
 def drawn_of(
     contexts: Sequence[Context], reshaping: Reshaping, vocabulary: int, device: torch.device | str
 ) -> Drawn | None:
-    """What the learned tokens of these segments were drawn from; None: from the softmax alone.
+    """Describe what the learned tokens of these segments were drawn from; None: the softmax alone.
 
     Raises:
         BadBatchError: a sample has a token that could not be drawn.

@@ -44,7 +44,7 @@ class Head(NamedTuple):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [K, D]: [K, V] for the rows that it has, as the model computes them, without gradient."""
+        """Compute the logits [K, V] of hidden states [K, D], for the rows that it has, without gradient."""
         return logits_into(hidden, self, 1.0, new_like(hidden, len(hidden), len(self.weight)))
 
     @property
@@ -78,7 +78,7 @@ class Head(NamedTuple):
 
 
 def new_like(like: Tensor, *shape: int) -> Tensor:
-    """Of that shape, on the device of `like`; float64 if that is, else float32."""
+    """Make an empty tensor of that shape, on the device of `like`; float64 if that is, else float32."""
     return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 

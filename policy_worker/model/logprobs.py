@@ -312,7 +312,7 @@ class _HeadGradients:
             self._of_weight += low.T @ self._hidden[part]
 
     def found(self) -> Iterator[Tensor | None]:
-        """Of hidden states, matrix and bias, in their dtypes. A collective where the vocabulary is spread."""
+        """Return gradients of hidden states, matrix and bias, in their types. A collective of a spread vocabulary."""
         if self._of_hidden is not None and self._head.vocabulary is not None:
             dist.all_reduce(self._of_hidden, group=self._head.vocabulary.group)
         pairs = (
@@ -324,7 +324,7 @@ class _HeadGradients:
 
 
 def _chunks(tokens: int, elements: int, head: Head) -> Sequence[slice]:
-    """As few parts of equal size as have at most so many logits each, on all ranks together."""
+    """Cut tokens into as few parts of equal size as have at most so many logits each, on all ranks together."""
     most = max(1, elements // (len(head.weight) * head.ranks))
     size = -(-tokens // max(1, -(-tokens // most)))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
@@ -348,7 +348,7 @@ def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(z: Tensor, other: Tensor | None = None) -> Tensor:
-    """Of z [chunk, V]: max z, log Σ exp (z − max z), E (z − max z); with z' of another model, which is lost, also
+    """Take of z [chunk, V] max z, log Σ exp (z − max z), E (z − max z); with another model's z', which is lost, also
     max z', log Σ exp (z' − max z'), E (z − max z − z' + max z'); [3 or 6, chunk]."""
     found = z.new_empty(3 if other is None else 6, len(z))
     for rows, (d, p, *difference) in _blocks(z, len(found) // 3 + 1):
@@ -366,7 +366,7 @@ def _statistics(z: Tensor, other: Tensor | None = None) -> Tensor:
 
 
 def _gathered(values: Tensor, head: Head) -> Tensor:
-    """Those of all ranks that have a part of the vocabulary, [ranks, …]. A collective of them."""
+    """Gather the values of all ranks that have a part of the vocabulary, [ranks, …]. A collective of them."""
     if head.vocabulary is None:
         return values[None]
     parts = [torch.empty_like(values) for _ in range(head.ranks)]
@@ -375,7 +375,7 @@ def _gathered(values: Tensor, head: Head) -> Tensor:
 
 
 def _combined(parts: Tensor) -> list[Tensor]:
-    """Of `_statistics` of parts of a vocabulary, [ranks, 3 or 6, K], those of the whole."""
+    """Combine `_statistics` of parts of a vocabulary, [ranks, 3 or 6, K], into those of the whole."""
     largest, shift, log_sum = _combined_sum(parts[:, 0], parts[:, 1])
     weights = (parts[:, 1] + shift - log_sum).exp()
     found = [largest, log_sum, (weights * (parts[:, 2] + shift)).sum(0)]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _AROUND = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 ADAPTABLE = (nn.Linear, Conv1D, nn.Embedding)
-"""What an adapter can be merged into: its weight is one matrix."""
+"""Kinds of layers that an adapter can be merged into: its weight is one matrix."""
 
 
 def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
@@ -105,7 +105,7 @@ def adapters_of(lm: nn.Module) -> Any | None:
 
 
 def plain_name(name: str) -> str:
-    """What a tensor of the model was called before adapters were put around it."""
+    """Return the name that a tensor of the model had before adapters were put around it."""
     return _AROUND.sub("", name)
 
 

@@ -42,7 +42,7 @@ LEAST_SPARED = {"cpu": 0.05, "cuda": 0.3}
 
 
 OWN = -1
-"""As the id of an expert: the router's own choice."""
+"""The id that stands for the router's own choice of an expert."""
 
 
 class Mixtures(NamedTuple):
@@ -53,7 +53,7 @@ class Mixtures(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What was chosen for the positions of a micro-batch: ids int16 [R, L, M, k] of k experts in each of M mixtures,
+    """Choices of experts for the positions of rows: ids int16 [R, L, M, k] of k experts in each of M mixtures,
     and their weights float32 [R, L, M, k], if they are known."""
 
     ids: Tensor
@@ -151,7 +151,7 @@ class TrainSample:
 
 
 def _kept(sample: Sample, first: int, last: int) -> KeptSets | None:
-    """Of the generated tokens `first` to `last`."""
+    """Return the kept sets of the generated tokens `first` to `last`."""
     if not len(sample.kept_counts):
         return None
     begin, end = (int(sample.kept_counts[:n].sum(dtype=np.int64)) for n in (first, last))
@@ -159,7 +159,7 @@ def _kept(sample: Sample, first: int, last: int) -> KeptSets | None:
 
 
 def _experts(sample: Sample, first: int, last: int) -> tuple[Experts, Floats | None] | None:
-    """Of the tokens `first` to `last` of those that are not the last ones of their segments."""
+    """Return the experts of tokens `first` to `last`, of those that are not the last ones of their segments."""
     if not len(sample.expert_shape):
         return None
     shape = (-1, *sample.expert_shape.tolist())
@@ -209,7 +209,7 @@ class MicroBatch:
         return len(self.rows)
 
     def of_piece(self, values: Tensor) -> Tensor:
-        """Of values of the K tokens, [K, …], those of this rank's piece, [k, …]."""
+        """Pick the values of this rank's piece, [k, …], from those of the K tokens, [K, …]."""
         return values.index_select(0, self.pieces[self.piece]) if self.pieces else values
 
 
@@ -315,7 +315,7 @@ def collate(
 def _routing_of(
     segments: Sequence[Segment], places: Sequence[Ints64], shape: tuple[int, int], layout: Layout
 ) -> Routing | None:
-    """What was chosen for the positions of rows [R, L], where it is known; None: it is of none, or not asked for.
+    """Return the choices for the positions of rows [R, L]; None: none is known, or they are not asked for.
 
     Raises:
         BadBatchError: the engine's model has other mixtures of experts.

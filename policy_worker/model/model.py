@@ -30,9 +30,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FACTORS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""What configurations call the number by which logits are multiplied, divided, or at which they are capped."""
+"""Names in configurations of the number by which logits are multiplied, divided, or at which they are capped."""
 More = Callable[[Tensor, Head], Any]
-"""What else is computed of hidden states [K, D] and the output head, of each token: see `PolicyModel.forward`."""
+"""Computes something else of hidden states [K, D] and the output head, of each token: see `PolicyModel.forward`."""
 MULTIPLIES_BY_DIVISOR = frozenset({"hyperclovax"})
 """Kinds of models that multiply by `logits_scaling`."""
 
@@ -47,13 +47,13 @@ class Backbone(nn.Module):
         self.weights: Weights | None = None
         """Where they are to be read; None: it has them."""
         self.context: Context | None = None
-        """Whose piece of the rows this process has; None: they are whole."""
+        """The piece of the rows that this process has; None: they are whole."""
         self.stages: Stages | None = None
-        """Those of a pipeline that are left of the model; None: it is whole."""
+        """The stages of a pipeline that are left of the model; None: it is whole."""
         self.gather: sequence.Exchange | None = None
-        """Of this process' part of the last hidden states all positions (see `sequence`); None: it has them."""
+        """Makes all positions of this process' part of the last hidden states (see `sequence`); None: it has them."""
         self.replay: Replay | None = None
-        """Of what the engine's routers chose; None: those of the model choose."""
+        """The replay of what the engine's routers chose; None: those of the model choose."""
         self.reduces_late = False
         """Whether gradients are reduced after backward, and not within it (see `fsdp`)."""
 
@@ -107,7 +107,7 @@ class Backbone(nn.Module):
         )
 
     def recall(self, batch: MicroBatch, *, again: bool = False) -> None:
-        """What is computed next is of this micro-batch. again: its backward, where others came between."""
+        """Let what is computed next be of this micro-batch. again: its backward, where others came between."""
         if self.replay is None:
             return
         routing = batch.routing
@@ -117,7 +117,7 @@ class Backbone(nn.Module):
         self.replay.begin(routing, again=again)
 
     def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
-        """Of outputs of the picked states, those of the batch's K labels."""
+        """Make outputs of the batch's K labels from those of the picked states."""
         return found if self.context is None else self.context.gather(found, batch.pieces)
 
     @property

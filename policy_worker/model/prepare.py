@@ -92,7 +92,7 @@ def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> bool:
 
 
 def on_copy(model: AnyModel, find: Callable[[AnyModel], Found], layers: int = 1) -> Found:
-    """What is found of a small random copy of a model that has no weights yet (see `probe`); of a larger one where
+    """Apply `find` to a small random copy of a model that has no weights yet (see `probe`); to a larger one where
     this fails in another way than by a `SettingsError`. layers: of the copy at least, of those that there are."""
     named = model._named_layers()
     for shrink in (probe.small, probe.few_layers, probe.as_it_is)[0 if named else -1 :]:
@@ -130,7 +130,7 @@ def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, rando
 
 @torch.no_grad()
 def _check_head(model: PolicyModel) -> None:
-    """What an architecture does to its logits beyond `Head`, this trainer would not do."""
+    """Refuse an architecture that does more to its logits than `Head`: this trainer would not do it."""
     ids, positions = _probe(model, 8)
     expected = model.lm(input_ids=ids, position_ids=positions, use_cache=False).logits
     found = model._head().logits(model._hidden(ids, positions)[0])
@@ -276,7 +276,7 @@ def _prove_replay(model: Backbone, replay: Replay) -> bool:
     ]
 
     def entered(record: Routing | None) -> list[Tensor]:
-        """What experts are called with: ids and weights [1, N, M, k]."""
+        """Return what experts are called with: ids and weights [1, N, M, k]."""
         seen.clear()
         replay.begin(record)
         model.lm(ids, use_cache=False)

@@ -119,7 +119,7 @@ class Weights:
         """By name of a tensor that is converted: the one that its converter is known by."""
         self._stored_as: dict[str, str] = {}
         self._last: tuple[tuple[str, slice | None], dict[str, Tensor]] = ("", None), {}
-        """What was converted last: tensors of one converter come one after the other."""
+        """The tensors that were converted last: those of one converter come one after the other."""
         _keep_in_float32(lm, dtype)
         self._held: dict[str, Tensor] = dict(lm.state_dict(keep_vars=True))
         unexpected = self._assign()
@@ -262,7 +262,7 @@ class Weights:
     def _convert(
         self, first: str, get: Callable[[StoredTensor], Tensor], rows: slice | None = None
     ) -> dict[str, Tensor]:
-        """What a converter makes of its stored tensors, by name. rows: all that is made, see `_is_by_rows`."""
+        """Return what a converter makes of its stored tensors, by name. rows: all that is made, see `_is_by_rows`."""
         template, sources = self._converted[first]
         converter = deepcopy(template)
         for pattern in dict.fromkeys(pattern for _, pattern in sources):

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 VOCABULARY, WIDTH = 1024, 32
-"""Of a small copy at most: token ids, and hidden units of a multilayer perceptron or expert."""
+"""Most of a small copy: token ids, and hidden units of a multilayer perceptron or expert."""
 LARGE = 100.0
 """Logits of a copy reach this, so that what an architecture does to large ones shows."""
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -92,7 +92,7 @@ def enlarge_logits(head: Any, logits: torch.Tensor) -> None:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What two layers that compute alike have in common: their modules, and what those say of themselves in words.
+    """Describe what layers that compute alike share: their modules, and what those say of themselves in words.
 
     Modules that adapters were put around count as they were without.
     """

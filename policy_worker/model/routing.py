@@ -32,12 +32,12 @@ Replayed = Literal["ids", "weights"]
 
 
 def _is_experts(layer: nn.Module) -> bool:
-    """As the embedded engine knows them: in the same order, they are the mixtures of a record."""
+    """Tell experts as the embedded engine does: in the same order, they are the mixtures of a record."""
     return type(layer).__name__.endswith("Experts") and hasattr(layer, "num_experts")
 
 
 class Replay:
-    """What the routers of a model are to choose; see the module's docstring."""
+    """The choices that the routers of a model are to make; see the module's docstring."""
 
     def __init__(self, lm: PreTrainedModel, wanted: Replayed) -> None:
         """Raises `SettingsError`: the model names no layers of experts, or layers of different ones."""
@@ -78,7 +78,7 @@ class Replay:
             self._off = False
 
     def take_seen(self) -> list[float]:
-        """Of the recorded choices in forwards since this was asked last: how many, and how many this model would have
+        """Count the recorded choices in forwards since this was asked last, and those that this model would have
         made otherwise. The accelerator is waited for."""
         seen, self._seen = self._seen, None
         return [0.0, 0.0] if seen is None else seen.tolist()
@@ -141,7 +141,7 @@ class Replay:
         return torch.where(recorded, record, own)
 
     def _of(self, record: Tensor, number: int, tokens: int) -> Tensor:
-        """Of [R, L, M, k] what is of one mixture and of the positions that it sees, [N, k]."""
+        """Pick from [R, L, M, k] what is of one mixture and of the positions that it sees, [N, k]."""
         rows, length = record.shape[:2]
         here = record[:, :, number]
         if tokens != rows * length:

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 KEY = "policy.parallelism.sequence_parallel"
 BY_OUTPUTS, BY_INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
-"""What a plan of transformers calls layers that are cut by their outputs, or by their inputs."""
+"""Names in a plan of transformers of layers that are cut by their outputs, or by their inputs."""
 EXPERTS = "moe_tp_experts"
-"""What it calls a layer of experts."""
+"""Its name for a layer of experts."""
 Exchange = Callable[[Tensor], Tensor]
 """States [R, n, D], or tokens [n, D], of some positions → those of other positions."""
 

@@ -31,7 +31,7 @@ class Entry:
     passed: Tensor | None = None
 
     def through(self, number: int, states: Tensor) -> Tensor:
-        """What becomes of states at a layer of another stage."""
+        """Return what becomes of states at a layer of another stage."""
         if number == self.layers.stop:
             self.passed = states
         entering = self.received is not None and number == self.layers.start - 1
@@ -90,7 +90,7 @@ class StageLayers(nn.ModuleList):
 
 @dataclass
 class Stages:
-    """Those of a model that this rank of the pipeline has: number `rank`, then every `ranks`-th one.
+    """The stages of a model that this rank of the pipeline has: number `rank`, then every `ranks`-th one.
 
     parts: the layers of each stage of the model. holders: by name of a parameter or buffer, the rank that answers for
     it. tied: the parameter that the first and the last stage have both; "": there is none. width, dtype: of the

@@ -18,7 +18,7 @@ MAP = "policy.trainable_map"
 _ROUTERS = re.compile(r"Router$|TopK?Gating$|Gate$")
 """How transformers ends the names of routers' classes; some record the router's output from a larger block."""
 _NAMES = ("gate", "router", "gating")
-"""What a router is called next to its experts where it has no class of its own."""
+"""Names of a router next to its experts where it has no class of its own."""
 
 
 def freeze(

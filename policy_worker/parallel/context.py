@@ -60,7 +60,7 @@ class Ulysses:
         return cast(Sequence[Tensor], _Exchange.apply(self._group, found))[0]
 
     def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
-        """Of outputs of its tokens those of all tokens, with gradient; see `attention.Context`. A collective."""
+        """Gather the outputs of all tokens, with gradient; see `attention.Context`. A collective."""
         if isinstance(found, Tensor):
             return cast(Outputs, _Gather.apply(self._group, pieces, found))
         if isinstance(found, tuple):

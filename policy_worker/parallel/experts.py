@@ -103,7 +103,7 @@ class _Ahead:
             self._tokens = None
 
     def compute(self) -> None:
-        """What it says to all tokens."""
+        """Compute what it says to all tokens."""
         assert self._tokens is not None
         if self._asked is None:
             self._said = self._tokens, self._call(self._tokens)
@@ -130,7 +130,7 @@ def _check_same(tokens: Tensor, others: Tensor) -> None:
 
 
 def _of_own(forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor, n: int, rank: int) -> Tensor:
-    """What this rank's experts say to tokens."""
+    """Compute what this rank's experts say to tokens."""
     others = ids // n != rank
     found = forward(tokens, (ids - rank * n).masked_fill(others, n), weights.masked_fill(others, 0))
     if torch.is_grad_enabled() and not found.requires_grad:  # nobody asked them: their gradients are zeros
@@ -182,7 +182,7 @@ def _alltoall(
 
 
 def _to_each(forward: Forward, tokens: Tensor, experts: Tensor) -> Tensor:
-    """What one expert says to each token. Where there are none, the experts still get a gradient, of zeros."""
+    """Compute what one expert says to each token. Without tokens the experts still get a gradient, of zeros."""
     if len(tokens):
         return forward(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))
     nobody = tokens.sum(0, keepdim=True)

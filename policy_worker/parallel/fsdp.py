@@ -50,11 +50,11 @@ class Units(NamedTuple):
 
     @staticmethod
     def of_config(keys: PrecisionKeys | ReferenceConfig) -> Units:
-        """Those of a section."""
+        """Read the units of a section."""
         return Units(keys.fsdp_wrap_layers, keys.fsdp_wrap_min_params)
 
     def of_model(self, model: Backbone) -> list[nn.Module]:
-        """Those of a model, inner ones first."""
+        """List the units of a model, inner ones first."""
         if self.least:
             return _of_size(model, self.least)
         if not self.layers:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
+"""Time-out of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
 CONTROL_MARGIN = timedelta(minutes=2)
 
 
@@ -56,7 +56,7 @@ class Group:
         self._control: Any = None
         self._unit: Any = None
         self.stage_group: dist.ProcessGroup | None = None
-        """Of the ranks that have the same stage of the model; None: all ranks have all of it."""
+        """The ranks that have the same stage of the model; None: all ranks have all of it."""
         self.set_control_timeout(control_timeout)
 
     @property
@@ -91,7 +91,7 @@ class Group:
         return self.sizes.counting(self.rank) == self.rank
 
     def other_device(self, role: int) -> torch.device:
-        """Of the devices after those of all ranks on this machine that of this rank, which is a data rank of its own;
+        """Pick this rank's device after those of all ranks on this machine: the rank is a data rank of its own;
         the CPU on a machine without GPUs.
 
         role: 1 for the first role with devices of its own, 2 for the next one.
@@ -259,7 +259,7 @@ class Group:
         return self.reduce([float(flag)], "max")[0] > 0
 
     def reduce(self, values: list[float], how: str) -> list[float]:
-        """Of each number the sum over data ranks ("sum"), or over all ranks the sum ("total") or maximum ("max"), in
+        """Sum each number over data ranks ("sum"), or take over all ranks the sum ("total") or maximum ("max"), in
         float64.
 
         The ranks of a unit have summed the same samples: one of them counts, which is exact.
@@ -283,7 +283,7 @@ class Group:
 
 
 def _broadcast(data: bytes, group: Any, source: int = 0) -> memoryview:
-    """What one rank of a group (the first one) has, at least one byte, on all of them."""
+    """Bring what one rank of a group (the first one) has, at least one byte, to all of them."""
     size = torch.tensor([len(data)])
     dist.broadcast(size, group=group, group_src=source)
     if dist.get_rank(group) == source:

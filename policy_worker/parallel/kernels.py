@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 VARIANTS = 16
-"""Of one layer's code that are kept: with and without gradient, shared prompts and several rows, of each model."""
+"""Kept variants of one layer's code: with and without gradient, shared prompts and several rows, of each model."""
 MULTIPLE = 16
-"""Of a matrix's sides, which products in fp8 take (torch._scaled_mm)."""
+"""Divisor of a matrix's sides, which products in fp8 take (torch._scaled_mm)."""
 LIGER_TOLERANCE = 0.1
 """Largest difference of a log-prob or value, of the largest: far above bfloat16, far below another formula."""
 

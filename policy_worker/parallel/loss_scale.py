@@ -39,7 +39,7 @@ def scaled_by(keys: PrecisionKeys) -> str | None:
 
 
 class LossScaler:
-    """That of one model. key: the one that says float16, for messages.
+    """The loss scaler of one model. key: the one that says float16, for messages.
 
     state: the scale, and how many steps were made since it changed; the same on all ranks.
     """
@@ -51,7 +51,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied by."""
+        """The factor of a loss."""
         return self.state[0]
 
     @torch.no_grad()

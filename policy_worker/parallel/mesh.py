@@ -78,7 +78,7 @@ class MeshSizes:
 
     @property
     def ranks(self) -> int:
-        """Of the whole mesh."""
+        """Ranks of the whole mesh."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property

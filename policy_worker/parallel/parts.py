@@ -207,7 +207,7 @@ class _Way:
         self._open: tuple[dist.Work, Tensor, Tensor] | None = None
 
     def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """What will have arrived at the end."""
+        """Begin to send; return the room of what will have arrived at the end."""
         sent, received = reversed(self._sizes) if back else self._sizes
         leaving, found = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
         work = dist.all_to_all_single(found, leaving, received, sent, group=self._group, async_op=True)
@@ -216,7 +216,7 @@ class _Way:
         return found
 
     def end(self) -> Tensor:
-        """What has arrived."""
+        """Wait for what arrives, and return it."""
         assert self._open is not None
         work, _, found = self._open
         work.wait()

@@ -32,7 +32,7 @@ class Action(NamedTuple):
 
 
 Tick = list[Action | None]
-"""What each rank does; None: it waits."""
+"""The action of each rank; None: it waits."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Pipe:
 
     @staticmethod
     def of_config(mesh: ParallelismConfig) -> Pipe:
-        """That of a mesh."""
+        """Read the pipeline of a mesh."""
         return Pipe(mesh.pp_size, mesh.virtual_pp_size, mesh.pp_schedule)
 
     @property
     def stages(self) -> int:
-        """Of the whole model."""
+        """Stages of the whole model."""
         return self.ranks * self.chunks
 
     def schedule(self, batches: int, *, learns: bool = True) -> list[Tick]:
@@ -79,12 +79,12 @@ class Pipe:
         return ticks
 
     def needing(self, action: Action) -> Action | None:
-        """What needs what this action makes; None: nothing on another rank."""
+        """Return the action that needs what this one makes; None: nothing on another rank."""
         stage = action.stage + (-1 if action.backward else 1)
         return action._replace(stage=stage) if 0 <= stage < self.stages else None
 
     def _order(self, batches: int, *, backward: bool) -> list[list[Action]]:
-        """Of each rank, in which order it does its forwards, or its backwards."""
+        """Order the forwards, or the backwards, of each rank."""
         rounds = [range(batches)[first : first + self.ranks] for first in range(0, batches, self.ranks)]
         chunks = range(self.chunks)[::-1] if backward else range(self.chunks)
         return [

@@ -122,13 +122,13 @@ class _Form:
 
 
 def names_here(model: Backbone, *, lora: Publishes = "merged") -> HubNames:
-    """Of what the ranks that have the same stages of a model answer for, or of all of it."""
+    """Name what the ranks that have the same stages of a model answer for, or all of it."""
     copies = () if model.stages is None else model.stages.copies
     return HubNames(model.lm, lora=lora, without={name.removeprefix("lm.") for name in copies})
 
 
 def names_of_all(model: Backbone, *, lora: Publishes = "merged") -> HubNames:
-    """Of the whole model; tensors of one that is cut have no numbers."""
+    """Name the tensors of the whole model; those of one that is cut have no numbers."""
     return HubNames(model.lm if model.stages is None else model.stages.whole, lora=lora)
 
 

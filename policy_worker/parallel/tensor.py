@@ -77,7 +77,7 @@ STYLES = {
 }
 """By their names in a plan of transformers, which speaks of Wᵀ."""
 OWN_HEADS = "replicated_with_grad_allreduce"
-"""That of copies that serve the heads of a rank alone, or its width of an MLP."""
+"""The style of copies that serve the heads of a rank alone, or its width of an MLP."""
 SHARED = {*STYLES, OWN_HEADS}
 
 
@@ -183,14 +183,14 @@ def _check_adapters(lm: PreTrainedModel, plan: Mapping[str, str]) -> None:
 
 
 class _Ranks:
-    """Those that share the layers, seen from one of them."""
+    """The ranks that share the layers, seen from one of them."""
 
     def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
         self._mesh, self._group, self.sequence = mesh, mesh.get_group(), sequence
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
 
     def copy(self, x: Tensor) -> Tensor:
-        """Of what is alike on all ranks."""
+        """Copy what is alike on all ranks."""
         return cast(Tensor, Copy.apply(x, self._group))
 
     def add(self, x: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def _plain(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _Again:
-    """What a block keeps for its backward: of states that it gathered this rank's part alone."""
+    """The memory that a block keeps for its backward: of states that it gathered this rank's part alone."""
 
     def __init__(self, own: Tensor, gathered: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         self._own, self._gather, self._place = own, gather, gathered.untyped_storage().data_ptr()

@@ -61,7 +61,7 @@ class OptimizerSettings:
 
     @staticmethod
     def of_config(keys: TrainedKeys, section: str = "train") -> OptimizerSettings:
-        """What a section's keys say; a list of implementations ends with that of torch's AdamW."""
+        """Read a section's keys; a list of implementations ends with that of torch's AdamW."""
         impl = keys.optm_impl
         return OptimizerSettings(
             lrs=tuple(keys.optm_lr) if isinstance(keys.optm_lr, list) else (keys.optm_lr,),
@@ -104,7 +104,7 @@ class Optimizer:
         """Each of torch's kind; together they have every parameter once."""
         self._lrs = settings.lrs * len(self.optimizers) if len(settings.lrs) == 1 else settings.lrs
         self.copies: Collection[nn.Parameter] = ()
-        """Those whose gradients are counted in the norm of another rank."""
+        """Parameters whose gradients are counted in the norm of another rank."""
         self.total_norm: Callable[[float], float] = lambda norm: norm
         """The norm of the whole model's gradients from that of this rank's."""
         self.skips: Callable[[float], bool] = lambda norm: False
@@ -137,7 +137,7 @@ class Optimizer:
             optimizer.state.clear()
 
     def slots(self) -> Iterator[tuple[nn.Parameter, Slots]]:
-        """What is kept of each parameter, the tensors themselves; zeros before its first step. A collective."""
+        """Yield what is kept of each parameter, the tensors themselves; zeros before its first step. A collective."""
         for optimizer in self.optimizers:
             fresh = [
                 p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state
@@ -253,7 +253,7 @@ def _make(
 def _parted(
     parameters: list[nn.Parameter], matrices: Collection[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Those among the matrices, and the others; both in order."""
+    """Part parameters into those among the matrices, and the others; both in order."""
     ids = {id(matrix) for matrix in matrices}
     return [p for p in parameters if id(p) in ids], [p for p in parameters if id(p) not in ids]
 

@@ -44,7 +44,7 @@ from schema.wire import messages as m
 log = logging.getLogger(__name__)
 
 LEAVING_SHARE = 0.3
-"""Of the grace in which a replica leaves: for a publication that is on its way."""
+"""Share of the grace in which a replica leaves: for a publication that is on its way."""
 POLL = 2.0
 """Seconds that one question for a batch may wait: so often a request to leave is looked at."""
 POLL_OWED = 0.2
@@ -65,18 +65,18 @@ class StepEnd(Enum):
 
 
 class Algorithm(Protocol):
-    """What differs between reinforcement learning and supervised training. All ranks call alike."""
+    """An algorithm: what differs between reinforcement learning and supervised training. All ranks call alike."""
 
     def poll(self, step: int, wait_s: float) -> Any | None:
         """The batch of a step; None: it is not ready after `wait_s` seconds. Raises `DataEnded`."""
 
     @property
     def kept(self) -> list[m.TrainedSample]:
-        """What is to be shown of the samples of the last step; on rank 0."""
+        """The facts that are to be shown of the samples of the last step; on rank 0."""
 
     @property
     def validations(self) -> list[m.HeldOutLoss]:
-        """Of the version with the last step, and of version 0 with the first, where the trainer validates."""
+        """Losses of the version after the last step, and of version 0 with the first, where the trainer validates."""
 
     def train_on(self, batch: Any) -> Metrics | None:
         """One training step; its metrics, the same on each rank. None: the batch is gone, and is polled for again."""
@@ -239,7 +239,7 @@ class Loop:
         return found
 
     def _next(self, algorithm: Algorithm, step: int) -> Any:
-        """As `_wait`; profiles begin and end here."""
+        """Do as `_wait`; profiles begin and end here."""
         shutdown = self._shutdown
         while True:
             self._replicas.look()
@@ -344,7 +344,7 @@ class WaitClock:
         self._waited = 0.0
 
     def metrics(self, waiting_since: float, began: float, now: float) -> Metrics:
-        """Of a step whose batch was there at `began`, by the monotonic clock."""
+        """Return the metrics of a step whose batch was there at `began`, by the monotonic clock."""
         if self._first_batch_at is None:
             self._first_batch_at = began
         else:
@@ -377,7 +377,7 @@ class Commits:
         kept: list[m.TrainedSample],
         validations: Sequence[m.HeldOutLoss] = (),
     ) -> None:
-        """What is to be said of a step. Metrics that are not finite stay here: they cannot travel.
+        """Prepare the report of a step. Metrics that are not finite stay here: they cannot travel.
 
         Raises:
             Whatever the commit before has raised, if it was not awaited.

@@ -1,4 +1,4 @@
-"""What a training step reports: metrics, as sums over micro-batches and data ranks and then means by their public
+"""The report of a training step: metrics, as sums over micro-batches and data ranks and then means by their public
 names; and of samples that are kept as text their advantages and log-probs.
 
 add(parts)     after each micro-batch     sums over its tokens; "max_…" are maxima
@@ -32,7 +32,7 @@ CUT = ("length", "overlong")
 MOST_STALENESS = 16
 """The age of tokens is reported step by step up to here; a larger bound puts all older tokens into this one."""
 MOST_BYTES = 32 * 1024 * 1024
-"""Of a commit that kept samples may take: the controller reads it between two other calls."""
+"""Most bytes of a commit that kept samples may take: the controller reads it between two other calls."""
 SAMPLE_BYTES, NUMBER_BYTES = 512, 25
 """The most that a kept sample takes as JSON without its log-probs, and a number of 64 bits."""
 
@@ -45,7 +45,7 @@ class PartSums:
         self._steps: list[dict[str, Tensor]] = []
         self._grad_norms: list[float] = []
         self._whole: list[Metrics] = []
-        """Of each step, where they were put together from parts."""
+        """Sums of each step, where they were put together from parts."""
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """The sums of one micro-batch."""
@@ -64,7 +64,7 @@ class PartSums:
         self._open = {}
 
     def take(self, group: Group) -> Metrics:
-        """What was added since the last step, or the last call, over all ranks. A collective."""
+        """Return what was added since the last step, or the last call, over all ranks. A collective."""
         part = PartSums()
         part._steps, part._grad_norms, self._open = [self._open], [0.0], {}
         (found,) = part.reduce(group)
@@ -72,14 +72,14 @@ class PartSums:
         return found
 
     def put(self, parts: Sequence[Metrics]) -> None:
-        """What was taken for all parts of the batch, in order: that is the whole of the step to be ended."""
+        """Put what was taken for all parts of the batch, in order: that is the whole of the step to be ended."""
         self._whole.append({})
         for name in parts[0]:
             values = [part[name] for part in parts]
             self._whole[-1][name] = max(values) if _is_max(name) else math.fsum(values)
 
     def reduce(self, group: Group) -> list[Metrics]:
-        """Of each optimizer step, over all ranks; and its `grad_norm`. A collective."""
+        """Return the sums of each optimizer step, over all ranks; and its `grad_norm`. A collective."""
         if not self._steps:
             return []
         if self._whole:
@@ -97,7 +97,7 @@ class PartSums:
         return [{**step, "grad_norm": norm} for step, norm in zip(steps, self._grad_norms, strict=True)]
 
     def _summed(self) -> list[Metrics]:
-        """Of each optimizer step what this rank has added. The accelerator is waited for."""
+        """Return what this rank has added for each optimizer step. The accelerator is waited for."""
         names = list(self._steps[0])
         if not names:  # outputs are on the last stage
             return [{} for _ in self._steps]
@@ -148,7 +148,7 @@ class StepMetrics:
         self._sums, self._mismatch = PartSums(), PartSums()
         self._tokens: list[int] = []
         self.facts: Metrics = {}
-        """What the step knows of itself without a collective."""
+        """Metrics of the step that need no collective."""
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """See `PartSums.add`."""
@@ -213,7 +213,7 @@ def mean_norm(steps: Sequence[Metrics]) -> Metrics:
 
 
 def table_metrics(table: StepTable, advantages: Sequence[float], names: Mapping[str, str]) -> Metrics:
-    """What the table alone says of a step. Each name is defined in docs/metrics.md; one whose denominator is 0 is
+    """Return the metrics of the table alone. Each name is defined in docs/metrics.md; one whose denominator is 0 is
     absent."""
     scored = [row for row in table.sampled if counts(table, row)]
     metrics = {
@@ -286,7 +286,7 @@ def _baselines(table: StepTable) -> dict[int, float]:
 
 
 def age_sums(step: int, samples: Iterable[TrainSample], bound: int) -> list[float]:
-    """What ranks add up of how many generated tokens are how many steps old: by age, then the sum of all ages.
+    """Return what ranks add up of the ages of generated tokens in steps: by age, then the sum of all ages.
 
     Returns [n + 2] numbers for ages 0 to n = min(bound, `MOST_STALENESS`); the last age has all older tokens too.
     """
@@ -329,7 +329,7 @@ class KeptSamples:
         fitting = rows[: min(MOST_TRAINED, room // SAMPLE_BYTES)]
         room -= len(fitting) * SAMPLE_BYTES
         self._rows: dict[int, int] = {}
-        """Those kept, with how many of their log-probs."""
+        """Rows that are kept, with how many of their log-probs."""
         self.cut = len(rows) - len(fitting)
         """Samples that are not kept whole: there were too many, or too long ones."""
         for row in fitting:
@@ -353,7 +353,7 @@ class KeptSamples:
         return [(row, self._logprobs.pop(row).tolist()) for row in found]
 
     def put(self, found: Iterable[tuple[int, list[float]]]) -> None:
-        """What was taken, here or elsewhere; of a row that there is already the first ones count."""
+        """Put what was taken, here or elsewhere; of a row that is here already the first log-probs count."""
         for row, values in found:
             self._logprobs.setdefault(row, torch.tensor(values, dtype=torch.float64))
             self._shared.add(row)
@@ -361,7 +361,7 @@ class KeptSamples:
     def gather(
         self, group: Group, advantages: Sequence[float], idle: Collection[int] = ()
     ) -> list[TrainedSample]:
-        """Those of all ranks, on the first one; empty on the others. A collective if there are any.
+        """Gather the samples of all ranks, on the first one; empty on the others. A collective if there are any.
 
         idle: rows that no rank computed (or few of them): they have no log-probs.
         """

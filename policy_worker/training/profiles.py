@@ -55,7 +55,7 @@ Phase = Literal["waiting", "warm-up", "recording", "over"]
 
 @dataclass(frozen=True)
 class Window:
-    """What one profile records; the same on all ranks."""
+    """The steps that one profile records; the same on all ranks."""
 
     profile_id: str
     first: int
@@ -65,14 +65,14 @@ class Window:
 
     @staticmethod
     def of_config(settings: SubProfilerConfig, step: int, world: int) -> Window:
-        """Of a trainer that begins with this step."""
+        """Make the window of a trainer that begins with this step."""
         first = step + settings.wait_steps + settings.warmup_steps
         ranks = tuple(sorted(set(settings.rank_filter))) or tuple(range(world))
         return Window(uuid.uuid4().hex, first, settings.active_steps, settings.warmup_steps, ranks)
 
     @staticmethod
     def of_order(order: m.ProfileOrder, step: int) -> Window:
-        """Of an order that is known before this step begins. A warm-up that would have begun before is shorter.
+        """Make the window of an order known before this step. A warm-up that would have begun before is shorter.
 
         Raises:
             ValueError: its first step has begun before.
@@ -87,7 +87,7 @@ class Window:
         )
 
     def phase(self, step: int) -> Phase:
-        """What is due when this step is about to begin."""
+        """Return what is due when this step is about to begin."""
         if step >= self.first + self.steps:
             return "over"
         if step >= self.first:
@@ -135,7 +135,7 @@ class Recorder:
             self._modules.watch(self._model)
 
     def stop(self) -> profile:
-        """What was recorded."""
+        """End the profile; return what was recorded."""
         ranges.record(False)
         if self._modules is not None:
             self._modules.remove()
@@ -231,7 +231,7 @@ class Profiles:
         self._handed_over = False
         """Whether recording is over, so that only writing is waited for."""
         self._fault = ""
-        """What went wrong with the present profile on this rank."""
+        """The fault of the present profile on this rank."""
         self._trouble, self._troubled_at = "", 0.0
         if session is not None:
             session.troubles.append(self.trouble)
@@ -243,7 +243,7 @@ class Profiles:
             self._set(Window.of_config(settings, step, world))
 
     def signals(self) -> tuple[float, float, float]:
-        """Of this rank: whether there is an order to take, a trace is being written, and its number + 1 if it has
+        """Signal whether this rank has an order to take and is writing a trace, and its number + 1 if it has
         failed."""
         session, writing = self._session, self._writing
         ordered = session is not None and session.profile_is_asked and self._window is None
@@ -305,7 +305,7 @@ class Profiles:
             time.sleep(LOOK)
 
     def trouble(self) -> str:
-        """What went wrong, for people; "": nothing, or it was said long enough."""
+        """Say what went wrong, for people; "": nothing, or it was said long enough."""
         return self._trouble if time.monotonic() < self._troubled_at + SHOWN else ""
 
     # ---- one profile --------------------------------------------------------------------------------------

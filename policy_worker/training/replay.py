@@ -34,13 +34,13 @@ from schema.wire.frame import FrameError
 log = logging.getLogger(__name__)
 
 PROFILE_SHARE = 0.6
-"""Of the time for leaving, for a trace that is being written then: nothing else is left to do."""
+"""Share of the time for leaving, for a trace that is being written then: nothing else is left to do."""
 EVERYTHING = Parts("state", optimizer=True, extra=True)
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a replay begins with. resumption: None is the configured model. facts: of the first step's file."""
+    """The beginning of a replay. resumption: None is the configured model. facts: of the first step's file."""
 
     steps: list[int]
     facts: Facts

@@ -47,7 +47,7 @@ PROBE = "\n".join([*comparison.PROBE.values(), "<|end|>"])
 
 
 class Judged(NamedTuple):
-    """What a teacher says of the learned tokens of a sample: their log-probs [n]; its likeliest tokens [n, k]."""
+    """A teacher's judgement of the learned tokens of a sample: their log-probs [n]; its likeliest tokens [n, k]."""
 
     logprobs: Tensor
     top: TopTokens | None
@@ -75,7 +75,7 @@ class TeacherClient:
 
     @property
     def trouble(self) -> str:
-        """What it waits for, and since when; "" while the server answers."""
+        """Say what it waits for, and since when; "" while the server answers."""
         if self._down is None:
             return ""
         reason, since = self._down
@@ -251,7 +251,7 @@ class TeacherClient:
         return reply
 
     async def _content(self, answer: httpx.Response, asked: str, most: int) -> bytes:
-        """What was answered. Raises TeacherError: it is compressed, which nobody asked for, or too long."""
+        """Read what was answered. Raises TeacherError: it is compressed, which nobody asked for, or too long."""
         content = bytearray()
         if answer.headers.get("content-encoding", "identity") != "identity":
             raise self._error(f"{asked} is answered with compressed data")
@@ -266,7 +266,7 @@ class TeacherClient:
     def _entries(
         self, answer: Mapping[str, Any], ids: Sequence[int], learned: Sequence[int], k: int
     ) -> Iterator[tuple[float, list[float], list[int]]]:
-        """Of each learned position: the token's log-prob, and the k likeliest tokens with theirs."""
+        """Yield for each learned position the token's log-prob, and the k likeliest tokens with theirs."""
         choices = answer.get("choices")
         entries = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
         if not isinstance(entries, list):

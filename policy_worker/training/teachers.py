@@ -207,7 +207,7 @@ class Teachers:
     # ---- in the loss --------------------------------------------------------------------------------------
 
     def more(self, batch: MicroBatch) -> More | None:
-        """What the policy's forward computes for `teach`; None: nothing. Only of the tokens of taught samples."""
+        """Return what the policy's forward computes for `teach`, of tokens of taught samples alone; None: nothing."""
         wanted = [
             (one, rows, _places(batch, rows))
             for one in self._all
@@ -231,7 +231,7 @@ class Teachers:
     def _divergence(
         self, one: Teaching, rows: Sequence[int], here: Tensor, hidden: Tensor, head: Head
     ) -> Tensor:
-        """Of the tokens of these rows that are `here`, whose states are `hidden`."""
+        """Compute the losses of the tokens of these rows that are `here`, whose states are `hidden`."""
 
         def known(values: Mapping[int, Tensor]) -> Tensor:
             return torch.cat([values[row] for row in rows]).to(hidden.device)[here]
@@ -266,7 +266,7 @@ class Teachers:
         return replace(tokens, advantages=advantages, taught=loss) if self._all else tokens
 
     def metrics(self, samples: Mapping[int, TrainSample]) -> Metrics:
-        """Of each teacher: means over its tokens of log π − log q, π the policy that made them, and of log q; how
+        """Return each teacher's means over tokens of log π − log q, π the policy that made them, and of log q; how
         many tokens. samples: those that this rank counts. A collective if there are teachers.
         """
         if not self._all:
@@ -310,7 +310,7 @@ def _source(table: StepTable, row: int) -> str:
 
 
 def _rows(batch: MicroBatch, known: Mapping[int, Any]) -> list[int]:
-    """Those rows of a batch of which something is known, in its order."""
+    """Return the rows of a batch of which something is known, in its order."""
     return [row for row in batch.rows if row in known]
 
 

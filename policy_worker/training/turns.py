@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds of one call: so often a request to leave is looked at."""
 LEAVING_SHARE = 0.3
-"""Of the grace in which a replica leaves: for rollout replicas to fall asleep. Then it goes on without."""
+"""Share of the grace in which a replica leaves: for rollout replicas to fall asleep. Then it goes on without."""
 
 
 class Turns:
@@ -36,15 +36,15 @@ class Turns:
     def __init__(self, group: Group, session: Session | None, shutdown: ShutdownRequest) -> None:
         self._group, self._session, self._shutdown = group, session, shutdown
         self.tensors: Callable[[], Iterable[Tensor]] = tuple
-        """What is to leave the devices."""
+        """The tensors that are to leave the devices."""
         self._parked: Parked | None = None
         self._leaves_at: float | None = None
         self._changed: float | None = None
         """When the present turn, or the rollouts', began."""
         self._seconds = {True: 0.0, False: 0.0}
-        """Of the trainer's turns and of all others, switches included in the turn that they begin."""
+        """Seconds of the trainer's turns and of all others, switches included in the turn that they begin."""
         self.metrics: dict[str, float] = {}
-        """Of the last switch in each direction."""
+        """Metrics of the last switch in each direction."""
 
     def take(self) -> None:
         """Wait until no rollout replica holds memory of the devices, and come back to them. A collective.

@@ -25,13 +25,13 @@ from weight_sync.transport.group import Chunk, Line
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES, BUFFERS = 256 << 20, 2
-"""Of the device's memory, while a version is sent."""
+"""Bytes of the device's memory, while a version is sent."""
 MOST_FAILURES = 3
 """In a row, after which the fabric is not tried again."""
 
 
 def open_sender(config: Config, store: Store, controller_url: str) -> Sender | None:
-    """What hands publications out; None where the store alone does, by configuration or because it must."""
+    """Make what hands publications out; None where the store alone does, by configuration or because it must."""
     if config.weight_sync.transport != "collective":
         return None
     try:
@@ -72,7 +72,7 @@ class NcclSender:
         return self._failures < MOST_FAILURES
 
     def send(self, lines: Sequence[Line], chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> None:
-        """As `SendingCarrier.send`."""
+        """Send as `SendingCarrier.send` does."""
         try:
             self._in_time(lines, lambda: self._send(lines, chunks, read))
         except BaseException:

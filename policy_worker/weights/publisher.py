@@ -112,7 +112,7 @@ class Publisher:
         return True
 
     def signals(self) -> tuple[float, float, float]:
-        """Of this rank: whether publishing has failed, is under way, and is asked for by replicas."""
+        """Signal whether publishing has failed on this rank, is under way, and is asked for by replicas."""
         # In this order: what fails in between is seen as failed, never as neither.
         running = self._background.running or self._release.reads_taken
         failed = self._background.failed
@@ -149,7 +149,7 @@ class Publisher:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the newest version that is announced, on rank 0."""
+        """Metrics of the newest version that is announced, on rank 0."""
         return {} if self._leader is None else dict(self._leader.metrics)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Publisher:
         raise PolicyError("another rank could not publish: its log says why")
 
     def trouble(self) -> str:
-        """What keeps a version from being published, for people; "": nothing does."""
+        """Say what keeps a version from being published, for people; "": nothing does."""
         trouble = "" if self._leader is None else self._leader.trouble
         return trouble or self._store.trouble()
 

@@ -27,7 +27,7 @@ RECORD = "publications.jsonl"
 
 
 class Record:
-    """Of rank 0; safe to use from several threads.
+    """The record of rank 0; safe to use from several threads.
 
     path: of the record. store: where the files lie. name: of the job's versions there.
     """

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 BACKOFF = Backoff(0.5, 15.0)
 """Seconds between attempts at a store that fails."""
 MOST_THREADS = 8
-"""That encode: few cores saturate what a store takes, and the others feed the training."""
+"""Threads that encode: few cores saturate what a store takes, and the others feed the training."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Place:
 
 
 class Leader:
-    """What rank 0 knows beyond the others: the chain, the newest version's table, the record, the controller, and who
+    """The knowledge that rank 0 alone has: the chain, the newest version's table, the record, the controller, and who
     hands versions out directly, if anybody."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Leader:
         self.sender = sender
         self.table: dict[str, TensorEntry] | None = None
         self.metrics: dict[str, float] = {}
-        """Of the newest announced version, as the metrics of a step have them."""
+        """Metrics of the newest announced version, as the metrics of a step have them."""
         self.trouble = ""
 
 

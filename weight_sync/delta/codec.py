@@ -56,7 +56,7 @@ class CodecError(WeightError):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What changed in one tensor.
+    """The changes of one tensor.
 
     Attributes:
         changed: number of elements that differ. parts: the payload, in pieces to be written one after the
@@ -78,7 +78,7 @@ class _EncodedBlock(NamedTuple):
 
 
 class _Tools(threading.local):
-    """What each thread keeps between blocks."""
+    """Holds what each thread keeps between blocks."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)

@@ -1,4 +1,4 @@
-"""What deltas change, for engines that overwrite elements of what they serve and for the bytes of a host copy.
+"""The elements that deltas change, for engines that overwrite them in what they serve and for a host copy's bytes.
 
     for change in open_delta(root, piece).changes():
         parameter.view(-1)[change.positions] = change.values
@@ -41,7 +41,7 @@ class Change:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     positions: torch.Tensor | None
     """[changed] int64, ascending, in the flattened tensor; None: every element is given."""
     values: torch.Tensor

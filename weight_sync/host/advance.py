@@ -114,7 +114,7 @@ class Advance:
 
     @property
     def root(self) -> Path:
-        """Of the local store in which deltas lie."""
+        """Directory of the local store in which deltas lie."""
         return self._receiver.root
 
     def to(self, publication: Publication) -> CopyState:
@@ -153,7 +153,7 @@ class Advance:
         return self._bring(publication, state, torn)
 
     def _found(self) -> tuple[CopyState | None, Advancing | None]:
-        """What the copy holds, and what was begun on top of it and not finished; all else is removed."""
+        """Return what the copy holds, and what was begun on top of it and not finished; remove all else."""
         state = self._there(read_state(self._directory))
         torn = None if state is None else read_advancing(self._directory, state)
         self._writable.keep_only(state)
@@ -161,7 +161,7 @@ class Advance:
         return state, torn
 
     def _bring(self, publication: Publication, state: CopyState | None, torn: Advancing | None) -> CopyState:
-        """As `to`, from what was found. torn: what the plan must repeat, unless it replaces everything."""
+        """Do as `to`, from what was found. torn: what the plan must repeat, unless it replaces everything."""
         if state is not None and torn is None:
             if state.proven and _is_there(state.publication, publication):
                 return state
@@ -319,7 +319,7 @@ class Advance:
 
     @contextmanager
     def _breaking(self, step: Step) -> Iterator[None]:
-        """What goes wrong with this step's piece is noted, and the way is planned anew without it."""
+        """Note what goes wrong with this step's piece, so that the way is planned anew without it."""
         try:
             yield
         except (StoppedError, StoreError, LockTimeoutError, CacheError):

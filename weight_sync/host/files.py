@@ -46,7 +46,7 @@ class CacheError(WeightError):
 
 
 class CopyState(BaseModel):
-    """What the data files hold."""
+    """The version that the data files hold."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # other builds say more
 
@@ -119,7 +119,7 @@ def own_directory(path: Path) -> None:
 
 
 def bytes_of(state: CopyState) -> int:
-    """Of all tensors."""
+    """Count the bytes of all tensors."""
     return sum(
         size_of(name, torch_dtype(entry.dtype, name), entry.shape) for name, entry in state.tensors.items()
     )
@@ -183,7 +183,7 @@ class WritableTensors:
         self._inodes: dict[str, tuple[int, int]] = {}
 
     def of(self, state: CopyState) -> dict[str, memoryview]:
-        """As `map_tensors`."""
+        """Return tensors as `map_tensors` does."""
         self.keep_only(state)
         if state.folder != self._folder:
             self._inodes = inodes(self._directory, state)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 10.0
 """Seconds: attribute caches of NFS live 3 to 60 s by default; longer than this is a broken store."""
 WORTH_SHARE = 0.5
-"""Of the weights' bytes: deltas of more are not worth applying one by one, loading the whole costs no more."""
+"""Share of the weights' bytes: deltas of more are not worth applying one by one, loading the whole costs no more."""
 
 
 def whole_bytes(
@@ -62,10 +62,10 @@ def whole_bytes(
 
 @dataclass(slots=True)
 class Weights:
-    """What an engine is given: the whole weights, and the deltas that lead there."""
+    """The weights that an engine is given: the whole ones, and the deltas that lead there."""
 
     publication: Publication
-    """What the copy held when it was handed out: the one asked for, or a newer one."""
+    """The publication that the copy held when it was handed out: the one asked for, or a newer one."""
     copy_directory: Path
     n_bytes: int
     """Fetched by this process for it; 0 where another one did."""
@@ -192,7 +192,7 @@ class HostCopy:
 
     @contextmanager
     def reading(self, publication: Publication, timeout: float) -> Iterator[CopyView]:
-        """As `Weights.reading`: the copy, mended first where `open_copy` finds none that is whole and proven."""
+        """Do as `Weights.reading`: the copy, mended first where `open_copy` finds none that is whole and proven."""
         with ExitStack() as stack:
             try:
                 view = stack.enter_context(open_copy(self.directory, timeout=timeout, stop=self._stop))

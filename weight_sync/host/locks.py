@@ -52,7 +52,7 @@ def locked(
 
 
 def holders(path: Path) -> str:
-    """Who holds the lock of a file, in words."""
+    """Name the holders of a file's lock, in words."""
     try:
         inode = path.stat().st_ino
         with open("/proc/locks", encoding="ascii") as table:

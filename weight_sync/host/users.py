@@ -1,4 +1,4 @@
-"""Who uses a host copy: its directory lives as long as a process has it open, and what the dead left is swept.
+"""The users of a host copy: its directory lives as long as a process has it open, and what the dead left is swept.
 
     <parent>/cosmos-weights-<uid>/<job>-<run>-<host>/      one copy; <run> is a digest of the run directory's path,
                                                            <host> of what the running kernel drew when it started

@@ -43,7 +43,7 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 
 
 class Gathering:
-    """What each rank owns of a model, and how it gets it. All ranks call alike.
+    """The share of a model that each rank owns, and the way that it gets it. All ranks call alike.
 
     Args:
         names: of the model, made on every rank. rank, world: of this process among those that publish it.
@@ -141,7 +141,7 @@ class Box:
         return math.prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """Of the whole tensor."""
+        """Slices of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
 

@@ -47,7 +47,7 @@ class PinnedCopy:
             torch.cuda.synchronize(device)
 
     def announce(self) -> None:
-        """What was taken has been announced."""
+        """Take note that what was taken has been announced."""
         if self.keeps:
             self.taken, self.announced = self.announced or {}, self.taken
 

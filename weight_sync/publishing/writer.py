@@ -37,11 +37,11 @@ from weight_sync.stores import MANIFEST, Stage, Store, version_name
 MAX_FILE_BYTES = 1 << 30
 """A data file ends before it grows beyond this: files of a gigabyte are verified and copied in parallel."""
 SPARSE_SHARE = 0.5
-"""Of a tensor's bytes: sparse blocks of more are not worth it. They save less than half of the transfer then, and
+"""Share of a tensor's bytes: sparse blocks of more are not worth it. They save less than half of the transfer, and
 their scattered writes cost a receiver about what it saves against one plain copy."""
 DELTA_SHARE = 0.5
-"""Of a full version's bytes: a delta of more is published full instead, for the same reason, and as an anchor that
-somebody will need anyway."""
+"""Share of a full version's bytes: a delta of more is published full instead, for the same reason, and as an anchor
+that somebody will need anyway."""
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]
 """Name, tensor of the base, tensor of the new version: same dtype and shape."""
@@ -54,14 +54,14 @@ class DenseError(WeightError):
 
 
 class Part(BaseModel):
-    """What one process wrote of a version, for the one that writes the manifest."""
+    """The part of a version that one process wrote, for the one that writes the manifest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     files: list[FileEntry]
     tensors: dict[str, TensorEntry]
     data_bytes: int = 0
-    """Of what it stored of its tensors, without headers."""
+    """Bytes that it stored of its tensors, without headers."""
     seconds: dict[str, float] = {}
     """By stage: "encode" (compare, compress, hash; of a delta as far as writing waited for it) and "write"."""
 
@@ -73,7 +73,7 @@ class Part(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the controller learns about a version: the fields of `PublishRequest` that depend on it."""
+    """The facts of a version that the controller gets: the fields of `PublishRequest` that depend on it."""
 
     uri: str
     manifest_hash: str
@@ -83,7 +83,7 @@ class Published:
 
     @property
     def piece(self) -> Piece:
-        """As a link of a chain names it."""
+        """The version as a link of a chain names it."""
         return Piece(uri=self.uri, manifest_hash=self.manifest_hash, n_bytes=self.n_bytes)
 
 

@@ -82,7 +82,7 @@ def code_of(error: Any) -> str:
 
 
 def head(client: Any, bucket: str, key: str) -> Any | None:
-    """What the store says of an object; None: there is none."""
+    """Return what the store says of an object; None: there is none."""
     try:
         return client.head_object(Bucket=bucket, Key=key)
     except client.exceptions.ClientError as error:
@@ -134,7 +134,7 @@ def _of_the_network() -> Any:
 
 
 def explain(error: Exception, client: Any, bucket_key: str) -> str:
-    """What went wrong and what to do. Names no credential.
+    """Say what went wrong and what to do. Names no credential.
 
     bucket_key: key of the configuration that names the bucket.
     """

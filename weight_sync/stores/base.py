@@ -1,4 +1,4 @@
-"""What a store of weight versions is: the protocols, and the names of what lies in one.
+"""A store of weight versions: the protocols, and the names of what lies in one.
 
     <version>/manifest.json          <version>/<file>
 
@@ -44,7 +44,7 @@ class Stage(Protocol):
 
 
 class ReadableStore(Protocol):
-    """What a replica needs of a place for versions. Keys are `<version>/<file>`. Thread-safe; one object
+    """A place for versions, as a replica needs it. Keys are `<version>/<file>`. Thread-safe; one object
     may be used by one process.
 
     What a store cannot do now it tries again for as long as it was opened for; `trouble` reports that meanwhile.
@@ -76,7 +76,7 @@ class ReadableStore(Protocol):
         """
 
     def trouble(self) -> str:
-        """What is being tried again at this moment, for people; "" when nothing is."""
+        """Say what is being tried again at this moment, for people; "" when nothing is."""
 
 
 class Store(ReadableStore, Protocol):

@@ -27,7 +27,7 @@ MAX_PARTS = 10_000
 
 
 class Requests(Protocol):
-    """What an upload needs of a store: its pool, its client, and one request tried again in a worker."""
+    """A store as an upload needs it: its pool, its client, and one request tried again in a worker."""
 
     pool: WorkerPool
     client: Any
@@ -49,7 +49,7 @@ class Upload(io.RawIOBase):
         self._head, self._filling = bytearray(), bytearray()
         self._at = self._size = 0
         self.upload_id = ""
-        """Of the multipart upload; "" when there is none."""
+        """Id of the multipart upload; "" when there is none."""
         self._parts: list[Future[str]] = []
         """From part 2 on."""
 

@@ -42,7 +42,7 @@ class WorkerPool:
         return future
 
     def wait(self, future: Future[T]) -> T:
-        """What a work returned. Raises what it raised, or `StoppedError` when the process leaves."""
+        """Return what a work returned. Raises what it raised, or `StoppedError` when the process leaves."""
         while True:
             try:
                 return future.result(LOOK_S)
@@ -56,7 +56,7 @@ class WorkerPool:
         return self.wait(self.submit(work))
 
     def each(self, work: Callable[[A], T], items: Iterable[A]) -> list[T]:
-        """What `work` returns for each item, in order; the first error ends it once those begun have ended."""
+        """Return what `work` returns for each item, in order; the first error ends it once those begun have ended."""
         futures: list[Future[T]] = []
         for item in items:
             if any(future.done() and future.exception() for future in futures):

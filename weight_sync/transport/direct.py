@@ -34,7 +34,7 @@ class Outcome:
     """How the version expected last has come."""
 
     files: int
-    """That the trainer has sent. None where another replica of the host had fetched the version already."""
+    """Files that the trainer has sent. None where another replica of the host had fetched the version already."""
     n_bytes: int
     fallback: str | None
     """Why the store was needed; None: it was not."""
@@ -96,7 +96,7 @@ class DirectStore:
                 self._expected = _Expected(publication, offer, version)
 
     def outcome(self) -> Outcome:
-        """What became of the version expected last."""
+        """Return what became of the version expected last."""
         with self._lock:
             expected = self._expected
             files, n_bytes = (0, 0) if expected is None else (expected.files, expected.n_bytes)

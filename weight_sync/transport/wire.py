@@ -48,7 +48,7 @@ _WHY: dict[int, str] = {
 
 
 class TransferError(Exception):
-    """What did not come from the trainer: the store is asked instead. Says why."""
+    """A version did not come from the trainer: the store is asked instead. Says why."""
 
 
 class UnreachableError(TransferError):
@@ -112,7 +112,7 @@ def greet(connection: socket.socket, deadline: Deadline) -> bytes:
 def read_request(
     connection: socket.socket, nonce: bytes, token_of: Callable[[int], bytes | None], deadline: Deadline
 ) -> Request | Status:
-    """What a replica asks for, or why it gets nothing.
+    """Return what a replica asks for, or why it gets nothing.
 
     Args:
         token_of: the token of a round; None for one that is over.

@@ -81,7 +81,7 @@ class HubTarget:
         self._patience.run(f"{self.repository}: committing {path.name}", commit)
 
     def _explain(self, error: Exception) -> str:
-        """What went wrong and what to do. Names no credential."""
+        """Say what went wrong and what to do. Names no credential."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.LocalTokenNotFoundError):

@@ -1,4 +1,4 @@
-"""What lies where on S3, and how a file is cut. Pure.
+"""The objects of a checkpoint on S3, and the cuts of a file. Pure.
 
 <prefix>/<run>/<step-…|final>/<file>           the files
 <prefix>/<run>/<step-…|final>/complete.json    the marker, written last: names, sizes and sha256 of all files
@@ -41,7 +41,7 @@ def parts(size: int, length: int) -> list[Part]:
 
 
 def object_prefix(prefix: str, run: str, name: str) -> str:
-    """What the keys of one checkpoint begin with."""
+    """Return what the keys of one checkpoint begin with."""
     return "/".join([*filter(None, prefix.split("/")), run, name])
 
 

@@ -1,4 +1,4 @@
-"""What is on its way, on disk: one JSON file per checkpoint and target, next to the checkpoints, never inside one.
+"""Records of uploads on disk: one JSON file per checkpoint and target, next to the checkpoints, never inside one.
 
     <run_dir>/uploads/step-00000020.s3.json
     <run_dir>/uploads/final.hub.json

@@ -109,7 +109,7 @@ class S3Target:
         self._write_marker(prefix, path, record)
 
     def _remove_other_marker(self, prefix: str, stamp: str) -> None:
-        """What lies there may be of a timeline that was left: until all is replaced it is not complete."""
+        """Remove the marker of a timeline that was left: until all is replaced the copy is not complete."""
         key = f"{prefix}/{MARKER}"
         found = self._head(key)
         if found is not None and found.get("Metadata", {}).get("stamp") != stamp:

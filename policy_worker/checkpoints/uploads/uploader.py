@@ -82,7 +82,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
 
     def trouble(self) -> str:
-        """Of the uploads that have failed for good, the last one; "" if there is none."""
+        """Return the last upload that has failed for good; "" if there is none."""
         with self._lock:
             return next(reversed(self._failed.values()), "")
 

@@ -58,7 +58,7 @@ class Batching:
 
     @staticmethod
     def of_config(config: Config, mesh: ParallelismConfig | None = None) -> Batching:
-        """That of the policy's training; mesh: of another model, if it is not the policy's."""
+        """Read how the policy's training is cut; mesh: of another model, if it is not the policy's."""
         policy, mesh = config.train.train_policy, mesh or config.policy.parallelism
         batching = Batching(
             samples=policy.mini_batch if mesh.pp_size == 1 else mesh.pp_micro_batch_size,
@@ -94,7 +94,7 @@ class MiniBatch:
 
     @property
     def computed(self) -> Rows:
-        """Those of its rows that some rank computes."""
+        """The rows of it that some rank computes."""
         return sorted(row for rank in self.ranks for rows in rank for row in rows)
 
 
@@ -153,7 +153,7 @@ class Shares(NamedTuple):
         return self.parts * self.data_ranks
 
     def of(self, part: int) -> int:
-        """Of its shares that in a part."""
+        """Return the number of its share in a part."""
         return part * self.data_ranks + self.data_rank
 
     @property

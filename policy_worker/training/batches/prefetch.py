@@ -31,7 +31,7 @@ Ask = Callable[[int, Rows], tuple[StepTable, Frames] | None]
 
 
 def line_of(table: StepTable, row: int) -> Line:
-    """What a table says of one sample: its group, and what its payload has to agree with."""
+    """Return what a table says of one sample: its group, and what its payload has to agree with."""
     return (
         table.group_ids[table.group[row]], table.index[row], table.total_tokens[row], table.response_tokens[row],
         table.oldest_version[row], table.newest_version[row], table.score[row], table.is_baseline(row),

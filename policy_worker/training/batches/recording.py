@@ -38,7 +38,7 @@ class BatchRecorder:
         self._trouble = ""
 
     def trouble(self) -> str:
-        """What went wrong with the newest batch; "": nothing."""
+        """Say what went wrong with the newest batch; "": nothing."""
         return self._trouble
 
     def keep(self, table: StepTable, frames: Frames) -> None:

@@ -39,14 +39,14 @@ class DataEnded(Exception):
 
 
 class Batches(Protocol):
-    """What steps are trained on, and where it comes from. All ranks call alike.
+    """The batches that steps are trained on, and where they come from. All ranks call alike.
 
     bound: S, the most steps by which a sample may be older than the step that trains it.
     """
 
     bound: int
     ahead_fraction: float | None
-    """Of the samples fetched last, on all ranks, the part that was there before; None: all are."""
+    """Part of the samples fetched last, on all ranks, that was there before; None: all are."""
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective."""
