@@ -184,9 +184,7 @@ class Session(Caller):
 
         snapshot: what the checkpoint of `resume_step` holds of the ledger.
 
-        Raises:
-            Unauthorized, Refused, ControllerLost: see `controller.client`.
-        """
+        Raises `Unauthorized`, `Refused`, `ControllerLost`: see `controller.client`."""
         request = m.RegisterRequest(
             request_id=request_id(),
             role="policy",

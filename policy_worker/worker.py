@@ -146,10 +146,8 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
 
     resumption: what will be restored into it.
 
-    Raises:
-        SettingsError: the configuration cannot work on these ranks, or with this model.
-        CheckpointError: the checkpoint does not hold what is asked for.
-    """
+    Raises `SettingsError`: the configuration cannot work on these ranks, or with this model; `CheckpointError`: the
+    checkpoint does not hold what is asked for."""
     _refuse_models(config, group)
     _arrange(config, group)
     _seed(config)
@@ -204,10 +202,8 @@ def _keep_if_leading(replicas: Replicas, recorder: BatchRecorder, table: StepTab
 def _meet_teachers(config: Config, teachers: Teachers, caller: Caller) -> None:
     """Look at the servers of teachers before anything is generated.
 
-    Raises:
-        TeacherError: one is not what is meant.
-        LeaveRequestedError: a request to leave came while one did not answer.
-    """
+    Raises `TeacherError`: one is not what is meant; `LeaveRequestedError`: a request to leave came while one did not
+    answer."""
     teachers.shutdown = caller.shutdown
     if isinstance(caller, Session):
         session = caller

@@ -73,9 +73,7 @@ class HubNames:
         model: see `hub_tensors`; one with adapters of peft's too. lora: what is published of such a one: its weights
             with the active adapters merged in, or the active adapter alone. without: names that are left out.
 
-    Raises:
-        WeightError: adapters that cannot be published so.
-    """
+    Raises `WeightError`: adapters that cannot be published so."""
 
     def __init__(
         self, model: torch.nn.Module, *, lora: Publishes = "merged", without: Collection[str] = ()

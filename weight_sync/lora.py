@@ -62,9 +62,7 @@ class Source:
 def inject(model: Any, keys: LoraConfig) -> None:
     """Put adapters into a transformers model in place, as `peft` does; all else of it is frozen.
 
-    Raises:
-        ValueError, TypeError, NotImplementedError: peft cannot do this.
-    """
+    Raises `ValueError`, `TypeError`, `NotImplementedError`: peft cannot do this."""
     import peft  # takes seconds, and only jobs with adapters need it
 
     arguments: dict[str, Any] = {
@@ -115,9 +113,7 @@ def sources(
     Args:
         model: of peft's, or with adapters injected. stored: its state dict's tensors, aliases left out.
 
-    Raises:
-        WeightError: adapters that cannot be published so; the message names the module.
-    """
+    Raises `WeightError`: adapters that cannot be published so; the message names the module."""
     if publishes == "adapter":
         yield from _adapter(model, stored)
     else:

@@ -41,10 +41,8 @@ class Opened:
 def parse_manifest(text: bytes, piece: Piece) -> WeightManifest:
     """The manifest of a piece out of its bytes, proven by the piece's hash and consistent with itself.
 
-    Raises:
-        NotReadableError: the bytes are not those that were announced.
-        WeightError: it can never become right: another format, too large, or it contradicts itself.
-    """
+    Raises `NotReadableError`: the bytes are not those that were announced; `WeightError`: it can never become right:
+    another format, too large, or it contradicts itself."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise WeightError(f"{piece.uri} has {len(text)} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")
     if digest(text).hex() != piece.manifest_hash:
@@ -60,10 +58,8 @@ def parse_manifest(text: bytes, piece: Piece) -> WeightManifest:
 def open_piece(store: ReadableStore, piece: Piece, kind: Literal["full", "delta"]) -> Opened:
     """Open and prove one form of a version.
 
-    Raises:
-        NotReadableError: a file is missing, short, or not what its manifest says.
-        WeightError: the manifest contradicts itself or is of another kind.
-    """
+    Raises `NotReadableError`: a file is missing, short, or not what its manifest says; `WeightError`: the manifest
+    contradicts itself or is of another kind."""
     manifest = parse_manifest(bytes(store.read(piece.uri)), piece)
     if manifest.kind != kind:
         raise WeightError(f"{piece.uri} is a {manifest.kind} version where a {kind} one was announced")

@@ -67,9 +67,7 @@ def blocks(shape: Sequence[int]) -> Iterator[slice]:
 def open_file(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """The metadata of a file, and its tensors by name.
 
-    Raises:
-        OSError, ValueError, WeightError: it cannot be read; of these FrameError: its header is wrong.
-    """
+    Raises `OSError`, `ValueError`, `WeightError`: it cannot be read; of these FrameError: its header is wrong."""
     with path.open("rb") as stream:
         file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     with memoryview(file) as data:

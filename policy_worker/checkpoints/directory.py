@@ -45,9 +45,7 @@ def hold(unfinished: Path) -> IO[bytes]:
 def place(unfinished: Path, step: int) -> Path:
     """Give a complete checkpoint its name; one of this step from a timeline that was left makes room.
 
-    Raises:
-        OSError: nothing was deleted.
-    """
+    Raises `OSError`: nothing was deleted."""
     directory = unfinished.parent
     target = directory / name_of(step)
     (unfinished / LOCK).unlink(missing_ok=True)

@@ -54,9 +54,7 @@ def export_model(
 
     files: as of `write_export`, on rank 0. average: with the moving average of its weights.
 
-    Raises:
-        ExportError: `target` cannot be written; nothing there was changed.
-    """
+    Raises `ExportError`: `target` cannot be written; nothing there was changed."""
     dtype = DTYPES[config.train.effective_transfer_dtype]
     names = ExportNames(trainer.model)
     gather = trainer.gather_to_first(_average_of(trainer) if average else gather_full)
@@ -101,11 +99,7 @@ class ExportNames:
 def prepare_export(model: PolicyModel, config: Config, template: str | None) -> Files:
     """Read what `write_export` copies. Before training: proves that all but weights can be written, too.
 
-    template: the job's own, that training uses.
-
-    Raises:
-        SettingsError: it cannot.
-    """
+    template: the job's own, that training uses. Raises `SettingsError`: it cannot."""
     try:
         files = source_files(config, model.lm.config, template)
         with TemporaryDirectory(prefix="export-") as scratch:
@@ -128,9 +122,7 @@ def write_export(
 
     files: what `prepare_export` has found. progress: passes the model's tensors on.
 
-    Raises:
-        OSError: `target` cannot be written; nothing there was changed.
-    """
+    Raises `OSError`: `target` cannot be written; nothing there was changed."""
     dtype = DTYPES[config.train.effective_transfer_dtype]
     with replacing_directory(target) as unfinished:
         write_shards(progress(names.tensors(gather, dtype)), unfinished)

@@ -107,9 +107,7 @@ def chain_of(newest: Found, found: Iterable[Found]) -> list[Found]:
 def candidates(config: Config, run_dir: Path) -> Candidates:
     """List what may be resumed from.
 
-    Raises:
-        SettingsError: the configured path holds no checkpoint; see `layout.read_manifest`.
-    """
+    Raises `SettingsError`: the configured path holds no checkpoint; see `layout.read_manifest`."""
     own, damage = chain_in(checkpoints_of(run_dir))
     if own or damage:
         return Candidates(own, own=True, damage=tuple(damage))
@@ -134,9 +132,8 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
 def found_at(path: Path) -> Found:
     """The checkpoint that a path means: itself, or the newest in a directory of them, or of a run.
 
-    Raises:
-        CheckpointError: there is none. DamagedCheckpointError: it does not show any more which one is the newest.
-    """
+    Raises `CheckpointError`: there is none. `DamagedCheckpointError`: it does not show any more which one is the
+    newest."""
     directory = checkpoints_of(path) if checkpoints_of(path).is_dir() else path
     whole, damage = chain_in(directory)
     if whole and (not damage or whole[0].path.name == _pointer(directory)):
@@ -167,10 +164,8 @@ class Resumption:
 def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
     """The checkpoint to resume from, if any, every byte verified; the ranks share the reading. A collective.
 
-    Raises:
-        SettingsError: the configured path holds no complete checkpoint.
-        DamagedCheckpointError: an explicit path's is damaged, or all of those that there are.
-    """
+    Raises `SettingsError`: the configured path holds no complete checkpoint; `DamagedCheckpointError`: an explicit
+    path's is damaged, or all of those that there are."""
     listed = group.lead(lambda: _listed(candidates(config, run_dir)))
     damage = list(listed["damage"])
     found = first_whole(group, listed["paths"][:1] if listed["strict"] else listed["paths"], damage)
@@ -228,9 +223,7 @@ def before_step(
     began_from: the checkpoint that the trainer of that step had started from; empty: none. What is passed over on the
     way, being damaged, is logged.
 
-    Raises:
-        CheckpointError: a checkpoint vanishes meanwhile.
-    """
+    Raises `CheckpointError`: a checkpoint vanishes meanwhile."""
     root = checkpoints_of(run_dir)
     damage: list[str] = []
 
@@ -264,9 +257,7 @@ def _first_of_run(config: Config, run_dir: Path, began_from: str, step: int) -> 
 def snapshot_of(found: Found) -> LedgerSnapshot | None:
     """The ledger of a checkpoint; None if it holds none.
 
-    Raises:
-        DamagedCheckpointError: the file is not what a controller has written.
-    """
+    Raises `DamagedCheckpointError`: the file is not what a controller has written."""
     if LEDGER not in found.manifest.files:
         return None
     wrong, path = faults(found.path, found.manifest.files, [LEDGER]), found.path / LEDGER

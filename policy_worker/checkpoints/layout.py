@@ -180,10 +180,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint.
 
-    Raises:
-        CheckpointError: there is none, or it is of another format.
-        DamagedCheckpointError: it is not what was written.
-    """
+    Raises `CheckpointError`: there is none, or it is of another format; `DamagedCheckpointError`: it is not what was
+    written."""
     path = directory / MANIFEST
     try:
         written = json.loads(path.read_text())

@@ -62,9 +62,7 @@ class Parts:
 def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
     """Choose what to read of a checkpoint. wanted: `load_contents`; None: all that was saved.
 
-    Raises:
-        CheckpointError: it does not hold what is wanted, or no weights at all.
-    """
+    Raises `CheckpointError`: it does not hold what is wanted, or no weights at all."""
     held = {*manifest.contents, *(["hf_model"] if manifest.exported else [])}
     if wanted is None:
         if not held & {"model", "hf_model"}:
@@ -153,9 +151,7 @@ def parts_of(resumption: Resumption, config: Config) -> Parts:
 def weights_directory(resumption: Resumption | None, config: Config) -> str | None:
     """The export to load the model from, where that is what is resumed; None: the configured model.
 
-    Raises:
-        CheckpointError: the checkpoint does not hold what is asked for.
-    """
+    Raises `CheckpointError`: the checkpoint does not hold what is asked for."""
     if resumption is None or parts_of(resumption, config).weights != "export":
         return None
     return str(resumption.path / EXPORT)
@@ -164,9 +160,7 @@ def weights_directory(resumption: Resumption | None, config: Config) -> str | No
 def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFacts | None) -> None:
     """Weights, optimizer, schedule and random states, as far as they are asked for. A collective.
 
-    Raises:
-        CheckpointError: it is of another model or data.
-    """
+    Raises `CheckpointError`: it is of another model or data."""
     parts, manifest = parts_of(resumption, config), resumption.found.manifest
     try:
         _check_model(manifest, trainer)
@@ -273,9 +267,7 @@ def check_base(
 ) -> None:
     """Adapters go on next to the weights that they were trained with. A collective of the group.
 
-    Raises:
-        CheckpointError: `model` has others.
-    """
+    Raises `CheckpointError`: `model` has others."""
     if base_digest(model, group) == manifest.bases.get(role):
         return
     name, keys = config.policy.model_name_or_path, "train"

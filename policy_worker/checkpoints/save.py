@@ -87,10 +87,8 @@ class Checkpointer:
     ) -> None:
         """A collective. leads: whether to begin with `lead`.
 
-        Raises:
-            CheckpointSaveError: checkpoints are on, and their directory cannot be written.
-            SettingsError: uploads are on, or exports, and cannot work.
-        """
+        Raises `CheckpointSaveError`: checkpoints are on, and their directory cannot be written; `SettingsError`:
+        uploads are on, or exports, and cannot work."""
         self._config, self._trainer, self._session = config, trainer, session
         self._shutdown = shutdown
         self._settings = config.train.ckpt
@@ -159,9 +157,7 @@ class Checkpointer:
     def restore(self, resumption: Resumption) -> int:
         """Load what is to be loaded; the committed steps from which training goes on. A collective.
 
-        Raises:
-            CheckpointError: the checkpoint is of another model or data, or lacks what is asked for.
-        """
+        Raises `CheckpointError`: the checkpoint is of another model or data, or lacks what is asked for."""
         load(resumption, self._trainer, self._config, self._data)
         if self._trainer.group.leads and template_of(resumption.found) != self._template:
             log.warning(
@@ -195,10 +191,8 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Save after `step` committed steps, once. A collective; returns as soon as training may go on.
 
-        Raises:
-            CheckpointSaveError: this one could not be written (`sync`), or the one before (`async`).
-            Refused, ControllerLost, LeaveRequestedError: see `Session.call`.
-        """
+        Raises `CheckpointSaveError`: this one could not be written (`sync`), or the one before (`async`); `Refused`,
+        `ControllerLost`, `LeaveRequestedError`: see `Session.call`."""
         self._shutdown.checkpoint_asked = False
         if step == self._saved:
             return
@@ -321,9 +315,7 @@ class Checkpointer:
     def offer_final(self, export: Path, step: int) -> None:
         """Rank 0 hands the final export to the uploader, if there is one; it comes last, after the last checkpoint.
 
-        Raises:
-            CheckpointSaveError: see `check`.
-        """
+        Raises `CheckpointSaveError`: see `check`."""
         if self._uploader is not None:
             self.wait()
             self._uploader.offer(export, step, final=True)
@@ -331,9 +323,7 @@ class Checkpointer:
     def finish(self) -> bool:
         """Before leaving: whether everything that was begun is complete; what is not goes on with the next start.
 
-        Raises:
-            CheckpointSaveError, UploadFailedError: see `check`.
-        """
+        Raises `CheckpointSaveError`, `UploadFailedError`: see `check`."""
         self.wait()
         if self._uploader is None:
             return True

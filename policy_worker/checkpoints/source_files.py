@@ -54,9 +54,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_tok
 def source_files(config: Config, model_config: PretrainedConfig, template: str | None) -> Files:
     """All of them. model_config: that of the loaded model. template: the job's own, that training uses.
 
-    Raises:
-        OSError, ValueError: one of them cannot be read; the text names it.
-    """
+    Raises `OSError`, `ValueError`: one of them cannot be read; the text names it."""
     find = fetched_by(cached_file)
     policy = config.policy
     tokenizer = policy.tokenizer

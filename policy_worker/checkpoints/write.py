@@ -70,9 +70,7 @@ class Draft:
 def write(draft: Draft, group: Group) -> Found | None:
     """Write it, whole or not at all; on rank 0 the complete checkpoint. A collective.
 
-    Raises:
-        CheckpointSaveError: on every rank, if one of them could not write; nothing complete was touched.
-    """
+    Raises `CheckpointSaveError`: on every rank, if one of them could not write; nothing complete was touched."""
     try:
         return _write(draft, group)
     finally:

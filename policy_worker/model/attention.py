@@ -151,9 +151,7 @@ def attend(
 
     Without blocks each row is a sequence of its own, causal. blocks: of whole rows. context: L is its piece of them.
 
-    Raises:
-        ValueError: the layer wants what this attention does not do.
-    """
+    Raises `ValueError`: the layer wants what this attention does not do."""
     del module
     if options.get("s_aux") is not None:
         raise ValueError("it has layers with attention sinks")
@@ -241,9 +239,7 @@ def use_flash(version: int | None) -> None:
 
     What is on a CPU, as the small models by which architectures are proven, is computed by torch in any case.
 
-    Raises:
-        SettingsError: it cannot be imported.
-    """
+    Raises `SettingsError`: it cannot be imported."""
     if version is None:
         Chosen.flash = None
         return

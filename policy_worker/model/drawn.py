@@ -223,10 +223,8 @@ def drawn_of(
 ) -> Drawn | None:
     """Describe what the learned tokens of these segments were drawn from; None: the softmax alone.
 
-    Raises:
-        BadBatchError: a sample has a token that could not be drawn.
-        SettingsError: a sample lacks its kept sets, or they have ids that the model does not know.
-    """
+    Raises `BadBatchError`: a sample has a token that could not be drawn; `SettingsError`: a sample lacks its kept
+    sets, or they have ids that the model does not know."""
     contexts = [context for context in contexts if len(context.learned)]
     if reshaping == Reshaping() or not contexts:
         return None

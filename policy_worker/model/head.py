@@ -60,9 +60,7 @@ class Head(NamedTuple):
     def on_rows_of(self, other: Head) -> Head:
         """This head, over the rows of the other one.
 
-        Raises:
-            ValueError: it has other ones, of a vocabulary that is spread in another way.
-        """
+        Raises `ValueError`: it has other ones, of a vocabulary that is spread in another way."""
         first, rows = other.first, len(other.weight)
         if self.vocabulary is None and other.vocabulary is not None:
             bias = None if self.bias is None else self.bias[first : first + rows]

@@ -55,9 +55,7 @@ def load_model(
     weights: an export of it, whose weights are taken instead. restored: those of a checkpoint will be taken, so that
     none are read. lead: proves for all ranks (see `prepare_model`).
 
-    Raises:
-        SettingsError: it cannot be loaded, or is of an architecture that this trainer would get wrong.
-    """
+    Raises `SettingsError`: it cannot be loaded, or is of an architecture that this trainer would get wrong."""
     attention.use_flash(config.train.fa_version)
     source = Source.of_policy(config)
     if weights is not None:
@@ -87,9 +85,7 @@ def load_model(
 def load_reference(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> PolicyModel:
     """The frozen model of `[reference]`, in `train.param_dtype`. lead: as for `load_model`.
 
-    Raises:
-        SettingsError: as `load_model`, or its vocabulary is not that of the policy.
-    """
+    Raises `SettingsError`: as `load_model`, or its vocabulary is not that of the policy."""
     source = Source.of_policy(config)
     if config.reference.model_name_or_path not in (None, source.name):
         name = str(config.reference.model_name_or_path)
@@ -109,9 +105,7 @@ def load_teacher(
 ) -> PolicyModel:
     """The frozen model of a local `[[teacher]]`, in `train.param_dtype`. lead: as for `load_model`.
 
-    Raises:
-        SettingsError: as `load_model`, or its tokens are not those of the policy.
-    """
+    Raises `SettingsError`: as `load_model`, or its tokens are not those of the policy."""
     name = str(teacher.model)
     what = f"teacher {teacher.name}: model = {name!r}"
     source = Source(what, name, None, config.policy.trust_remote_code)
@@ -136,9 +130,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
 
     lead: as for `load_model`.
 
-    Raises:
-        SettingsError: as `load_model`, or it reads other tokens than the policy writes.
-    """
+    Raises `SettingsError`: as `load_model`, or it reads other tokens than the policy writes."""
     critic, source = config.critic, Source.of_policy(config)
     override = {"critic.override_config": critic.override_config}
     if critic.model_name_or_path in (None, source.name):
@@ -277,11 +269,7 @@ class Source:
     ) -> Loaded:
         """The model on the meta device; with its weights, on the CPU, where they cannot be read in parts.
 
-        whole: its weights are needed before it is sharded.
-
-        Raises:
-            SettingsError: it cannot be loaded.
-        """
+        whole: its weights are needed before it is sharded. Raises `SettingsError`: it cannot be loaded."""
         try:
             config = self._config()
             dropout = _disable_dropout(config)

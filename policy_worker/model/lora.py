@@ -41,9 +41,7 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
 
     section: `policy.lora` or `critic.lora`, for messages.
 
-    Raises:
-        SettingsError: a name is of nothing in the model, or of what cannot have an adapter.
-    """
+    Raises `SettingsError`: a name is of nothing in the model, or of what cannot have an adapter."""
     import peft  # takes seconds, and only these jobs need it
 
     _check_names(lm, keys, section)

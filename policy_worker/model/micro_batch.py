@@ -127,8 +127,7 @@ class TrainSample:
     def of_wire(sample: Sample) -> TrainSample:
         """Cut a sample into its segments.
 
-        Raises:
-            BadBatchError: a segment begins with a generated token, whose log-prob nothing can be compared with.
+        Raises `BadBatchError`: a segment begins with a generated token, whose log-prob nothing can be compared with.
         """
         starts = [int(start) for start in sample.segment_starts]
         segments = [
@@ -249,11 +248,9 @@ def collate(
 
     columns: of these rows and maybe others, on any device.
 
-    Raises:
-        SettingsError: a sample of several segments in the padded layout, whose size nobody could know beforehand;
-            a token id that the model has no embedding for; see `drawn_of`.
-        BadBatchError: see `drawn_of`, and `_routing_of`.
-    """
+    Raises `SettingsError`: a sample of several segments in the padded layout, whose size nobody could know
+    beforehand; a token id that the model has no embedding for; see `drawn_of`; `BadBatchError`: see `drawn_of`, and
+    `_routing_of`."""
     device, parts = layout.device, layout.pieces * layout.parts
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
     segments = [segment for sample in samples for segment in sample.segments]
@@ -317,9 +314,7 @@ def _routing_of(
 ) -> Routing | None:
     """Return the choices for the positions of rows [R, L]; None: none is known, or they are not asked for.
 
-    Raises:
-        BadBatchError: the engine's model has other mixtures of experts.
-    """
+    Raises `BadBatchError`: the engine's model has other mixtures of experts."""
     known = [(one.experts, place) for one, place in zip(segments, places, strict=True) if one.experts]
     if (mixtures := layout.mixtures) is None or not known:
         return None

@@ -133,9 +133,7 @@ class Backbone(nn.Module):
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks, in order: what is sharded and recomputed as a unit.
 
-        Raises:
-            SettingsError: the model does not say which they are.
-        """
+        Raises `SettingsError`: the model does not say which they are."""
         layers = self._named_layers()
         if not layers:
             raise SettingsError(

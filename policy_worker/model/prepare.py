@@ -56,9 +56,7 @@ def prepare_model(
     pieces: into how many its rows are cut (context parallelism). parted: whether ranks that share its layers have a
     part of the positions each between them (sequence parallelism).
 
-    Raises:
-        SettingsError: they are not, or the model does not have these parts.
-    """
+    Raises `SettingsError`: they are not, or the model does not have these parts."""
     lm = model.lm
     if lead(lambda: _prove(model, packed, pieces, parted)):
         lm.set_attn_implementation(attention.NAME)
@@ -254,9 +252,7 @@ def _compare(model: Backbone, found: Tensor, expected: Tensor, fault: str) -> No
 def replay_in(model: AnyModel, wanted: Replayed, lead: Lead = alone) -> AnyModel:
     """Let the mixtures of a model choose as recorded, from the next `Replay.begin` on. lead: proves for all ranks.
 
-    Raises:
-        SettingsError: it has no mixtures of experts, or one whose choice cannot be answered.
-    """
+    Raises `SettingsError`: it has no mixtures of experts, or one whose choice cannot be answered."""
     model.replay = Replay(model.lm, wanted)
     if model.weights is None:
         _prove_replay(model, model.replay)

@@ -73,9 +73,7 @@ def skeleton(
 def weight_files(name: str, revision: str | None) -> list[Path]:
     """The safetensors files of a model, fetched where they are not here; none: it has none that are read in parts.
 
-    Raises:
-        WeightError: it comes with adapters.
-    """
+    Raises `WeightError`: it comes with adapters."""
 
     def found(file: str) -> str | None:
         path: str | None = cached_file(
@@ -105,10 +103,8 @@ class Weights:
     missing, surplus: names of tensors that are in one of both alone. restored: whether a checkpoint will be read into
     the model, so that these weights need not be: until then they are NaN.
 
-    Raises:
-        OSError, FrameError, WeightError: a file cannot be read.
-        ValueError: it has another shape than the model.
-    """
+    Raises `OSError`, `FrameError`, `WeightError`: a file cannot be read; `ValueError`: it has another shape than the
+    model."""
 
     def __init__(self, what: str, lm: PreTrainedModel, files: Sequence[Path], dtype: torch.dtype) -> None:
         self._what, self._lm, self.restored = what, lm, False

@@ -121,9 +121,7 @@ class Replay:
     def choice(self, number: int, own: Tensor) -> Tensor | None:
         """The ids [N, k] that a mixture's router is answered with, whose own choice is known; None: with that.
 
-        Raises:
-            BadBatchError: another number of experts was recorded for a token.
-        """
+        Raises `BadBatchError`: another number of experts was recorded for a token."""
         if self._record is None:
             return None
         if own.shape[1] != (chosen := self._record.ids.shape[-1]):

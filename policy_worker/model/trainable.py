@@ -33,10 +33,8 @@ def freeze(
     The longest name that is the parameter's own or that of a module around it decides. section: whose key
     `freeze_moe_router` is, for messages.
 
-    Raises:
-        SettingsError: a name is of nothing in the model, names of one tied parameter contradict each other, there are
-            no routers, or nothing would train.
-    """
+    Raises `SettingsError`: a name is of nothing in the model, names of one tied parameter contradict each other,
+    there are no routers, or nothing would train."""
     if trainable_map is not None:
         _choose(lm, trainable_map)
     if routers:

@@ -51,9 +51,7 @@ def distribute(
     device: where the ranks have a second mesh, for a role with devices of its own. frozen, offload, units: see
     `apply_fsdp`; those of what trains are in its keys. dispatcher: see `experts`.
 
-    Raises:
-        SettingsError: the model cannot be cut so, or its layers cannot compute in fp8.
-    """
+    Raises `SettingsError`: the model cannot be cut so, or its layers cannot compute in fp8."""
     check_heads(model, group.sizes)
     ranks = group.sizes.fsdp_ranks
     if not frozen:

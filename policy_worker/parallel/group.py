@@ -96,9 +96,7 @@ class Group:
 
         role: 1 for the first role with devices of its own, 2 for the next one.
 
-        Raises:
-            SettingsError: there are fewer.
-        """
+        Raises `SettingsError`: there are fewer."""
         return pick_device(role * self._ranks_here + self._rank_here)
 
     def set_control_timeout(self, seconds: float) -> None:
@@ -149,10 +147,8 @@ class Group:
     def lead(self, decide: Callable[[], Any]) -> Any:
         """Rank 0 decides, all ranks get the answer (a JSON value). An error of rank 0's ends all of them.
 
-        Raises:
-            PolicyError: on the other ranks, with the same exit code, if `decide` raised on rank 0 (which raises what
-                it was).
-        """
+        Raises `PolicyError`: on the other ranks, with the same exit code, if `decide` raised on rank 0 (which raises
+        what it was)."""
         if self.world == 1:
             return decide()
         value, cause, failed = None, None, None
@@ -301,9 +297,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 def pick_device(number: int) -> torch.device:
     """One of the accelerators that this process sees, or the CPU where there is none.
 
-    Raises:
-        SettingsError: it sees fewer.
-    """
+    Raises `SettingsError`: it sees fewer."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if number >= torch.cuda.device_count():

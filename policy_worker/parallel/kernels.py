@@ -54,9 +54,7 @@ def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -
     are trained in. The output head, routers and experts that are not such layers are left. emulate: the same
     roundings, in products of the wide type.
 
-    Raises:
-        SettingsError: torchao cannot be imported, or no layer has sides that are multiples of `MULTIPLE`.
-    """
+    Raises `SettingsError`: torchao cannot be imported, or no layer has sides that are multiples of `MULTIPLE`."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -99,9 +97,7 @@ def use_liger(model: Backbone, compute: Callable[[], Tensor]) -> None:
     Liger replaces functions of the model's module for all models of its kind in this process, so that this comes when
     all of them are made and proven.
 
-    Raises:
-        SettingsError: it has no kernels for this kind of model, or they compute something else.
-    """
+    Raises `SettingsError`: it has no kernels for this kind of model, or they compute something else."""
     key = "policy.enable_liger_kernel = true"
     try:
         from liger_kernel.transformers.monkey_patch import (

@@ -64,9 +64,7 @@ class LossScaler:
     def skips(self, norm: float) -> bool:
         """Whether the step of gradients of this norm is skipped, on all ranks alike; the scale follows. A collective.
 
-        Raises:
-            NonFiniteGradientError: a smaller scale would not help; nothing was applied.
-        """
+        Raises `NonFiniteGradientError`: a smaller scale would not help; nothing was applied."""
         scale, made = self.state
         if not self._group.any(not math.isfinite(norm)):
             grows = made + 1 == STEADY

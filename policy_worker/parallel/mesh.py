@@ -51,11 +51,7 @@ class MeshSizes:
     def of_config(mesh: ParallelismConfig, world: int, section: str = "policy.parallelism") -> MeshSizes:
         """The configured sizes on `world` ranks; -1 shards over those that the other sizes leave.
 
-        section: that the sizes are from.
-
-        Raises:
-            SettingsError: they are of another number of ranks.
-        """
+        section: that the sizes are from. Raises `SettingsError`: they are of another number of ranks."""
         # Where layers are cut, each of these ranks has some experts anyway.
         ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size
         one = MeshSizes(

@@ -34,9 +34,7 @@ def cut(model: Backbone, rank: int, ranks: int, chunks: int = 1, lead: Lead = al
 
     lead: proves for all ranks what is proven on a copy.
 
-    Raises:
-        SettingsError: it has fewer layers than stages, or its stages would not compute what it computes.
-    """
+    Raises `SettingsError`: it has fewer layers than stages, or its stages would not compute what it computes."""
     form = _Form.of(model)
     layers, stages = StageLayers(form.layers), ranks * chunks
     if stages > len(layers):

@@ -86,9 +86,7 @@ def apply_tp(model: AnyModel, mesh: DeviceMesh, dispatcher: str | None = None) -
 
     dispatcher: with sequence parallelism, how tokens reach experts (see `experts`); None: without it.
 
-    Raises:
-        SettingsError: the model has no plan, or one of a kind that is not known here.
-    """
+    Raises `SettingsError`: the model has no plan, or one of a kind that is not known here."""
     lm, ranks = model.lm, _Ranks(mesh, sequence=dispatcher is not None)
     if not lm.tp_plan:
         raise SettingsError(

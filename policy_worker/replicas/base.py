@@ -61,9 +61,7 @@ class Replicas(Protocol):
     def begin(self, step: int, save: Callable[[], None]) -> bool:
         """Take part in a step; False: this replica was asked to leave. save: writes the checkpoint of the step.
 
-        Raises:
-            LeftBehindError, DiffersError: this replica has to begin anew.
-        """
+        Raises `LeftBehindError`, `DiffersError`: this replica has to begin anew."""
 
     def look(self) -> None:
         """While a batch is waited for: find out whether this replica leads by now. A collective."""
@@ -74,9 +72,7 @@ class Replicas(Protocol):
     def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
         """Join what `find` returns for each part. types: those of the columns that are wanted. A collective.
 
-        Raises:
-            BatchChanged: see there.
-        """
+        Raises `BatchChanged`: see there."""
 
     def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
         """Leave the gradients of all parts in a model. A collective. Raises as `columns`.

@@ -49,10 +49,8 @@ def meet(
 
     patience: seconds for them to come; None: `PATIENCE`. over: why nobody waits for them any more; "": all do.
 
-    Raises:
-        RendezvousError: some did not come, or this one cannot reach rank 0.
-        LeaveRequestedError, ControllerLost, Refused: see `Caller.call`.
-    """
+    Raises `RendezvousError`: some did not come, or this one cannot reach rank 0; `LeaveRequestedError`,
+    `ControllerLost`, `Refused`: see `Caller.call`."""
     caller = Caller(environment, shutdown)
     if (name := interface_of(ranks.address)) is not None:
         # Else gloo takes the address of the machine's name, which is often the loopback one.

@@ -104,11 +104,7 @@ def reference_mesh(config: Config, policy: ModelMesh) -> ModelMesh:
 def frozen_reference(model: PolicyModel, config: Config, policy: ModelMesh, place: ModelMesh) -> PolicyModel:
     """Put the reference model where it is computed: whole on devices of its own, else cut and sharded. A collective.
 
-    policy, place: where the policy and the reference are computed.
-
-    Raises:
-        SettingsError: it cannot be cut so.
-    """
+    policy, place: where the policy and the reference are computed. Raises `SettingsError`: it cannot be cut so."""
     if reference_layout(config) is not None:
         log.info("reference model: on %s, whole", place.layout.device)
         return model.requires_grad_(False).eval().read_weights(place.layout.device).to(place.layout.device)

@@ -212,9 +212,7 @@ class TrainedModel(ABC):
         """One optimizer step with the gradients that there are, at the learning rate of training step `step`; the
         gradient norm before clipping, NaN where the step was skipped.
 
-        Raises:
-            NonFiniteGradientError: see `Optimizer.step`.
-        """
+        Raises `NonFiniteGradientError`: see `Optimizer.step`."""
         with span("optimizer"):
             if self.scaler is not None:
                 self.scaler.unscale(self.optimizer.parameters)

@@ -170,9 +170,7 @@ class Optimizer:
         Returns:
             The global gradient norm before clipping; NaN where the step was skipped.
 
-        Raises:
-            NonFiniteGradientError: on all ranks alike; nothing was applied.
-        """
+        Raises `NonFiniteGradientError`: on all ranks alike; nothing was applied."""
         alike = _by_layout((p for p in self.parameters if p.grad is not None), lambda p: p.grad)
         copies = {id(p) for p in self.copies}
         mine = [_norm(p for p in parameters if id(p) not in copies) for parameters in alike]

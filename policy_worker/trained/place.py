@@ -96,9 +96,7 @@ class ModelMesh(NamedTuple):
 def arranged(config: Config, role: str, group: Group) -> Group:
     """The ranks as they stand for the reference model or the critic. A collective.
 
-    Raises:
-        SettingsError: its sizes are of another number of ranks.
-    """
+    Raises `SettingsError`: its sizes are of another number of ranks."""
     if mesh_of(config, role) is config.policy.parallelism:
         return group
     section = f"{role}.parallelism"

@@ -131,9 +131,7 @@ class CriticTraining:
     def learn(self, lesson: Lesson) -> Metrics:
         """The critic's optimizer steps of a training step, and its metrics. A collective.
 
-        Raises:
-            NonFiniteGradientError: see `Optimizer.step`.
-        """
+        Raises `NonFiniteGradientError`: see `Optimizer.step`."""
         critic, sums, plan, table = self._critic, PartSums(), lesson.plan, lesson.plan.table
         own, values = self._planned(plan), lesson.scores.values
         assert values is not None

@@ -41,9 +41,7 @@ class Grpo:
         """replicas: this one and others, each with all samples, of which models compute those of the parts that are
         its own; None: it trains alone.
 
-        Raises:
-            SettingsError: for an estimator or a loss that is not registered.
-        """
+        Raises `SettingsError`: for an estimator or a loss that is not registered."""
         self._trainer, self._source, self._replicas = trainer, source, replicas or Alone()
         shares = Shares(self._replicas.parts, trainer.data_ranks, trainer.data_rank)
         self.teachers = Teachers(config, trainer)
@@ -65,9 +63,7 @@ class Grpo:
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step; None: it is not assembled after `wait_s` seconds. A collective.
 
-        Raises:
-            DataEnded: the last groups were dropped, so no step follows after all.
-        """
+        Raises `DataEnded`: the last groups were dropped, so no step follows after all."""
         table = self._source.poll(step, wait_s)
         if table is not None and table.n_samples == 0:
             raise DataEnded

@@ -118,9 +118,7 @@ class Loop:
     def run(self, algorithm: Algorithm, step: int) -> str:
         """Train from `step` committed steps to the end; why this replica leaves ("finished", a signal, …).
 
-        Raises:
-            PolicyError, ControllerError, WeightError: training cannot go on.
-        """
+        Raises `PolicyError`, `ControllerError`, `WeightError`: training cannot go on."""
         self._lead(step)
         self._profiles.begin(step)
         finished = step >= self._reply.total_steps
@@ -402,9 +400,7 @@ class Commits:
     def wait(self) -> m.CommitReply | None:
         """The answer to the last commit; None if it was had before. A collective.
 
-        Raises:
-            LeaveRequestedError, ReplacedError, Refused, ControllerLost: see `Session.call`.
-        """
+        Raises `LeaveRequestedError`, `ReplacedError`, `Refused`, `ControllerLost`: see `Session.call`."""
         sent, self._sent = self._sent, None
         answer = self._group.lead(lambda: None if sent is None else sent.result().model_dump())
         return None if answer is None else m.CommitReply.model_validate(answer)

@@ -72,9 +72,7 @@ class Passes:
     def run(self, plan: StepPlan, samples: Samples) -> Scores:
         """Score the samples of a step. samples: also those of other models' shares. A collective.
 
-        Raises:
-            SettingsError: the choice of experts is to be replayed, and a sample does not have it.
-        """
+        Raises `SettingsError`: the choice of experts is to be replayed, and a sample does not have it."""
         trainer, table = self._trainer, plan.table
         if trainer.reset_interval and table.step and table.step % trainer.reset_interval == 0:
             trainer.reset_reference(self._resets_optimizer)

@@ -94,9 +94,7 @@ class PolicyUpdate:
     ) -> None:
         """bound: S, the most steps by which a sample may be older than the step.
 
-        Raises:
-            SettingsError: for a loss that is not registered.
-        """
+        Raises `SettingsError`: for a loss that is not registered."""
         grpo = config.grpo
         self._trainer, self._replicas, self._planner = trainer, replicas, planner
         self._passes, self._teachers, self._bound = passes, teachers, bound
@@ -112,10 +110,7 @@ class PolicyUpdate:
     def learn(self, lesson: Lesson) -> Metrics:
         """Make the step's optimizer steps: none while the critic alone learns. A collective.
 
-        Raises:
-            BatchChanged: see there.
-            NonFiniteGradientError: see `Optimizer.step`.
-        """
+        Raises `BatchChanged`: see there; `NonFiniteGradientError`: see `Optimizer.step`."""
         plan, credit, table, trainer = lesson.plan, lesson.credit, lesson.plan.table, self._trainer
         warms_up = table.step < self._warmup
         updates = [] if warms_up else plan.updates(credit.tokens)

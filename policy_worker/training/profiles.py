@@ -74,9 +74,7 @@ class Window:
     def of_order(order: m.ProfileOrder, step: int) -> Window:
         """Make the window of an order known before this step. A warm-up that would have begun before is shorter.
 
-        Raises:
-            ValueError: its first step has begun before.
-        """
+        Raises `ValueError`: its first step has begun before."""
         first = step + order.warmup if order.first_step is None else order.first_step
         if first < step:
             raise ValueError(

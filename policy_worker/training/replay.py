@@ -135,9 +135,7 @@ class Replay:
 
         To a profile the repeated steps are further ones: it counts on.
 
-        Raises:
-            PolicyError: a batch cannot be read or is not the same on all ranks, or training fails on it.
-        """
+        Raises `PolicyError`: a batch cannot be read or is not the same on all ranks, or training fails on it."""
         group, profiles, count = self._group, self._profiles, steps[0]
         profiles.begin(count)
         for number, step in itertools.product(range(1, repeat + 1), steps):

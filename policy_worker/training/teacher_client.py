@@ -104,9 +104,7 @@ class TeacherClient:
     def advance(self, seconds: float) -> None:
         """Let requests go on for so long, or until all are answered.
 
-        Raises:
-            TeacherError: see the module's docstring. The other requests are given up.
-        """
+        Raises `TeacherError`: see the module's docstring. The other requests are given up."""
         if self._tasks:
             self._runner.run(self._advance(seconds))
 

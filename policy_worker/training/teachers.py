@@ -95,9 +95,7 @@ class Teachers:
     def meet(self, tokenize: Callable[[str], list[int]]) -> bool:
         """Look whether the servers are the ones that are meant; False: this replica was asked to leave meanwhile.
 
-        Raises:
-            TeacherError: one is not.
-        """
+        Raises `TeacherError`: one is not."""
         for one in self._all:
             if one.client is not None:
                 one.client.meet(tokenize, self._config.longest_sequence)

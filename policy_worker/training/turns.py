@@ -49,9 +49,7 @@ class Turns:
     def take(self) -> None:
         """Wait until no rollout replica holds memory of the devices, and come back to them. A collective.
 
-        Raises:
-            Refused, ControllerLost, LeaveRequestedError, ReplacedError: see `Session.call`.
-        """
+        Raises `Refused`, `ControllerLost`, `LeaveRequestedError`, `ReplacedError`: see `Session.call`."""
         self._count(mine=False)
         began, self._leaves_at = time.monotonic(), None
         with span("wait for the devices"):

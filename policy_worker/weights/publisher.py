@@ -95,9 +95,8 @@ class Publisher:
         Returns False, and the version is owed, while the one before is still under way, and when that was given up
         because this replica leaves.
 
-        Raises:
-            PublishError, WeightError, PolicyError, Refused, ControllerLost: the one before could not be published.
-        """
+        Raises `PublishError`, `WeightError`, `PolicyError`, `Refused`, `ControllerLost`: the one before could not be
+        published."""
         if not self._free():
             if not self.owed:
                 log.warning("version %d is published later: the one before is still on its way", version)
@@ -195,9 +194,7 @@ def prove(store: Store, strict: bool) -> None:
     strict: raise; else say so and go on, since a run that has trained for a day must not end because the store is
     away when it is restarted: publishing tries again for `weight_sync.store_timeout`.
 
-    Raises:
-        SettingsError: naming key and remedy.
-    """
+    Raises `SettingsError`: naming key and remedy."""
     try:
         store.probe(writing=True)
     except WeightError as error:

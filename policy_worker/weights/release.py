@@ -123,10 +123,8 @@ class Release:
     def publish(self, version: int, gathering: float) -> None:
         """Publish the snapshot that the shadow has taken. gathering: seconds that it took.
 
-        Raises:
-            PublishError: the store failed for too long.
-            WeightError, PolicyError, Refused, ControllerLost: it cannot be published at all.
-        """
+        Raises `PublishError`: the store failed for too long; `WeightError`, `PolicyError`, `Refused`,
+        `ControllerLost`: it cannot be published at all."""
         leader = self._leader
         if leader is not None and not self._tidied:
             leader.record.tidy(leader.session.reply.publication)

@@ -228,10 +228,8 @@ def decode(payload: memoryview, dtype: npt.DTypeLike, n_elements: int) -> Iterat
     Yields:
         Positions in the flattened tensor, ascending, and the new values there; both `[changed]` and writable.
 
-    Raises:
-        CodecError: the payload is damaged. Blocks that were yielded before may be wrong as well: what is applied
-            must be checked by its hash.
-    """
+    Raises `CodecError`: the payload is damaged. Blocks that were yielded before may be wrong as well: what is applied
+    must be checked by its hash."""
     kind = np.dtype(dtype)
     for block in _blocks(payload, kind.itemsize, n_elements):
         if block.changed:
@@ -249,9 +247,7 @@ def apply(payload: memoryview, target: Array, pool: Executor | None = None) -> b
     Returns:
         The hash of the tensor as it now is.
 
-    Raises:
-        CodecError: the payload is damaged. `target` may hold some of it: apply the right one over it.
-    """
+    Raises `CodecError`: the payload is damaged. `target` may hold some of it: apply the right one over it."""
 
     def one(block: _Block) -> bytes:
         part = target[block.start : block.start + block.size]

@@ -94,10 +94,8 @@ def open_delta(root: Path, piece: Piece) -> Delta:
     Args:
         root: of the store. piece: the delta's, as the chain of a manifest names it.
 
-    Raises:
-        NotReadableError: a file is missing, short, or not what its manifest says.
-        WeightError: the manifest contradicts itself or is none of a delta.
-    """
+    Raises `NotReadableError`: a file is missing, short, or not what its manifest says; `WeightError`: the manifest
+    contradicts itself or is none of a delta."""
     return Delta(piece.uri, open_piece(DirectoryStore(root), piece, "delta"))
 
 
@@ -108,9 +106,7 @@ def open_chain(pieces: Sequence[tuple[Path, Piece]], base: str, content_hash: st
         pieces: each with the root of the local store in which it lies. base: content hash of the weights that are
         served. content_hash: of those that are requested.
 
-    Raises:
-        WeightError: one is missing or damaged, or does not apply to what the one before leads to.
-    """
+    Raises `WeightError`: one is missing or damaged, or does not apply to what the one before leads to."""
     deltas, content = [], base
     for root, piece in pieces:
         delta = open_delta(root, piece)

@@ -120,10 +120,8 @@ class Advance:
     def to(self, publication: Publication) -> CopyState:
         """The copy's state when it is there, or further.
 
-        Raises:
-            CacheError: no room, or no place. StoreError, StoppedError, LockTimeoutError: as they say.
-            WeightError: no way leads to it; the message says what was tried.
-        """
+        Raises `CacheError`: no room, or no place. `StoreError`, `StoppedError`, `LockTimeoutError`: as they say;
+        `WeightError`: no way leads to it; the message says what was tried."""
         try:
             return self._to(publication)
         except OSError as error:

@@ -134,8 +134,7 @@ def map_tensors(directory: Path, state: CopyState, *, writable: bool) -> dict[st
     Args:
         writable: what is written reaches the files; otherwise it stays with the writer.
 
-    Raises:
-        NotReadableError: a file is missing or not as the state says. CacheError: files cannot be mapped here.
+    Raises `NotReadableError`: a file is missing or not as the state says. `CacheError`: files cannot be mapped here.
     """
     found: dict[str, memoryview] = {}
     by_file: dict[str, list[str]] = {}

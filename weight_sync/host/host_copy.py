@@ -97,10 +97,8 @@ class Weights:
     def reading(self, *, timeout: float = LOCK_TIMEOUT) -> Iterator[Publication]:
         """Keep the copy as it is while it is read; yields what it holds now: `publication`, or a newer one.
 
-        Raises:
-            LockTimeoutError: another process changes it for longer than `timeout` seconds.
-            WeightError: the copy was torn by a process that died, or lost files, and could not be mended.
-        """
+        Raises `LockTimeoutError`: another process changes it for longer than `timeout` seconds; `WeightError`: the
+        copy was torn by a process that died, or lost files, and could not be mended."""
         with self._copy.reading(self.publication, timeout) as view:
             assert view.publication is not None, "a proven copy names its publication"
             self._view = view

@@ -33,10 +33,8 @@ def locked(
     Args:
         timeout: seconds to wait for it. stop: set from another thread, ends the wait.
 
-    Raises:
-        LockTimeoutError: others hold it, named as far as the kernel tells. StoppedError: `stop` was set.
-        OSError: the file cannot be opened.
-    """
+    Raises `LockTimeoutError`: others hold it, named as far as the kernel tells. `StoppedError`: `stop` was set;
+    `OSError`: the file cannot be opened."""
     descriptor = open_lock(path)
     try:
         give_up = time.monotonic() + timeout

@@ -53,9 +53,7 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
         host_cache: `weight_sync.host_cache`. run_dir: tells runs apart that have the same job id.
         n_bytes: of the weights.
 
-    Raises:
-        CacheError: the directory cannot be used.
-    """
+    Raises `CacheError`: the directory cannot be used."""
     host = _host()
     name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', job_id)[:64]}-{digest(run_dir.encode()).hex()[:12]}-{host}"
     base = f"cosmos-weights-{os.geteuid()}"
@@ -77,9 +75,7 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
 def join(directory: Path) -> int:
     """Take a share in a copy; the descriptor is for `leave`.
 
-    Raises:
-        CacheError: the directory is not this user's own, or cannot be made.
-    """
+    Raises `CacheError`: the directory is not this user's own, or cannot be made."""
     give_up = time.monotonic() + JOIN_S
     try:
         while True:

@@ -49,9 +49,7 @@ class Gathering:
         names: of the model, made on every rank. rank, world: of this process among those that publish it.
         group: these; None: all ranks. A model that is cut into stages is one for the ranks of each stage.
 
-    Raises:
-        WeightError: a tensor is laid out in another way than in shards and copies over all ranks.
-    """
+    Raises `WeightError`: a tensor is laid out in another way than in shards and copies over all ranks."""
 
     def __init__(
         self, names: HubNames, rank: int, world: int, group: dist.ProcessGroup | None = None

@@ -30,9 +30,7 @@ def collect(store: Store, keep: Collection[str], *, name: str = "", min_age: flo
     Returns:
         The names of the versions removed.
 
-    Raises:
-        WeightError: an entry of `keep` is not a URI of a store; nothing was removed.
-    """
+    Raises `WeightError`: an entry of `keep` is not a URI of a store; nothing was removed."""
     kept = {split_key(uri)[0] for uri in keep}
     removed: list[str] = []
     for version in store.versions():

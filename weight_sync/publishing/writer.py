@@ -137,9 +137,7 @@ def write_full(
         stage: of the version. tensors: those of this process, read once and in order.
         prefix: of its files' names, different in each process.
 
-    Raises:
-        WeightError: a name twice, or a tensor that safetensors cannot hold. OSError: the store refuses.
-    """
+    Raises `WeightError`: a name twice, or a tensor that safetensors cannot hold. `OSError`: the store refuses."""
     with _Writer(stage, prefix, max_file_bytes) as writer:
         for name, tensor in tensors:
             writer.whole(name, tensor)
@@ -162,9 +160,7 @@ def write_delta(
         most_bytes: give up when the tensors take more. pool: where blocks are encoded in parallel, and ahead of
             what is written (`weight_sync.delta.codec.encode_each`).
 
-    Raises:
-        DenseError: they take more than `most_bytes`. WeightError, OSError: as `write_full`.
-    """
+    Raises `DenseError`: they take more than `most_bytes`. `WeightError`, `OSError`: as `write_full`."""
     drawn: deque[tuple[str, torch.Tensor]] = deque()
 
     def compared() -> Iterator[codec.Pair]:
@@ -220,10 +216,8 @@ def assemble(
         base: all tensors of the version that a delta applies to; None: the version is full.
         chain: the versions before it; the last link of a delta's is the base.
 
-    Raises:
-        WeightError: processes wrote the same tensor or file, no tensors in a full version, or a delta's tensor is
-            not one of the base.
-    """
+    Raises `WeightError`: processes wrote the same tensor or file, no tensors in a full version, or a delta's tensor
+    is not one of the base."""
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for part in parts:

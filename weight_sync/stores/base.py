@@ -35,9 +35,7 @@ class Stage(Protocol):
         """A new file of the version: bytes are appended, and after a `seek` those among the first `HEAD_BYTES` may be
         written again. It is complete when the context is left, and nothing when that happens by an exception.
 
-        Raises:
-            WeightError: the name is not allowed, or the store refuses. OSError: a file system refuses.
-        """
+        Raises `WeightError`: the name is not allowed, or the store refuses. `OSError`: a file system refuses."""
 
     def commit(self) -> None:
         """Make the version visible under its name, whole. Only for the process that leads."""
@@ -65,9 +63,7 @@ class ReadableStore(Protocol):
 
         n_bytes: that it must have; a file of another size takes no room here. None: whatever it has.
 
-        Raises:
-            NotReadableError: it is not there, or has another size. OSError: it cannot be written here.
-        """
+        Raises `NotReadableError`: it is not there, or has another size. `OSError`: it cannot be written here."""
 
     def probe(self, *, writing: bool) -> None:
         """Prove that the store can be read, and written where `writing`. Leaves nothing behind.
@@ -90,9 +86,8 @@ class Store(ReadableStore, Protocol):
             leads: one process does: it commits when all have written their files, or throws everything away. The
                 others only create files, each of other names.
 
-        Raises:
-            WeightError: the name is taken or not allowed, or the store refuses. OSError: a file system refuses.
-        """
+        Raises `WeightError`: the name is taken or not allowed, or the store refuses. `OSError`: a file system
+        refuses."""
 
     def versions(self) -> list[str]:
         """Names of all visible versions, sorted."""

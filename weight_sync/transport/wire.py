@@ -156,10 +156,8 @@ def ask(
 ) -> int:
     """Ask for a file: its bytes, which follow on the connection.
 
-    Raises:
-        TransferError: the other side is not a trainer with this token, has no such file, or one above `most_bytes`.
-        OSError, EOFError: the connection broke.
-    """
+    Raises `TransferError`: the other side is not a trainer with this token, has no such file, or one above
+    `most_bytes`; `OSError`, `EOFError`: the connection broke."""
     greeting = receive_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
     if not greeting.startswith(MAGIC):
         raise TransferError("the server at that address is not a trainer")

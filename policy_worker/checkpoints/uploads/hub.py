@@ -47,9 +47,7 @@ class HubTarget:
     def probe(self) -> None:
         """Prove that the token may write there, by making the repository if it does not exist.
 
-        Raises:
-            SettingsError: naming key and remedy.
-        """
+        Raises `SettingsError`: naming key and remedy."""
         try:
             self._api.create_repo(self.repository, private=True, exist_ok=True)
             self._api.auth_check(self.repository, write=True)
@@ -59,9 +57,7 @@ class HubTarget:
     def upload(self, path: Path, record: Record) -> None:
         """Commit the export of a checkpoint, or an exported model itself.
 
-        Raises:
-            UploadError: it failed for good. UploadStoppedError: the process leaves.
-        """
+        Raises `UploadError`: it failed for good. `UploadStoppedError`: the process leaves."""
         folder = path / EXPORT if (path / EXPORT).is_dir() else path
         if not (folder / "config.json").exists():
             log.info("%s holds no export: nothing of it goes to the hub", path)

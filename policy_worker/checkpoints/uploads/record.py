@@ -77,9 +77,7 @@ def file_of(directory: Path, name: str, target: str) -> Path:
 def open_record(file: Path, path: Path, step: int) -> Record:
     """The record of an upload: what is known of it, or a new one where these contents are not those it knows.
 
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    Raises `OSError`: the directory cannot be read."""
     stamp = stamp_of(path)
     known = read_record(file)
     if known is not None and known.progress.stamp == stamp:

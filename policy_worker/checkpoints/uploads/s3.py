@@ -74,9 +74,7 @@ class S3Target:
     def probe(self) -> None:
         """Prove that the bucket is there and may be written to; leaves nothing in it.
 
-        Raises:
-            SettingsError: naming key and remedy.
-        """
+        Raises `SettingsError`: naming key and remedy."""
         key = object_prefix(self._prefix, self._run, "probe")
 
         def look() -> None:
@@ -94,9 +92,7 @@ class S3Target:
     def upload(self, path: Path, record: Record) -> None:
         """Send a directory, or what is missing of it.
 
-        Raises:
-            UploadError: it failed for good. UploadStoppedError: the process leaves.
-        """
+        Raises `UploadError`: it failed for good. `UploadStoppedError`: the process leaves."""
         prefix, there = object_prefix(self._prefix, self._run, path.name), path.stat()
         self._remove_other_marker(prefix, record.progress.stamp)
         for file in files_in(path):

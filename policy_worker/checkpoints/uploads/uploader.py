@@ -92,9 +92,7 @@ class Uploader:
         strict: raise; else say so and go on, since a run that has trained for a day must not end because the store
         is away when it is restarted.
 
-        Raises:
-            SettingsError: naming key and remedy.
-        """
+        Raises `SettingsError`: naming key and remedy."""
         for target in self._targets:
             try:
                 target.probe()
@@ -160,9 +158,7 @@ class Uploader:
 
         timeout: seconds; None: as long as it takes, which `Patience` bounds where nothing succeeds.
 
-        Raises:
-            UploadFailedError: the final upload failed, or did not end in time.
-        """
+        Raises `UploadFailedError`: the final upload failed, or did not end in time."""
         give_up = None if timeout is None else time.monotonic() + timeout
         while self._left() and not leaving():
             if give_up is not None and time.monotonic() > give_up:
@@ -231,11 +227,7 @@ class Uploader:
 
 
 def make_uploader(config: Config, run_dir: Path, delays: Delays = USUAL) -> Uploader:
-    """The uploader of this configuration.
-
-    Raises:
-        SettingsError: the environment's AWS settings make no client.
-    """
+    """The uploader of this configuration. Raises `SettingsError`: the environment's AWS settings make no client."""
     ckpt, stop, run = config.train.ckpt, threading.Event(), run_dir.name
     targets: list[Target] = []
     if ckpt.upload_s3 and ckpt.s3_bucket:

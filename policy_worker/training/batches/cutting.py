@@ -122,9 +122,7 @@ def plan_step(
             length alone.
         owners: the data rank of each row, where that is settled (see `owners_of`).
 
-    Raises:
-        SampleTooLongError: a row that counts is longer than `batching.max_tokens`.
-    """
+    Raises `SampleTooLongError`: a row that counts is longer than `batching.max_tokens`."""
     dealt = range(len(tokens)) if dealt is None else dealt
     size = batching.mini_batch or max(len(dealt), 1)
     plan = []

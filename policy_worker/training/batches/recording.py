@@ -74,8 +74,7 @@ class RecordedBatches:
     def poll(self, step: int, wait_s: float = 0.0) -> StepTable:
         """The table of a step.
 
-        Raises:
-            BadBatchError: its file is gone or damaged, is of another step or job, or breaks the staleness bound.
+        Raises `BadBatchError`: its file is gone or damaged, is of another step or job, or breaks the staleness bound.
         """
         del wait_s
         path = batch_file.path_of(self._folder, step)

@@ -107,9 +107,7 @@ class BatchSource:
     def poll(self, step: int, wait_s: float) -> StepTable | None:
         """The table of a step, or None when it is not ready yet after `wait_s` seconds. A collective.
 
-        Raises:
-            BadBatchError: the table breaks the staleness bound, or is of another step.
-        """
+        Raises `BadBatchError`: the table breaks the staleness bound, or is of another step."""
         if self._group.world == 1:  # alone, so all payloads are ours: they come along
             here = self.prefetcher is not None and self.prefetcher.guessed()
             data = self._ask(step, "none" if here else "all", wait_s)
@@ -143,9 +141,7 @@ class BatchSource:
         None, on all ranks, if the batch is not there any more for one of them: the store lost payloads of it, and
         their groups are made again. Then it has to be polled for once more.
 
-        Raises:
-            BadBatchError: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound.
-        """
+        Raises `BadBatchError`: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound."""
         ahead = self.prefetcher.take(table) if self.prefetcher is not None else {}
         missing = [row for row in rows if row not in ahead]
         frames = self._group.share(self._fetch(table, missing) if self._group.leads_unit else None)
