@@ -21,8 +21,9 @@ from launcher.plan.placement import Replica, evaluation
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.host import Folders
 from launcher.processes.logs import tail
+from launcher.processes.share import attended
 from launcher.processes.signals import queued_signals
-from launcher.processes.supervisor import ONCE, Always, Setting, Supervised, Supervisor, attended
+from launcher.processes.supervisor import ONCE, Always, Setting, Supervised, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED, Role
 from schema.config import Config
 from schema.util.atomic_file import write_text

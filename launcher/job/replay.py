@@ -30,8 +30,9 @@ from launcher.plan.needs import PlacementError
 from launcher.plan.placement import Replica
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
+from launcher.processes.share import attended
 from launcher.processes.signals import queued_signals
-from launcher.processes.supervisor import ONCE, Always, Exit, Setting, Supervisor, attended
+from launcher.processes.supervisor import ONCE, Always, Exit, Setting, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED
 from schema.config import Config, ConfigError
 from schema.config.loading.load import load

@@ -22,8 +22,9 @@ from launcher.plan.machine import find_machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import ProcessSpec, another_policy, joined
 from launcher.plan.rundir import RunDir
+from launcher.processes.share import attended
 from launcher.processes.signals import queued_signals
-from launcher.processes.supervisor import Always, Setting, Situation, Supervisor, attended
+from launcher.processes.supervisor import Always, Setting, Situation, Supervisor
 from launcher.restarts import EXIT_FAILED, EXIT_OK, SIGNALLED, Role
 from schema.config import Config, ConfigError
 from schema.wire.messages import TERMINAL_PHASES

@@ -11,10 +11,10 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from launcher.plan import nsight
 from launcher.plan.addresses import free_port
@@ -50,8 +50,6 @@ from schema.util.memory_kills import PROBABLY
 
 log = logging.getLogger(__name__)
 
-POLL = 0.5
-"""Seconds between two looks while something is waited for."""
 PEER_GRACE = 5.0
 """Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL
@@ -385,28 +383,6 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("supervision failed", exc_info=error)
             self.end(EndJob(1, f"the launcher could not {task.get_name()}: {type(error).__name__}: {error}"))
-
-
-async def attended(
-    work: Coroutine[Any, Any, Any],
-    interrupts: asyncio.Queue[int],
-    look: Callable[[], Any] = bool,
-    every: float = POLL,
-) -> int | None:
-    """Wait until `work` is done or a signal arrives; the signal, or None.
-
-    look: is called every so many seconds; something true ends the wait. Unfinished work is cancelled.
-    """
-    waits = awaited, signalled = asyncio.create_task(work), asyncio.create_task(interrupts.get())
-    try:
-        while not (awaited.done() or signalled.done()):
-            await asyncio.wait(waits, timeout=every, return_when=asyncio.FIRST_COMPLETED)
-            if look():
-                break
-        return signalled.result() if signalled.done() else None
-    finally:
-        for task in waits:
-            task.cancel()
 
 
 async def _wait_all(chosen: list[Supervised], seconds: float) -> None:
