@@ -19,6 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from controller.client import ControllerError
@@ -38,9 +39,10 @@ from launcher.plan.credentials import environment, withheld
 from launcher.plan.placement import ProcessSpec
 from launcher.processes.host import Host
 from launcher.processes.logs import tail
-from launcher.processes.signals import stop_signals
+from launcher.processes.share import attended
+from launcher.processes.signals import queued_signals, stop_signals
 from launcher.processes.supervisor import Ending, Exit, Setting, Situation, Supervised, Supervisor
-from launcher.restarts import EXIT_CONFIG, EXIT_NAME_TAKEN, EXIT_OK, EndJob, Role, is_crash
+from launcher.restarts import EXIT_CONFIG, EXIT_NAME_TAKEN, EXIT_OK, SIGNALLED, EndJob, Role, is_crash
 from schema.wire import data_report
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
@@ -71,7 +73,6 @@ class Job:
         self.supervisor, self._grace = Supervisor(setting, self), setting.grace
         self.link = ControllerLink(plan.site.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
-        self._interrupts: asyncio.Queue[int] = asyncio.Queue()
         self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
         self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
@@ -86,36 +87,31 @@ class Job:
 
     async def run(self) -> Result:
         """Run the job to its end, whatever that is; leaves no process behind."""
-        loop = asyncio.get_running_loop()
-        for number in stop_signals():
-            loop.add_signal_handler(number, self._interrupts.put_nowait, int(number))
-        for early in self._early:
-            self._interrupts.put_nowait(early)
-        loop.add_signal_handler(signal.SIGUSR1, self._send, self._ask_for_checkpoint)
-        ticker = asyncio.create_task(self._tick())
+        ask = partial(self._send, self._ask_for_checkpoint)
         try:
-            outcome = await self._until_over()
-            collected = await self._unless_killed(outcome)
+            with queued_signals(ask, self._early) as interrupts:
+                ticker = asyncio.create_task(self._tick())
+                try:
+                    outcome = await self._until_over(interrupts)
+                    collected = await self._unless_killed(outcome, interrupts)
+                finally:
+                    ticker.cancel()
+                    await self.supervisor.kill_all()
+                    self.trackers.kill()
+                    if self.plan.redis.directory:
+                        shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
+                    await self.link.close()
+                    self.screen.close()
         finally:
-            ticker.cancel()
-            await self.supervisor.kill_all()
-            self.trackers.kill()
-            if self.plan.redis.directory:
-                shutil.rmtree(self.plan.redis.directory, ignore_errors=True)
-            await self.link.close()
-            self.screen.close()
             for number in (*stop_signals(), signal.SIGUSR1):
-                loop.remove_signal_handler(number)
                 # All have left; one more Ctrl-C must not cost the summary.
                 signal.signal(number, signal.SIG_IGN)
         return self._result(outcome, collected)
 
-    async def _until_over(self) -> Outcome:
+    async def _until_over(self, interrupts: asyncio.Queue[int]) -> Outcome:
         drive = asyncio.create_task(self._drive())
-        interrupt = asyncio.create_task(self._interrupts.get())
-        waits: set[asyncio.Future[Any]] = {drive, interrupt, self.supervisor.ended}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        interrupt.cancel()
+        over: set[asyncio.Future[Any]] = {drive, self.supervisor.ended}
+        number = await attended(asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED), interrupts)
         if drive.done():
             try:
                 return drive.result()
@@ -125,30 +121,25 @@ class Job:
         await asyncio.wait({drive}, timeout=ABANDON_SECONDS)
         if self.supervisor.ended.done():
             return _blamed(self.supervisor.ended.result())
-        number = interrupt.result()
+        assert number is not None
         return Outcome("stopped", 128 + number, f"by {signal.Signals(number).name}")
 
-    async def _unless_killed(self, outcome: Outcome) -> Collected:
+    async def _unless_killed(self, outcome: Outcome, interrupts: asyncio.Queue[int]) -> Collected:
         """End the job in order; the second Ctrl-C ends it at once."""
         self.view.stopping = outcome.name == "stopped"
         self.event_log.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
         self._show()
         finish = asyncio.create_task(self._finish(outcome))
-        interrupt = asyncio.create_task(self._second_interrupt(already=outcome.exit_code > 128))
-        await asyncio.wait({finish, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-        interrupt.cancel()
+        signalled = outcome.exit_code > SIGNALLED
+        if not signalled and await attended(asyncio.wait({finish}), interrupts) is not None:
+            self.event("the job is ending already; Ctrl-C again kills all processes at once")
+        await attended(asyncio.wait({finish}), interrupts)
         if finish.done():
             return finish.result()
         finish.cancel()
         self.event("killing all processes")
         await self.supervisor.kill_all()
         return Collected(status=self.view.status)
-
-    async def _second_interrupt(self, already: bool) -> None:
-        if not already:
-            await self._interrupts.get()
-            self.event("the job is ending already; Ctrl-C again kills all processes at once")
-        await self._interrupts.get()
 
     def _result(self, outcome: Outcome, collected: Collected) -> Result:
         restarts = {name: kept.restarts.total for name, kept in self.supervisor.replicas.items()}

@@ -30,7 +30,7 @@ from launcher.plan.needs import PlacementError
 from launcher.plan.placement import Replica
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
-from launcher.processes.share import attended
+from launcher.processes.share import until_left
 from launcher.processes.signals import queued_signals
 from launcher.processes.supervisor import ONCE, Always, Exit, Setting, Supervisor
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED
@@ -234,26 +234,20 @@ async def run_ranks(replica: Replica, output: Path, setting: Setting, show: Call
         for record in reported.new():
             show(record)
 
+    def leave(number: int | None) -> None:
+        if number == signal.SIGINT:
+            _complain("leaving after this step, once profiles are written; Ctrl-C again leaves at once")
+
     with queued_signals() as interrupts:
-        supervised = supervisor.launch(replica)
-        try:
-            number = await attended(supervised.done.wait(), interrupts, show_new, POLL)
-            if number is not None:
-                if number == signal.SIGINT:
-                    _complain(
-                        "leaving after this step, once profiles are written; Ctrl-C again leaves at once"
-                    )
-                await attended(supervisor.stop([replica.name]), interrupts, show_new, POLL)
-        finally:
-            await supervisor.kill_all()
+        number = await until_left(supervisor, replica, interrupts, leave, show_new, POLL)
     if number is not None:
         return SIGNALLED + number
-    if supervised.last_exit is None:
+    if (last := supervisor.replicas[replica.name].last_exit) is None:
         # The task that cares for the ranks has failed, and says so in its very next turn.
         ending = await asyncio.wait_for(supervisor.ended, SAYING)
         _complain(f"error: the replay failed: {ending.verdict.reason}")
         return EXIT_FAILED
-    return _code(supervised.last_exit)
+    return _code(last)
 
 
 def _code(exit_: Exit) -> int:

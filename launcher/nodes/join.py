@@ -22,7 +22,7 @@ from launcher.plan.machine import find_machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import ProcessSpec, another_policy, joined
 from launcher.plan.rundir import RunDir
-from launcher.processes.share import attended
+from launcher.processes.share import until_left
 from launcher.processes.signals import queued_signals
 from launcher.processes.supervisor import Always, Setting, Situation, Supervisor
 from launcher.restarts import EXIT_FAILED, EXIT_OK, SIGNALLED, Role
@@ -135,25 +135,25 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
     supervisor = Supervisor(
         Setting.of_run(config, run, whole), Always(Situation(over=False, needed=False), _say)
     )
+
+    def has_restarted() -> bool:
+        return _Controller.of(run, role) != joined_to
+
+    asked = False
+
+    def leave(number: int | None) -> None:
+        nonlocal asked
+        asked, why = True, "the job was started again"
+        if number is not None:
+            why = f"{signal.Signals(number).name}; again kills it at once"
+        _say(f"leaving ({why})")
+
+    _say(f"{name} joins {joined_to.url}; its log: {supervisor.setting.folders.log_of(replica.processes[0])}")
     with queued_signals() as interrupts:
-        kept = supervisor.launch(replica)
-        log_file = supervisor.setting.folders.log_of(replica.processes[0])
-        _say(f"{name} joins {joined_to.url}; its log: {log_file}")
-
-        def has_restarted() -> bool:
-            return _Controller.of(run, role) != joined_to
-
-        try:
-            number = await attended(kept.done.wait(), interrupts, has_restarted, POLL)
-            if kept.done.is_set():
-                if supervisor.ended.done():
-                    _say(supervisor.ended.result().verdict.reason)
-                return (kept.last_exit and kept.last_exit.code) or None
-            why = "the job was started again"
-            if number is not None:
-                why = f"{signal.Signals(number).name}; again kills it at once"
-            _say(f"leaving ({why})")
-            await attended(supervisor.stop([name]), interrupts)
-            return None if number is None else SIGNALLED + number
-        finally:
-            await supervisor.kill_all()
+        number = await until_left(supervisor, replica, interrupts, leave, has_restarted, POLL)
+    if asked:
+        return None if number is None else SIGNALLED + number
+    if supervisor.ended.done():
+        _say(supervisor.ended.result().verdict.reason)
+    last = supervisor.replicas[name].last_exit
+    return (last and last.code) or None

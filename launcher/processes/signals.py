@@ -12,8 +12,9 @@ heard however the launcher was started; and a signal with a handler has its defa
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,15 +69,28 @@ def note_signals() -> list[int]:
 
 
 @contextmanager
-def queued_signals() -> Iterator[asyncio.Queue[int]]:
-    """Inside, with an event loop, signals that stop the job do nothing but appear, in order, in the queue."""
+def queued_signals(
+    on_user_signal: Callable[[], object] | None = None, early: Sequence[int] = ()
+) -> Iterator[asyncio.Queue[int]]:
+    """Inside, with an event loop, signals that stop the job do nothing but appear, in order, in the queue.
+
+    on_user_signal: what SIGUSR1 does meanwhile. early: signals that came before this. The handlers that were there
+    before are there again afterwards.
+    """
     import asyncio  # not in the commands that have no loop
 
     loop, queue, numbers = asyncio.get_running_loop(), asyncio.Queue[int](), stop_signals()
-    for number in numbers:
-        loop.add_signal_handler(number, queue.put_nowait, int(number))
+    handlers: dict[int, Callable[[], object]] = {n: partial(queue.put_nowait, int(n)) for n in numbers}
+    if on_user_signal is not None:
+        handlers[signal.SIGUSR1] = on_user_signal
+    before = {number: signal.getsignal(number) for number in handlers}
+    for number in early:
+        queue.put_nowait(number)
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield queue
     finally:
-        for number in numbers:
+        for number, earlier in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, earlier)

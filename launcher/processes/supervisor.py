@@ -51,7 +51,7 @@ from schema.util.memory_kills import PROBABLY
 log = logging.getLogger(__name__)
 
 PEER_GRACE = 5.0
-"""Seconds for the other ranks of a replica once one has died: they hang in a collective and have nothing to save."""
+"""Enough for ranks whose peer has died: they hang in a collective and have nothing to save."""
 KILLED = SIGNALLED + signal.SIGKILL
 """Exit code of a process that was killed, by the kernel too."""
 LOST = SIGNALLED + signal.SIGHUP
@@ -159,6 +159,8 @@ class Setting:
     """The other machines, by the number of the node."""
     rendezvous: Callable[[], Mapping[str, str]] = _loopback
     """Where the ranks of a replica meet at one start of it: variables for each."""
+    peer_grace: float = PEER_GRACE
+    """Seconds for the other ranks of a replica once one has died."""
 
     @classmethod
     def of_run(
@@ -368,7 +370,8 @@ class Supervisor:
         self._signal(supervised, signal.SIGTERM)
         waits = [asyncio.create_task(process.wait()) for process in supervised.alive]
         profiled = any(spec.profiled for spec in supervised.replica.processes)
-        _, late = await asyncio.wait(waits, timeout=PEER_GRACE + (nsight.REPORT_SECONDS if profiled else 0.0))
+        timeout = self.setting.peer_grace + (nsight.REPORT_SECONDS if profiled else 0.0)
+        _, late = await asyncio.wait(waits, timeout=timeout)
         if late:
             self._signal(supervised, signal.SIGINT)
             await asyncio.wait(late, timeout=keeper.KILL_TIMEOUT + KEEPER_MARGIN)
