@@ -34,6 +34,7 @@ from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import End, Folders, LocalHost, LocalProcess, Order, escalation
+from launcher.processes.share import attended
 from launcher.processes.signals import queued_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, SIGNALLED
 from schema.config import Config
@@ -72,43 +73,30 @@ class _RefusedError(Exception):
 
 async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
     """Be a node until the job is over; the job's exit code. Raises LaunchError: it cannot join, with the reason."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # the head's matter
-    try:
-        with queued_signals() as interrupts:
-            return await _be_node(joining, asyncio.create_task(interrupts.get()), event)
-    finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
+    being = asyncio.create_task(_be_node(joining, event))
+    with queued_signals(lambda: None) as interrupts:  # SIGUSR1 is the head's matter
+        number = await attended(being, interrupts)
+    return being.result() if number is None else SIGNALLED + number
 
 
-async def _be_node(joining: Joining, stopping: asyncio.Task[int], event: Callable[[str], None]) -> int:
-    """Join, and join again when the head is lost. stopping: ends with the signal that asks this machine to leave."""
+async def _be_node(joining: Joining, event: Callable[[str], None]) -> int:
+    """Join, and join again when the head is lost. Cancelled: this machine leaves."""
     known, unsteady_since = facts(joining.config, joining.env), float("inf")
-    try:
-        while True:
-            searching = asyncio.create_task(_join_once(joining, known, event))
-            await asyncio.wait({searching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not searching.done():
-                searching.cancel()
-                await asyncio.wait({searching})
-                return SIGNALLED + stopping.result()
-            node = searching.result()
-            joined = time.monotonic()
-            code = await node.run(stopping)
-            if code is not None:
-                return SIGNALLED + stopping.result() if stopping.done() else code
-            event(f"the connection to the head is lost ({node.why}); joining again")
-            is_steady = time.monotonic() - joined > STEADY
-            unsteady_since = float("inf") if is_steady else min(unsteady_since, joined)
-            if time.monotonic() - unsteady_since > joining.config.controller.start_timeout:
-                raise LaunchError(
-                    f"{socket.gethostname()} joins {joining.head} and loses it again at once: {node.why}",
-                    "give every machine the same version and configuration",
-                    EXIT_FAILED,
-                )
-            await asyncio.wait({stopping}, timeout=LOOK)
-    finally:
-        stopping.cancel()
+    while True:
+        node = await _join_once(joining, known, event)
+        joined = time.monotonic()
+        if (code := await node.run()) is not None:
+            return code
+        event(f"the connection to the head is lost ({node.why}); joining again")
+        is_steady = time.monotonic() - joined > STEADY
+        unsteady_since = float("inf") if is_steady else min(unsteady_since, joined)
+        if time.monotonic() - unsteady_since > joining.config.controller.start_timeout:
+            raise LaunchError(
+                f"{socket.gethostname()} joins {joining.head} and loses it again at once: {node.why}",
+                "give every machine the same version and configuration",
+                EXIT_FAILED,
+            )
+        await asyncio.sleep(LOOK)
 
 
 async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable[[str], None]) -> Node:
@@ -258,12 +246,6 @@ def _write(name: str, directories: Mapping[str, str]) -> dict[str, str]:
     return faults
 
 
-def _looked_at(task: asyncio.Task[m.AnyMessage]) -> None:
-    """Its exception is of no more interest."""
-    if not task.cancelled():
-        task.exception()
-
-
 class Node:
     """A machine that was taken in."""
 
@@ -285,28 +267,32 @@ class Node:
         own = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
         return spec.environment(config, self._joining.env, own)
 
-    async def run(self, stopping: asyncio.Task[int]) -> int | None:
-        """Obey the head; the exit code, or None when the head is gone. No process is left behind."""
+    async def run(self) -> int | None:
+        """Obey the head; the exit code, or None when the head is gone. No process is left, cancelled or not."""
         code: int | None = None
         self.why = "it was interrupted there"
         try:
             while code is None:
-                receiving = asyncio.create_task(self._link.receive())
-                receiving.add_done_callback(_looked_at)
-                await asyncio.wait({receiving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if not receiving.done():
-                    receiving.cancel()
-                    self._event("leaving: interrupted here")
-                    return EXIT_FAILED
-                code = self._obey(receiving.result())
+                code = self._obey(await self._link.receive())
         except LinkClosedError as error:
             self.why = str(error)
+        except asyncio.CancelledError:
+            self._event("leaving: interrupted here")
+            raise
         finally:
-            if code is None:
-                self._link.send(m.Leave(reason=self.why))
-            await self._end_all()
-            await self._link.close()
+            leaving = asyncio.create_task(self._leave(code))
+            try:
+                await asyncio.shield(leaving)
+            except asyncio.CancelledError:
+                await leaving
+                raise
         return code
+
+    async def _leave(self, code: int | None) -> None:
+        if code is None:
+            self._link.send(m.Leave(reason=self.why))
+        await self._end_all()
+        await self._link.close()
 
     def _obey(self, message: m.AnyMessage) -> int | None:
         if isinstance(message, m.Layout):
