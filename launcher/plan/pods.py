@@ -98,7 +98,7 @@ def _check_engine(config: Config, gpus: int, count: int) -> None:
         )
 
 
-def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
+def of_policy(config: Config, replica: int, pod: int) -> tuple[ProcessSpec, ...]:
     """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
     found = pods(config)
     known = replica == 0 or (
@@ -114,7 +114,7 @@ def of_policy(config: Config, replica: int, pod: int) -> list[ProcessSpec]:
         one = another_policy(config, f"policy-{replica}", *[machine] * found.each)
     except PlacementError as error:
         raise ConfigError([error.problem]) from None
-    return [spec for spec in one.processes if spec.node == pod]
+    return tuple(spec for spec in one.processes if spec.node == pod)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class EnginePod:
     config: str
 
 
-def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> list[ProcessSpec]:
+def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> tuple[ProcessSpec, ...]:
     """The process of a rollout pod. part: of an engine of several pods."""
     threads = str(config.launcher.cpu_threads or config.kubernetes.pod_cpus)
     env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads}
@@ -145,4 +145,4 @@ def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> list
         }
     made = follower(name) if part is not None and part.index else joined(config, name)
     (spec,) = made.processes
-    return [ProcessSpec(spec.name, spec.role, spec.argv, {**spec.env, **env})]
+    return (ProcessSpec(spec.name, spec.role, spec.argv, {**spec.env, **env}),)

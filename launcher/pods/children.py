@@ -1,7 +1,7 @@
 """Processes of one pod: they live together, and what the first one that fails said is the reason of the pod's end.
 
 Restarts are the platform's. Signals are passed on, and nobody is killed for being slow: the platform does that, too.
-Who lives and is not heard of any more is killed, so that the platform starts it again.
+A process that lives and has been silent for too long is killed, so that the platform starts it again.
 Output goes through this process line by line, so that its end can be explained.
 """
 
@@ -12,54 +12,62 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
 
-from launcher.restarts import EXIT_OK, SIGNALLED, describe_exit
+from launcher.plan.placement import ProcessSpec, Replica
+from launcher.processes.host import End, Folders, Order
+from launcher.processes.share import attended
+from launcher.processes.signals import queued_signals
+from launcher.processes.supervisor import ONCE, Always, Setting, Supervisor
+from launcher.restarts import EXIT_FAILED, EXIT_OK, NO_RESTARTS, SIGNALLED, describe_exit
 
 REMEMBERED = 12
 """Last lines of a process that explain its end."""
 LONGEST_LINE = 2**20
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A process to start."""
-
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
+Environment = Callable[[ProcessSpec], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How it went. signalled: the first signal that asked all to leave; 0: none did."""
+    """How the processes ended. signalled: the first signal that asked all to leave; 0: none did."""
 
     code: int
     reason: str
     signalled: int = 0
 
 
-@dataclass
-class _Child:
-    name: str
-    process: asyncio.subprocess.Process
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+class Child:
+    """A process of this pod, without a keeper: what the container's first process leaves behind, the kernel kills."""
 
-    async def ended(self) -> tuple[_Child, int]:
-        """Pass its output on until it is over; its exit code, as a shell has it."""
-        assert self.process.stdout is not None
-        while line := await _line(self.process.stdout):
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process, self.pid = process, process.pid
+        self._ending = asyncio.create_task(self._pass_on())
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> End:
+        return await asyncio.shield(self._ending)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if not self.ended:
+            kills = number in (signal.SIGINT, signal.SIGKILL)  # see `launcher.processes.host.Process`
+            self._process.send_signal(signal.SIGKILL if kills else number)
+
+    async def _pass_on(self) -> End:
+        """Pass the output on until it is over; how the process ended."""
+        lines: deque[str] = deque(maxlen=REMEMBERED)
+        assert self._process.stdout is not None
+        while line := await _line(self._process.stdout):
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-            self.lines.append(line.decode(errors="replace").rstrip())
-        code = await self.process.wait()
-        return self, SIGNALLED - code if code < 0 else code
-
-    def send(self, number: int) -> None:
-        if self.process.returncode is None:
-            self.process.send_signal(number)
+            lines.append(line.decode(errors="replace").rstrip())
+        code = await self._process.wait()
+        return End(SIGNALLED - code if code < 0 else code, tuple(lines))
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
@@ -72,61 +80,69 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readexactly(error.consumed)
 
 
-async def run(commands: Sequence[Command], hung: Coroutine[None, None, str] | None = None) -> Ended:
-    """Run them to their end. When one fails the others are asked to leave. hung: ends when they must be killed, and
-    says why."""
-    children: list[_Child] = []
-    signals: list[int] = []
+@dataclass(frozen=True, slots=True)
+class PodHost:
+    """This pod. environment: gives a process its whole environment, secrets included."""
 
-    def pass_on(number: int) -> None:
-        if number != signal.SIGUSR1:
-            signals.append(number)
-        for child in children:
-            child.send(number)
+    environment: Environment
 
-    async def kill_hung(why: Coroutine[None, None, str]) -> None:
-        reason = await why
-        for child in children:
-            child.lines.clear()
-            child.lines.append(reason)
-            child.send(signal.SIGKILL)
+    async def ready(self) -> None:
+        """It always is."""
 
-    loop = asyncio.get_running_loop()
-    watching = None if hung is None else loop.create_task(kill_hung(hung))
-    before = {number: signal.getsignal(number) for number in PASSED_ON}
-    for number in PASSED_ON:
-        loop.add_signal_handler(number, pass_on, number)
+    async def spawn(self, order: Order) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            *order.spec.argv,
+            env={**self.environment(order.spec), "COSMOS_PARENT_PID": str(os.getpid())},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=LONGEST_LINE,
+        )
+        return Child(process)
+
+
+async def run(
+    processes: tuple[ProcessSpec, ...],
+    environment: Environment,
+    hung: Coroutine[None, None, str] | None = None,
+) -> Ended:
+    """Run the processes to their end. When one fails the others are asked to leave.
+
+    hung: ends when all must be killed, and says why.
+    """
+    replica = Replica("pod", processes[0].role, processes)
+    hosts = dict.fromkeys((spec.node for spec in processes), PodHost(environment))
+    nowhere = Folders(Path(), Path())
+    setting = Setting(nowhere, inf, NO_RESTARTS, environment, hosts, peer_grace=inf)
+    supervisor, why = Supervisor(setting, Always(ONCE)), ""
+
+    async def kill_hung(work: Coroutine[None, None, str]) -> None:
+        nonlocal why
+        why = await work
+        supervisor.kill(replica.name)
+
+    def save_checkpoint() -> None:
+        for process in supervisor.replicas[replica.name].alive:
+            process.send_signal(signal.SIGUSR1)
+
+    kept = supervisor.launch(replica)
+    watching = None if hung is None else asyncio.create_task(kill_hung(hung))
     try:
-        for command in commands:
-            children.append(await _start(command))
-            if signals:  # it came while the process was started
-                children[-1].send(signals[0])
-        first, failed = EXIT_OK, ""
-        for ended in asyncio.as_completed([child.ended() for child in children]):
-            child, code = await ended
-            if code != EXIT_OK and not failed:
-                first, failed = code, f"{child.name}: {describe_exit(code)}\n" + "\n".join(child.lines)
-                for other in children:
-                    other.send(signal.SIGTERM)
-        return Ended(first, failed or "ended in order", signals[0] if signals else 0)
+        with queued_signals(save_checkpoint) as interrupts:
+            number = await attended(kept.done.wait(), interrupts)
+            if number is not None:
+                await supervisor.stop([replica.name])
     finally:
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        for number in PASSED_ON:
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
-        for child in children:
-            child.send(signal.SIGKILL)
-
-
-async def _start(command: Command) -> _Child:
-    process = await asyncio.create_subprocess_exec(
-        *command.argv,
-        env={**command.env, "COSMOS_PARENT_PID": str(os.getpid())},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        limit=LONGEST_LINE,
-    )
-    return _Child(command.name, process)
+        await supervisor.kill_all()
+    exit_ = kept.last_exit
+    if exit_ is None:  # it was asked to leave, or failed, before all were started
+        code = SIGNALLED + number if number else EXIT_FAILED
+        reason = supervisor.ended.result().verdict.reason if supervisor.ended.done() else describe_exit(code)
+        return Ended(code, reason, number or 0)
+    if exit_.code == EXIT_OK:
+        return Ended(EXIT_OK, "ended in order", number or 0)
+    said = [why] if exit_.hung else exit_.lines
+    return Ended(exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *said]), number or 0)

@@ -30,7 +30,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -186,9 +187,8 @@ def _keep_config(run: RunDir, config: Config) -> None:
 
 def _prepare(run: RunDir, config: Config) -> None:
     """Prepare the data. Raises LaunchError."""
-    (spec,) = placement.data_preparation(str(run.path)).processes
-    env = spec.environment(config, os.environ)
-    ended = asyncio.run(children.run([children.Command("data", spec.argv, env)]))
+    processes = placement.data_preparation(str(run.path)).processes
+    ended = asyncio.run(children.run(processes, lambda spec: spec.environment(config, os.environ)))
     if ended.signalled:
         raise SystemExit(SIGNALLED + ended.signalled)
     if ended.code != EXIT_OK:
@@ -205,24 +205,22 @@ def _facts(config: Config) -> dict[str, str]:
 def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | None) -> int:
     """Run this pod's processes to their end; the exit code. Raises LaunchError. file: of the configuration."""
     url, token = _variable("COSMOS_CONTROLLER_URL"), _variable("COSMOS_TOKEN")
-    tls_ca = config.controller.tls_ca or None
     patience = max(config.controller.start_timeout, config.controller.controller_lost_timeout)
     specs = _specs(role, config, file)
+    connect = partial(Client, url, token, tls_ca=config.controller.tls_ca or None)
     try:
-        with Client(url, token, patience=patience, tls_ca=tls_ca) as client:
+        with connect(patience=patience) as client:
             client.send(api.ready())
     except ControllerError as error:
         raise LaunchError(f"COSMOS_CONTROLLER_URL: {error}", exit_code=EXIT_FAILED) from None
     _check_agreement(config)
-    commands = [
-        children.Command(spec.name, spec.argv, _environment(spec, config, url, token, keep)) for spec in specs
-    ]
-    names = {spec.env.get("COSMOS_REPLICA_NAME", spec.name) for spec in specs}
-    ended = asyncio.run(children.run(commands, _until_hung(names, config, url, token)))
+    own = partial(_environment, config, worker_secrets(url, token, config.controller.tls_ca), keep)
+    name = specs[0].env.get("COSMOS_REPLICA_NAME", specs[0].name)
+    ended = asyncio.run(children.run(specs, own, _until_hung(name, config, url, token)))
     status: JobStatus | None = None
     if ended.code == EXIT_OK:
         try:
-            with Client(url, token, patience=ASKING, tls_ca=tls_ca) as client:
+            with connect(patience=ASKING) as client:
                 status = client.send(api.job())
         except ControllerError as error:
             typer.echo(f"whether the job is over is not known: {error}", err=True)
@@ -236,19 +234,15 @@ def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | 
     return code
 
 
-async def _until_hung(names: set[str], config: Config, url: str, token: str) -> str:
-    """Return, in words, when replicas of this pod live and have not been heard of for too long."""
+async def _until_hung(name: str, config: Config, url: str, token: str) -> str:
+    """Return, in words, when the replica of this pod lives and has been silent for too long."""
     began = time.monotonic()
     timeout = config.controller.heartbeat_timeout + nsight.report_seconds(config)
     async with AsyncClient(url, token, tls_ca=config.controller.tls_ca or None) as client:
         while True:
             await asyncio.sleep(LOOK_AT_REPLICAS)
-            for name in sorted(names):
-                try:
-                    known = await client.send(api.replicas(name))
-                except ControllerError:  # who cannot reach it says so itself
-                    continue
-                for info in known:
+            with suppress(ControllerError):  # which the replica reports itself
+                for info in await client.send(api.replicas(name)):
                     if is_hung(info, time.monotonic() - began, timeout):
                         return f"{name} is alive, but has sent nothing for {info.last_seen_s:.0f} s"
 
@@ -276,7 +270,7 @@ def _verdict(role: Role, ended: Ended, status: JobStatus | None) -> tuple[int, s
     return EXIT_FAILED, "left before the job was over"
 
 
-def _specs(role: Role, config: Config, file: Path) -> list[ProcessSpec]:
+def _specs(role: Role, config: Config, file: Path) -> tuple[ProcessSpec, ...]:
     """The processes of this pod. Raises LaunchError."""
     if role is Role.ROLLOUT:
         return pods.of_rollout(config, _variable("COSMOS_POD"), _engine_pod(config, file))
@@ -299,9 +293,9 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
 
 
 def _environment(
-    spec: ProcessSpec, config: Config, url: str, token: str, keep: Path | None
+    config: Config, secrets_: Mapping[str, str], keep: Path | None, spec: ProcessSpec
 ) -> dict[str, str]:
-    own = worker_secrets(url, token, config.controller.tls_ca)
+    own = dict(secrets_)
     if spec.role is Role.ROLLOUT and keep is not None:
         own["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
     if spec.role is Role.ROLLOUT and (address := os.environ.get("COSMOS_NODE_ADDRESS")):  # of several pods

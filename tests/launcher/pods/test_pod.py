@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import pytest
 from controller.client import calls as api
 from launcher.errors import LaunchError
 from launcher.plan import pods
+from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
 from launcher.pods import children, pod
-from launcher.pods.children import Command, Ended
+from launcher.pods.children import Ended
 from launcher.restarts import SIGNALLED, Role
 from schema.config import Config
 from schema.wire.messages import Phase
@@ -29,8 +31,12 @@ from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE, until
 
 
-def commands(*scripts: str) -> list[Command]:
-    return [Command(f"p{i}", [sys.executable, "-c", text], {**os.environ}) for i, text in enumerate(scripts)]
+def run(*scripts: str, hung: Coroutine[None, None, str] | None = None) -> Ended:
+    specs = [
+        ProcessSpec(f"p{i}", Role.POLICY, (sys.executable, "-c", text), rank=i, node=1)
+        for i, text in enumerate(scripts)
+    ]
+    return asyncio.run(children.run(tuple(specs), lambda spec: os.environ, hung))
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ def test_ranks_of_one_start_meet_and_those_of_another_do_not(monkeypatch: pytest
 
 def test_the_first_that_fails_ends_the_others_and_is_the_reason() -> None:
     sleeper = "import time; time.sleep(1000)"
-    ended = asyncio.run(children.run(commands(sleeper, "import sys; print('out of luck'); sys.exit(3)")))
+    ended = run(sleeper, "import sys; print('out of luck'); sys.exit(3)")
     assert ended == Ended(3, "p1: exit code 3\nout of luck", 0)
 
 
@@ -145,7 +151,7 @@ def test_who_is_hung_is_killed_and_named() -> None:
         return "rollout-0 is alive, but has sent nothing for 90 s"
 
     sleep = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
-    ended = asyncio.run(children.run(commands(sleep, sleep), hung()))
+    ended = run(sleep, sleep, hung=hung())
     assert ended.code == SIGNALLED + signal.SIGKILL
     assert "rollout-0 is alive, but has sent nothing for 90 s" in ended.reason
 
@@ -154,8 +160,7 @@ def test_signals_are_passed_on() -> None:
     polite = (
         "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(0)); os.kill({}, 15); signal.pause()"
     )
-    ended = asyncio.run(children.run(commands(polite.format(os.getpid()))))
-    assert ended == Ended(0, "ended in order", signal.SIGTERM)
+    assert run(polite.format(os.getpid())) == Ended(0, "ended in order", signal.SIGTERM)
 
 
 def test_a_policy_has_succeeded_when_the_job_is_over() -> None:
