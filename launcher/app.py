@@ -273,6 +273,6 @@ def _check_options(options: Mapping[str, tuple[object, bool, str]]) -> None:
 
 
 def _number(node: int | None) -> int | None:
-    """Of this machine among those of the job, where the user or Slurm says it."""
+    """Return the number of this machine among those of the job, where the user or Slurm gives it."""
     by_slurm = os.environ.get("SLURM_NODEID", "")
     return int(by_slurm) if node is None and by_slurm.isdigit() else node

@@ -10,14 +10,14 @@ import io
 import sys
 from collections.abc import Sequence
 
-from launcher.processes.signals import ended_at_once, hear_interrupts
+from launcher.processes.signals import ended_at_once, take_interrupts
 
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends by SystemExit. A Ctrl-C is not an error, however early it comes."""
-    hear_interrupts()
+    take_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print \u2013 where its encoding lacks a character
             stream.reconfigure(errors="backslashreplace")
@@ -72,7 +72,7 @@ def _refuse_bare_file(arguments: list[str]) -> None:
 
 
 def _name_newest(arguments: list[str]) -> list[str]:
-    """`--resume` with nothing behind it means the newest run: typer knows no options that may have a value."""
+    """`--resume` with nothing behind it means the newest run: typer has no options whose value may be absent."""
     from launcher.app import COMMANDS
 
     spelled = list(arguments)

@@ -33,7 +33,7 @@ GPU_MODEL, CPU_MODEL = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What the text is written for. engine: `vllm` or `transformers`. model: in place of the recipe's own."""
+    """The machine that the text is for. engine: `vllm` or `transformers`. model: in place of the recipe's own."""
 
     gpus: int
     engine: str
@@ -100,14 +100,14 @@ class Recipe:
         return "\n".join(Template(block).substitute(values) for block in blocks)
 
     def words(self, fit: Fit) -> str:
-        """What the text is written for."""
+        """Name the machine that the text is written for."""
         if self.is_tiny:
             return "two CPU cores"
         gpus = {0: "no GPU", 1: "one GPU"}.get(fit.gpus, f"{fit.gpus} GPUs")
         return f"a machine with {gpus}" + ("" if self.supervised else f", rollouts by {fit.engine}")
 
     def _memory(self, fit: Fit) -> str:
-        """What only vLLM has, and only a GPU needs."""
+        """Return the key that only vLLM has, and only a GPU needs."""
         share = {0: "", 1: "0.4"}.get(fit.gpus, "0.85") if fit.engine == "vllm" else ""
         return (MEMORY.format(share) if share else "") + "\n"
 
@@ -116,7 +116,7 @@ class Recipe:
 
 
 def commands(file: str, scores: bool) -> str:
-    """What to do with the file, as comments. scores: whether it has rewards."""
+    """Return the commands to use the file with, as comments. scores: whether it has rewards."""
     rows = [
         (f"cosmos-launch validate {file}", "every mistake at once"),
         *([(f"cosmos-launch try-reward {file}", "what the rewards say of the first rows")] if scores else []),

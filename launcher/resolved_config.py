@@ -1,4 +1,4 @@
-"""What `cosmos-launch show` prints: every value of the resolved configuration, and its origin.
+"""The output of `cosmos-launch show`: every value of the resolved configuration, and its origin.
 
 The lines are TOML again. Passwords are masked; a masked value is never valid where it would be used.
 """

@@ -1,4 +1,4 @@
-"""What to do when a process of the job has ended: a pure decision over plain values, no clock and no process.
+"""The decision when a process of the job has ended: pure, over plain values, no clock and no process.
 
                ┌───────────── restart after back-off ◀─── any other end, budget left
                ▼                                      │
@@ -36,7 +36,7 @@ _KILLS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
 class Role(StrEnum):
-    """What a process is for."""
+    """The purpose of a process."""
 
     DATA = "data"
     REDIS = "redis"
@@ -132,7 +132,7 @@ class Restarts:
     ) -> Verdict:
         """Decide after an exit. `how` it ended, if the code does not say it.
 
-        over: the job has ended, or the process was told to end. needed: whether the job misses a process that
+        over: the job has ended, or the process was asked to end. needed: whether the job misses a process that
         left with code 0 (a drained rollout replica is not missed while another one is there). counts: whether
         this end is the process's own fault.
         """
@@ -188,7 +188,7 @@ def is_hung(info: ReplicaInfo, up_for: float, heartbeat_timeout: float) -> bool:
     be stopped, or stuck in a call that never returns, and it would never be restarted. One that stays silent for much
     longer is killed and restarted like one that crashed.
 
-    info: what the controller knows of the newest incarnation. up_for: seconds since its present process was started;
+    info: the controller's record of the newest incarnation. up_for: seconds since its present process was started;
     a silence that began before is not its own.
     """
     patience = ROLLOUT_PATIENCE if info.role == "rollout" else POLICY_PATIENCE

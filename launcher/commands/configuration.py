@@ -95,7 +95,7 @@ def validate(
 
 
 def _read_data(config: Config) -> DataReport:
-    """What the preparation of a job says of its data; none of it is kept. Raises LaunchError."""
+    """Read the data as a job's preparation does, and keep none of it; its report. Raises LaunchError."""
     import json
     import tempfile
 

@@ -116,7 +116,7 @@ def _problems(conversion: Conversion, output: Path | None) -> tuple[tuple[Proble
 
 
 def _falls_short(conversion: Conversion) -> str:
-    """What is lost of the method, not understood, or replaced by the nearest value; "" where nothing is."""
+    """List what is lost of the method, not understood, or replaced by the nearest value; "" where nothing is."""
     from convert.engine.model import Outcome
 
     unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]

@@ -62,7 +62,7 @@ class PlannedProcess:
 
 @dataclass(slots=True)
 class Planned:
-    """What a start would do. used: bytes per device; capacity: bytes per device, 0 where it is not known.
+    """The plan of a start. used: bytes per device; capacity: bytes per device, 0 where it is not known.
 
     nodes: machines, all taken to be like this one; of several, names of devices begin with theirs.
     """
@@ -78,9 +78,9 @@ class Planned:
     capacity: dict[str, int] = field(default_factory=dict)
     warnings: list[Problem] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
-    """What goes where, in words."""
+    """Uploads and their targets, in words."""
     summary: list[tuple[str, str]] = field(default_factory=list)
-    """What is trained by whom, in words: name and text."""
+    """Steps, batches and roles, in words: name and text."""
     nodes: int = 1
 
     def on(self, node: int, place: str) -> str:
@@ -168,7 +168,7 @@ def _memory_of(
     replica: Replica,
     spec: ProcessSpec,
 ) -> _Memory:
-    """What one process takes, on the device that it works on."""
+    """Estimate what one process takes, on the device that it works on."""
     gpus = _gpus(spec)
     if not gpus or spec.role not in (Role.POLICY, Role.ROLLOUT):
         device = HOST

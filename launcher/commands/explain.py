@@ -1,4 +1,4 @@
-"""What `cosmos-launch explain` prints: plain lines, wrapped for a terminal."""
+"""Print `cosmos-launch explain`: plain lines, wrapped for a terminal."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def init(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line says; empty, or None, where it says nothing."""
+    """The options of the command line; empty, or None, where one is left out."""
 
     recipe: str
     output: Path = Path("run.toml")
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was made. files: what each is, by its path; empty where the configuration goes to the screen.
+    """The result of `init`. files: what each is, by its path; empty where the configuration goes to the screen.
 
     fits: the machine. notes: what is to be known. commands: what to do next.
     """
@@ -87,7 +87,7 @@ class Written:
 
 
 def lines(written: Written) -> list[str]:
-    """What was made, for people."""
+    """Describe the result for people."""
     if not written.files:
         return [written.configuration.rstrip("\n")]
     return [

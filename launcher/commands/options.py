@@ -35,7 +35,7 @@ def print_json(value: Any) -> None:
 
 
 def report(as_json: bool, text: str, **facts: Any) -> None:
-    """What a command has done: a line for people, or the facts for programs."""
+    """Print the result of a command: a line for people, or the facts for programs."""
     print_json(facts) if as_json else typer.echo(text)
 
 

@@ -128,7 +128,7 @@ def dashboard(
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What is drawn of one run."""
+    """The part of one run that is drawn."""
 
     path: Path
     config: dict[str, Any]
@@ -194,7 +194,7 @@ class Curves:
 
 
 def draw(runs: list[Curves], output: Path) -> None:
-    """Draw the picture. Raises OSError, and ValueError for an ending that matplotlib does not know."""
+    """Draw the picture. Raises OSError, and ValueError for an ending that matplotlib does not have."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -253,7 +253,7 @@ def _held_out(axis: Axes, run: Curves, color: str, *, labelled: bool) -> None:
 
 
 def _texts(axis: Axes, pairs: list[tuple[SampleRecord, SampleRecord]]) -> None:
-    """What was written before and after, the prompts first whose answers have become better."""
+    """Show answers from before and after, the prompts first whose answers have become better."""
     axis.axis("off")
     axis.set_title("before → after", fontsize=11)
     better = sorted(pairs, key=lambda pair: (pair[0].score or 0.0) - (pair[1].score or 0.0))

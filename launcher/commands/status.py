@@ -95,7 +95,7 @@ def _local(target: Target, run: RunDir) -> dict[str, Any]:
 
 
 def _history(run: RunDir) -> dict[str, Any]:
-    """What the events of a run say that no controller can be asked about; empty where they cannot be read.
+    """Read the events of a run that no controller can be asked about; empty where they cannot be read.
 
     steps and validations are those that count, as in a summary; job is the last word about it.
     """
@@ -122,7 +122,7 @@ def _evaluates(run: RunDir) -> bool:
 
 
 def _alive(target: Target, ending: bool) -> dict[str, Any]:
-    """What a run with a launcher is at. The controller of one that ends may be gone, and need not be asked."""
+    """Return the state of a run with a launcher. The controller of one that ends may be gone, and is not needed."""
     if not target.address():
         return {"state": "ending" if ending else "starting"}
     try:
@@ -152,7 +152,7 @@ _PATIENCE = {
 
 
 def advice(found: Mapping[str, Any]) -> str:
-    """What the user should do next; empty where nothing is to be done."""
+    """Say what the user should do next; empty where nothing is to be done."""
     state, where = found["state"], found["run_dir"]
     if state in ("running", "waiting", "unreachable") and (redis := _redis(found)):
         if found["embeds_redis"]:
@@ -182,7 +182,7 @@ def _after_failure(found: Mapping[str, Any], resume: str) -> str:
 
 
 def _redis(found: Mapping[str, Any]) -> str:
-    """What the launcher found wrong with Redis."""
+    """Say what is wrong with Redis, by the launcher's last look at it."""
     from launcher.display.view import REDIS
 
     return REDIS.get((found["launcher"] or {}).get("redis", ""), "")
@@ -309,7 +309,7 @@ def _history_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def why_lines(found: Mapping[str, Any]) -> list[str]:
-    """What a job waits for, whom, what fails, and what would help: of a dead one, how it died and what came last."""
+    """Say what a job waits for, what fails, and what would help; of a dead one, how it died and what came last."""
     from launcher.display.view import View, sentence
     from schema.wire.messages import JobStatus
 
@@ -372,7 +372,7 @@ def _replica(replica: Mapping[str, Any]) -> str:
     if "idle_fraction" in gauges:
         parts.append(f"idle {gauges['idle_fraction']:.0%}")
     if replica["state"] != "live" or replica["last_seen_s"] >= LONG_AGO:
-        parts.append(f"last heard of {replica['last_seen_s']:.0f} s ago")
+        parts.append(f"last seen {replica['last_seen_s']:.0f} s ago")
     return ", ".join(parts)
 
 
@@ -393,7 +393,7 @@ def _weights(weights: WeightsStatus, rollouts: int) -> str:
 
 
 def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
-    """What died, when and why; and how often it was restarted."""
+    """List the processes that died, when and why, and how often each was restarted."""
     from launcher.display.view import duration
 
     launcher = found["launcher"] or {}

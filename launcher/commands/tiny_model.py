@@ -114,7 +114,7 @@ def _config(vocabulary: int) -> dict[str, Any]:
 
 
 def byte_characters() -> list[str]:
-    """Of each byte in a byte-level vocabulary: itself if it prints, else the next character from 256 up."""
+    """Map each byte to its character in a byte-level vocabulary: itself if it prints, else the next from 256 up."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, following = [], 0x100
     for byte in range(256):

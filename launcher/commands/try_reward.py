@@ -164,7 +164,7 @@ def _settings(
 def _score(
     directory: Path, data: Record, rows: Sequence[Record], tried: Sequence[Mapping[str, str]]
 ) -> tuple[list[Record], list[str]]:
-    """What each answer is worth, and what the functions have printed."""
+    """Score each answer; also what the functions have printed."""
     lines_ = [
         json.dumps({**row, "responses": list(texts.values())}) for row, texts in zip(rows, tried, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What stays of a run: `summary.json` for programs, a table at the end for people."""
+"""The record that stays of a run: `summary.json` for programs, a table at the end for people."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_DROPPED = (
 
 @dataclass(slots=True)
 class Collected:
-    """What the controller said last; parts that it could not say are None."""
+    """The controller's last answers; parts that it could not give are None."""
 
     status: JobStatus | None = None
     ledger: LedgerStatus | None = None
@@ -50,7 +50,7 @@ class Result:
     collected: Collected
     restarts: Mapping[str, int]
     earlier: Mapping[str, Any] = field(default_factory=dict)
-    """Of the starts before this one (`RunDir.earlier`)."""
+    """Totals of the starts before this one (`RunDir.earlier`)."""
 
     @property
     def final_model(self) -> Path | None:
@@ -91,7 +91,7 @@ class Result:
 
 
 def _data(run_dir: Path) -> dict[str, Any] | None:
-    """What became of the rows of the data, without their texts."""
+    """Report what became of the rows of the data, without their texts."""
     report = data_report.read(run_dir)
     return report.model_dump(mode="json", exclude={"files": {"__all__": {"samples"}}}) if report else None
 
@@ -165,7 +165,7 @@ def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> 
 
 
 def _held_out(record: Mapping[str, Any]) -> float | None:
-    """What a validation is judged by; summaries of older versions know no loss."""
+    """Return the number that judges a validation; summaries of older versions have no loss."""
     loss: float | None = record.get("loss")
     return record["score_mean"] if loss is None else loss
 

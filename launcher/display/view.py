@@ -1,4 +1,4 @@
-"""What a person sees of a running job: a pure function from a `View` to a panel (terminal) or a line (log).
+"""A running job as people see it: a pure function from a `View` to a panel (terminal) or a line (log).
 
 The terminal's panel is redrawn every second. A log gets one line of `key=value` at each change of step or phase, at
 most one in two seconds, and a sign of life every thirty.
@@ -30,7 +30,7 @@ FAILED_ONE = "nothing: its reward failed"
 SAMPLE_WIDTH = 100
 """Characters of a prompt (its end) and of an answer (its beginning) in the panel."""
 REDIS = {"hung": "hung: takes connections and does not answer", "away": "cannot be reached"}
-"""What is wrong with Redis (`launcher.job.redis_pulse`), for people."""
+"""Faults of Redis (`launcher.job.redis_pulse`), for people."""
 
 _PHASE_STYLE = {
     Phase.TRAINING: "green", Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.PAUSED: "yellow",
@@ -53,7 +53,7 @@ class View:
     refusal: str = ""
     """Why the controller, which answers, cannot serve now."""
     redis: str = ""
-    """What is wrong with Redis: hung, away; empty: nothing."""
+    """The fault of Redis: hung, away; empty: none."""
     notice: str = ""
     stopping: bool = False
     """The job is being ended before its end: its processes save and leave."""
@@ -191,7 +191,7 @@ def phase_of(view: View) -> str:
 
 
 def sentence(view: View) -> str:
-    """What the job waits for, and for how long."""
+    """Say what the job waits for, and for how long."""
     status = view.status
     if status is None or not status.sentence:
         return ""
@@ -265,7 +265,7 @@ def _policy(status: JobStatus) -> str:
 
 
 def members_text(status: JobStatus) -> str:
-    """Who trains together, in one line; empty where one trainer is all there is to be."""
+    """List the trainers of one policy in one line; empty where one trainer is all there is to be."""
     found = status.members
     if found is None:
         return ""

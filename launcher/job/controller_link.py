@@ -73,7 +73,7 @@ class ControllerLink:
         return True
 
     async def collect(self, last: JobStatus | None) -> Collected:
-        """What the controller knows at the end of a job. `last`: the newest status seen."""
+        """Collect the controller's records at the end of a job. `last`: the newest status seen."""
         found = Collected(status=last)
         try:
             found.status = await self.ask(api.job(), COLLECT_PATIENCE)

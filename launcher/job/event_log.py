@@ -1,6 +1,6 @@
-"""What the launcher leaves for others to read: `launcher.json` and `logs/launcher.log`.
+"""The launcher's own records, for others to read: `launcher.json` and `logs/launcher.log`.
 
-`launcher.json` holds what it knows of its processes, for `cosmos-launch status`, also when it is dead. It is replaced
+`launcher.json` holds the state of its processes, for `cosmos-launch status`, also when it is dead. It is replaced
 as a whole whenever something in it has changed, and every few seconds as a sign of life; so a reader never sees half
 of it, and the time in it says when a killed launcher was last alive. No secrets. `launcher.log` has the events of the
 screen in a file like those of the processes.
@@ -56,7 +56,7 @@ class EventLog:
     ending: str = ""
     """Why the launcher is ending the job; empty as long as it is not."""
     redis: str = ""
-    """What is wrong with Redis (`launcher.job.redis_pulse`); empty: nothing."""
+    """The fault of Redis (`launcher.job.redis_pulse`); empty: none."""
     _written: str = ""
     _at: float = 0.0
 

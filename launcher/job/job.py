@@ -4,7 +4,7 @@
             data preparation ──┴─▶ controller ─▶ ready ─▶ watch ─▶ finished | failed | stopped
             policy, rollout replicas: started at once, they import and load while the rest gets ready
 
-    end     workers ─▶ collect what the controller knows ─▶ controller ─▶ redis ─▶ summary.json
+    end     workers ─▶ collect the controller's records ─▶ controller ─▶ redis ─▶ summary.json
 
 `_drive` goes through the upper line. It is abandoned when a process makes the job impossible or the user presses
 Ctrl-C; whatever the reason, `_finish` goes through the lower one. A second Ctrl-C kills.
@@ -81,7 +81,7 @@ class Job:
         self.scaling = LocalScaling(rollouts, self.link, self.supervisor, self.event)
         self._errands: set[asyncio.Task[None]] = set()
         self._secrets: dict[str, str] = {}
-        """Of each rollout replica by name: its successor takes its place at once."""
+        """The secret of each rollout replica by name: with it a successor takes its place at once."""
 
     # ---- the whole ----------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Job:
         return spec.environment(config, self.plan.env, own)
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
-        """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node knows itself."""
+        """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node has of its own."""
         plan = self.plan
         own = environment(spec.role, plan.tokens, plan.site.url, plan.redis.url, plan.redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
@@ -386,7 +386,7 @@ class Job:
             log.warning("%s cannot be written: %s", self.event_log.path, error.strerror)
 
     def _stage(self) -> str:
-        """What the launcher is at, in words."""
+        """Return the present stage of the launcher, in words."""
         status = self.view.status
         return self.view.notice or (self.view.stage if status is None else str(status.phase))
 

@@ -37,14 +37,14 @@ State = Literal["ok", "away", "hung"]
 
 
 class Pulse:
-    """What the answers so far say of a server. restarts: whether one that does not answer is to be restarted."""
+    """The state of a server by its answers so far. restarts: whether one that does not answer is to be restarted."""
 
     def __init__(self, *, restarts: bool) -> None:
         self.state: State = "ok"
         self._restarts = restarts
         self._silent = self._unanswered = 0
 
-    def heard(self, answer: Answer) -> bool:
+    def take(self, answer: Answer) -> bool:
         """Take one answer; True if the server must be restarted now (once; looks are counted anew then)."""
         if answer == "answer":
             self._silent, self._unanswered, self.state = 0, 0, "ok"
@@ -71,7 +71,7 @@ class RedisPulse:
         self._own = server.replica is not None
         self._pulse = Pulse(restarts=self._own)
         self.trouble = ""
-        """What is wrong: hung, or away; empty: nothing."""
+        """The fault: hung, or away; empty: none."""
 
     async def look_forever(self) -> None:
         """Never raises for what the server does."""
@@ -79,7 +79,7 @@ class RedisPulse:
         while True:
             began = time.monotonic()
             answer = await _look(connect)
-            must_restart = answer is not None and self._pulse.heard(answer)
+            must_restart = answer is not None and self._pulse.take(answer)
             self._note(self._pulse.state)
             if must_restart:
                 self._event(f"redis has not answered for {RESTART_AFTER * LOOK_EVERY:.0f} s: restarting it")

@@ -47,7 +47,7 @@ POLL = 0.2
 """Seconds between looks at what the ranks report."""
 KEY = "profiler.record_batches"
 AROUND = ("profiler.", "placement.", "launcher.")
-"""What a trainer without controller and generators reads besides `schema.config.trained.READ`."""
+"""Keys that a trainer without controller and generators reads besides `schema.config.trained.READ`."""
 ABANDONED = 3600.0
 """Seconds after which nobody fills a temporary file any more."""
 SAYING = 5.0
@@ -57,7 +57,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to train again. first, count: None is from the oldest recorded step, and all that follow."""
+    """The steps to train again. first, count: None is from the oldest recorded step, and all that follow."""
 
     run: RunDir
     first: int | None
@@ -69,7 +69,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs from the run's config.toml: these keys; `settings_digest` of the file, and with them."""
+    """The keys that differ from the run's config.toml; `settings_digest` of the file, and with them."""
 
     keys: list[str]
     before: str
@@ -336,7 +336,7 @@ def _ranks(count: int) -> str:
 
 
 def medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of seconds and of tokens a second: the first steps warm up."""
+    """Return the medians of seconds and of tokens a second: the first steps warm up."""
     return {
         name: statistics.median(step[name] for step in steps) for name in ("train_seconds", "tokens_per_s")
     }

@@ -42,7 +42,7 @@ def changes(
     leaving: Collection[str],
     leases: Mapping[str, int],
 ) -> Change:
-    """What to do for `desired` replicas of ours. Pure.
+    """Choose what to start and to end for `desired` replicas of ours. Pure.
 
     names: all that there is room for, those of the start first. running: whose processes are up or about to be.
     leaving: of these, those that were asked to leave. leases: groups of each that is registered.
@@ -68,7 +68,7 @@ class LocalScaling:
         self._replicas = {one.name: one for one in replicas if one.role is Role.ROLLOUT}
         self._link, self._supervisor, self._event = link, supervisor, event
         self.leaving: set[str] = set()
-        """Who was asked to leave, and has not left yet."""
+        """Replicas that were asked to leave, and have not left yet."""
         self._short = 0
         self.over = False
         """Whether the job is ending: nothing is started any more."""

@@ -31,7 +31,7 @@ def names(config: Config) -> list[str]:
 
 
 def command(config: Config, run_dir: Path) -> list[str] | None:
-    """What feeds the trackers; None: there are none."""
+    """Return the command line that feeds the trackers; None: there are none."""
     chosen = names(config)
     python = config.logging.tracker_python or sys.executable
     return [python, "-P", "-m", "launcher.trackers", str(run_dir), *chosen] if chosen else None

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 POLL = 0.5
 """Seconds between looks at the controller."""
 LOOK_AT_REPLICAS = 10.0
-"""Seconds between looks for replicas that live and are not heard of."""
+"""Seconds between looks for replicas that live and are silent."""
 HUNG_AFTER = 60.0
 """Seconds without any answer after which a controller whose process lives is killed and restarted."""
 

@@ -56,7 +56,7 @@ NOT_STARTED = 127
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What a node brings. number: its own; None: any that is free."""
+    """A machine that joins as a node. number: its own; None: any that is free."""
 
     config: Config
     machine: Machine

@@ -1,4 +1,4 @@
-"""What all machines of a job must have alike, as digests, and what to say where they differ. Pure but for `facts`.
+"""Digests of all that the machines of a job must have alike, and messages where they differ. Pure but for `facts`.
 
 code            our own modules
 python, torch…  versions of what workers load
@@ -30,7 +30,7 @@ ABSENT = "absent"
 
 
 def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
-    """Of this machine."""
+    """Return the digests of this machine."""
     found = {"code": _code(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -47,7 +47,7 @@ def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
-    """What another machine has differently, in words, and the remedy; empty where nothing is."""
+    """Name what another machine has differently, and the remedy; empty where nothing is."""
     unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not unlike:
         return "", ""

@@ -3,7 +3,7 @@
 <train.output_dir>/.nodes/<address and port of the head>.json      0600, in a directory of 0700
 
 It holds the token that head and nodes prove to each other. One that is left of a head which was killed does no harm:
-what listens at its address by then does not know the token. One that another user has put there is not believed.
+what listens at its address by then does not have the token. One that another user has put there is not believed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from schema.util.proxies import is_loopback
 from schema.wire.store_url import is_url
 
 DEFAULT_PORT = 29600
-"""Of the head, where its address names none."""
+"""The port of the head, where its address names none."""
 MOST_BYTES = 65536
 """Largest file that is read."""
 
@@ -61,7 +61,7 @@ class HeadAddress:
         return cls(found["v6"] or found["host"], port)
 
     def listening_host(self) -> str | None:
-        """What the head listens at; None, all of its addresses, where its own name means the loopback one to it."""
+        """Return the host to listen at; None, all addresses, where its name means the loopback one to the head."""
         try:
             return (
                 None if not _is_address(self.host) and all(map(is_loopback, self._addresses())) else self.host
@@ -79,7 +79,7 @@ class HeadAddress:
         except OSError as error:
             raise LaunchError(
                 f"--head {self.host} cannot be resolved on {socket.gethostname()}: {error.strerror}",
-                "write an address that every machine of the job knows",
+                "write an address that every machine of the job can resolve",
             ) from None
 
 
@@ -141,7 +141,7 @@ def place_of(config: Config, head: HeadAddress) -> Path:
 
 
 def shared_directories(config: Config, run: RunDir) -> Mapping[str, str]:
-    """What every machine of a job must see alike and write to, by the key that names it.
+    """Return the directories that every machine of a job must see alike and write to, by the key that names each.
 
     train.output_dir: ranks on several machines write parts of one checkpoint and of one weight version, rollout
     replicas read versions, the head shows everybody's logs.

@@ -42,7 +42,7 @@ SEEN_WITHIN = 15.0
 """Seconds until a file that another machine wrote is seen here: caches of NFS keep what is not there for as long."""
 LOOK = 0.1
 FAREWELL = 2.0
-"""Seconds for nodes to hear of the end."""
+"""Seconds for nodes to receive the end."""
 
 
 class NodeProcess:
@@ -77,7 +77,7 @@ class NodeHost:
     own: Callable[[ProcessSpec], Mapping[str, str]]
     """The variables that the head gives a process, secrets included: `orders.SENT`."""
     layout: m.Layout | None = None
-    """What processes are placed over, once that is known."""
+    """The machines that processes are placed over, once they are known."""
 
     def __init__(self, number: int, patience: float, event: Callable[[str], None]) -> None:
         self.number, self._patience, self._event = number, patience, event
@@ -139,7 +139,7 @@ class NodeHost:
                 if isinstance(message, m.Leave):
                     why = message.reason
                 elif isinstance(message, m.Started | m.Ended):
-                    self._heard(message)
+                    self._take(message)
         except LinkClosedError as error:
             why = str(error)
         finally:
@@ -152,7 +152,7 @@ class NodeHost:
             if lost:
                 self._event(f"{self.name} is lost ({why}), and with it {len(lost)} processes")
 
-    def _heard(self, message: m.Started | m.Ended) -> None:
+    def _take(self, message: m.Started | m.Ended) -> None:
         process = self._processes.get(message.number)
         if process is None:
             return
@@ -169,7 +169,7 @@ class NodeHost:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a machine must meet to be a node. facts: of the head (`agreement.facts`)."""
+    """The terms that a machine must meet to be a node. facts: of the head (`agreement.facts`)."""
 
     config: Config
     run: RunDir
@@ -184,7 +184,7 @@ class NodeServer:
     def __init__(self, head: HeadAddress, terms: Terms, event: Callable[[str], None]) -> None:
         self._head, self._terms, self._event = head, terms, event
         self.address = head.host
-        """Ours, by which nodes know us: once one has come."""
+        """Ours, by which nodes reach us: once one has come."""
         self._token, config = secrets.token_urlsafe(32), terms.config
         patience = config.controller.start_timeout
         numbers = range(1, config.placement.nodes)
@@ -196,7 +196,7 @@ class NodeServer:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen, and let nodes know where. Raises LaunchError."""
+        """Listen, and announce where. Raises LaunchError."""
         head, hint = (
             self._head,
             "end what listens there, or name another port: --head HOST:PORT on every machine",
@@ -267,7 +267,7 @@ class NodeServer:
             host.send(layout)
 
     async def finish(self, outcome: str, exit_code: int) -> None:
-        """Tell all nodes that the job is over."""
+        """Send all nodes the end of the job."""
         for host in self.hosts.values():
             host.send(m.Finish(outcome=outcome, exit_code=exit_code))
         with contextlib.suppress(TimeoutError):

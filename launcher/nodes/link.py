@@ -39,7 +39,7 @@ BUFFER = 1024
 """Bytes of a `StreamReader`: longer messages are read with their length known, which takes both proofs."""
 LENGTH_BYTES = 4
 MOST_BYTES = 4 * 2**20
-"""Of one message: a `Hello` with all keys of a configuration has tens of thousands."""
+"""The largest message: a `Hello` with all keys of a configuration has tens of thousands of bytes."""
 BEATS = 5
 """Beats within the silence that ends a connection."""
 
@@ -106,7 +106,7 @@ class Link:
 
     @property
     def address(self) -> str:
-        """Our own, by which the other side knows us."""
+        """Our own, by which the other side reaches us."""
         return str((self._writer.get_extra_info("sockname") or ("?",))[0])
 
     def send(self, message: Message) -> None:

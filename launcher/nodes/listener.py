@@ -27,7 +27,7 @@ MOST_UNPROVEN = 64
 SAID_EVERY = 60.0
 BACKLOG = 128
 ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
-"""Of one of several addresses: a machine without IPv6, say."""
+"""Errors that one of several addresses may have: on a machine without IPv6, say."""
 PAUSE = 0.1
 """Seconds before the next attempt where the system cannot accept: it has no file descriptors left, say."""
 

@@ -1,4 +1,4 @@
-"""What head and nodes send each other once both are proven: JSON objects, unknown fields refused."""
+"""The messages between head and nodes once both are proven: JSON objects, unknown fields refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Hello(Message):
 class Challenge(Message):
     """Write a file of this name into each directory that must be shared, and see whether a port can be reached.
 
-    The node knows the directories by its own configuration. run: the run's directory.
+    The node has the directories from its own configuration. run: the run's directory.
     """
 
     kind: Literal["challenge"] = "challenge"
@@ -71,7 +71,7 @@ class Welcome(Message):
 
 
 class Layout(Message):
-    """What processes are placed over. machines: of all nodes, the head's first. rollouts: as for `place_elastic`."""
+    """The basis of placement. machines: of all nodes, the head's first. rollouts: as for `place_elastic`."""
 
     kind: Literal["layout"] = "layout"
     machines: Annotated[tuple[Machine, ...], Field(max_length=65536)]

@@ -1,4 +1,4 @@
-"""What a head may order of a node. Pure but for the file system's names.
+"""The orders that a head may give a node. Pure but for the file system's names.
 
 The head names a process by role and numbers, and the node makes the rest from its own configuration: the command line
 by the same placement over the same machines, the log's name, the directories, the profiler. Of variables the head
@@ -30,7 +30,7 @@ _TEXT = re.compile(r"[!-~]{1,1024}")
 
 
 class OrderError(Exception):
-    """What the node refuses to do, and why."""
+    """An order that the node refuses; the message has the reason."""
 
 
 def run_of(config: Config, path: str) -> RunDir:

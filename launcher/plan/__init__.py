@@ -1,1 +1,1 @@
-"""What runs where: devices, processes, files and credentials of a job, decided before anything starts."""
+"""The plan of a job: devices, processes, files and credentials, decided before anything starts."""

@@ -49,8 +49,8 @@ def controller_url(config: Config, port: int | str) -> str:
 
 
 def reachable_elsewhere(config: Config) -> str:
-    """The host by which other machines reach the controller, as far as this one knows its name; the local one where
-    only that reaches it."""
+    """The host by which other machines reach the controller, as far as its name is known here; the local one
+    where only that reaches it."""
     host = config.controller.host
     return socket.gethostname() if host in ANY_ADDRESS else host
 

@@ -1,4 +1,4 @@
-"""What a job uploads where, reported before anything starts; the trainer uploads (`checkpoints.uploads`).
+"""Environments of processes, and the targets of uploads; the trainer uploads (`checkpoints.uploads`).
 
 Secrets of the user go to the processes that use them, and to no others. What looks like a secret, by its name
 (`is_secret`) or as an address with credentials in it, is withheld unless a row below, or the configuration, gives it
@@ -151,7 +151,7 @@ def credentials_of(
 
 
 def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, str]:
-    """What a process of a job gets of the environment of its machine's launcher."""
+    """Return what a process of a job gets of the environment of its machine's launcher."""
     teachers = [one.key_variable for one in config.teacher if one.key_variable]
     store, rewards = config.weight_sync.store, config.reward.environment
     uploads = bool(config.train.ckpt.upload_s3)
@@ -159,7 +159,7 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
 
 
 def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
-    """What the process that feeds these trackers gets of the environment: of the secrets, theirs."""
+    """Return what the process that feeds these trackers gets of the environment: of the secrets, theirs."""
     own = tuple(prefix for name in trackers for prefix in _OF_TRACKERS.get(name, ()))
     if "mlflow" in trackers and (
         env.get("MLFLOW_TRACKING_URI", "").startswith("arn:") or env.get("MLFLOW_TRACKING_AWS_SIGV4")

@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch: cores, GPUs, memory, installed packages."""
+"""The resources of this machine, found without importing torch: cores, GPUs, memory, installed packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What placement needs to know. `gpus` are values for CUDA_VISIBLE_DEVICES."""
+    """A machine as placement sees it. `gpus` are values for CUDA_VISIBLE_DEVICES."""
 
     cores: int
     gpus: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What the driver reports about one GPU."""
+    """The driver's report about one GPU."""
 
     index: str
     uuid: str
@@ -91,7 +91,7 @@ def _query_driver(fields: str) -> str:
 
 
 def parse_driver(text: str) -> list[GpuFacts]:
-    """nvidia-smi's table `index, uuid, compute_cap`; a generation that it does not know is None."""
+    """nvidia-smi's table `index, uuid, compute_cap`; a generation that it leaves open is None."""
     facts = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -103,7 +103,7 @@ def parse_driver(text: str) -> list[GpuFacts]:
 
 
 def _capability_of(name: str, listed: list[GpuFacts]) -> Capability | None:
-    """Of the GPU that a value of CUDA_VISIBLE_DEVICES means: an index or the beginning of a UUID."""
+    """Return the generation of the GPU that CUDA_VISIBLE_DEVICES names by index or by the beginning of a UUID."""
     return next(
         (fact.capability for fact in listed if fact.index == name or fact.uuid.startswith(name)), None
     )

@@ -23,7 +23,7 @@ REPORT_SECONDS = 120.0
 
 
 def command(folder: Path, name: str) -> tuple[str, ...]:
-    """What starts a process under Nsight Systems. Its report has a number that none before it has: nothing is
+    """Return what starts a process under Nsight Systems. Its report has a number that none before it has: nothing is
     overwritten by a restart."""
     there = {path.name.split(".")[0] for path in folder.glob(f"nsys-{name}-*")}
     number = next(n for n in itertools.count(1) if f"nsys-{name}-{n}" not in there)

@@ -305,13 +305,13 @@ def _no_gpus(listed: list[RoleLayout]) -> Problem:
 
 
 def _data_ranks(config: Config, ranks: int) -> int:
-    """Of so many ranks of the policy those that have samples of their own."""
+    """Return how many of these ranks of the policy have samples of their own."""
     mesh = config.policy.parallelism
     return ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size)
 
 
 def _visible(gpus: Sequence[tuple[str, ...]], node: int, devices: Sequence[int]) -> dict[str, str]:
-    """What processes of a node see of these devices."""
+    """Return the variable that shows processes of a node these devices."""
     per_node = len(gpus[0])
     names = [gpus[node][device % per_node] for device in devices if device // per_node == node]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}

@@ -6,7 +6,7 @@
         .tokens/user, rollout      0600, in a directory of 0700
         .locks/<role>.lock         held by the living processes of a role (see launcher.processes.keeper)
         .locks/launcher.lock       held by the launcher, and names that process: the run is alive
-        launcher.json              what the launcher knows: processes, restarts, what died (launcher.job.event_log)
+        launcher.json              the launcher's record: processes, restarts, what died (launcher.job.event_log)
         starts.json                time and restarts of the starts before this one
         events.jsonl, samples/     what happened, and what the model wrote (schema.wire.event_file, .sample_file)
         redis/, data/, weights/, checkpoints/, profiles/, final/, final_ema/, controller.json, summary.json
@@ -217,7 +217,7 @@ class RunDir:
             return None
 
     def launcher(self) -> dict[str, Any]:
-        """What the launcher has written of itself (`launcher.job.event_log`): the one that lives, else the last."""
+        """Read the record of the launcher (`launcher.job.event_log`): of the one that lives, else of the last."""
         found, holder = read_json(self.launcher_json) or {}, self.holder()
         earlier = self.is_alive() if holder is None else found.get("pid") != holder.pid
         return {} if earlier else found
@@ -304,7 +304,7 @@ class RunDir:
             path.unlink(missing_ok=True)
 
     def earlier(self) -> dict[str, Any]:
-        """Of all starts before this one: `starts`, `elapsed_s`, and `restarts` by name."""
+        """Read the totals of all starts before this one: `starts`, `elapsed_s`, and `restarts` by name."""
         return {"starts": 0, "elapsed_s": 0.0, "restarts": {}} | (read_json(self.starts_json) or {})
 
     def _add_to_earlier(self, launcher: Mapping[str, Any]) -> None:

@@ -117,7 +117,7 @@ def _redis_faults(config: Config) -> list[Problem]:
         try:
             load_pair(context, redis.tls_cert, redis.tls_key)
         except TlsFileError as error:
-            hint = "name the certificate that the server knows and its private key, both in PEM"
+            hint = "name the certificate that the server accepts and its private key, both in PEM"
             problems.append(Problem("redis.tls_cert", str(error), redis.tls_cert, hint))
     return problems
 

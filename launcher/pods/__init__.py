@@ -1,4 +1,4 @@
-"""What pods of a job on Kubernetes run: their role, and who obeys the controller's number of replicas.
+"""The programs in a job's pods on Kubernetes: their roles, and the scaler that follows the controller's number.
 
 pod           `cosmos-launch pod ROLE`: the part of one pod, from its environment to a termination message
 children      processes of a pod, their output and their end

@@ -62,7 +62,7 @@ class ApiServer:
         patch: dict[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """What is at a path, after a merge patch of it if there is one. Raises ClusterError."""
+        """Read the object at a path, after a merge patch of it if there is one. Raises ClusterError."""
         import httpx
 
         method = "GET" if patch is None else "PATCH"

@@ -108,7 +108,7 @@ class Follower:
                 await asyncio.sleep(interval)
 
     async def _look(self, http: httpx.AsyncClient, job: AsyncClient) -> str:
-        """What has changed of the number, in words. Raises ClusterError, ControllerError."""
+        """Follow the controller's number; the change, in words. Raises ClusterError, ControllerError."""
         if self.scale is None:
             await self._keep_costs(http, job)
             return ""

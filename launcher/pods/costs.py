@@ -1,7 +1,7 @@
 """Deletion costs of rollout pods: when their number falls, those with the least work in hand go first.
 
 A cost is seconds of work that would be lost: how long a replica has had the groups that it holds, all together. It is
-written again only when it is wrong by a factor of two, so that a cluster of thousands of pods hears little of it.
+written again only when it is wrong by a factor of two, so that a cluster of thousands of pods gets few calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LARGEST = 2**31 - 1
 def changes(present: Mapping[str, int], work: Mapping[str, float]) -> dict[str, int]:
     """New costs of pods, of those that are most wrong. Pure.
 
-    present: costs as they are, by the pod's name. work: seconds in hand of the replica of that name; one that nobody
-    knows has none.
+    present: costs as they are, by the pod's name. work: seconds in hand of the replica of that name; an unknown
+    one has none.
     """
     wrong = {}
     for name, cost in present.items():
@@ -39,7 +39,7 @@ def changes(present: Mapping[str, int], work: Mapping[str, float]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the pods with these labels. selector: as `kubectl get --selector` takes it."""
+    """The costs of the pods with these labels. selector: as `kubectl get --selector` takes it."""
 
     server: ApiServer
     namespace: str

@@ -64,7 +64,7 @@ MOST_MESSAGE = 4096
 """Bytes that Kubernetes keeps of a termination message."""
 LOOK = 0.5
 LOOK_AT_REPLICAS = 20.0
-"""Seconds between looks whether this pod's replica is heard of."""
+"""Seconds between looks whether this pod's replica is silent."""
 ASKING = 60.0
 """Seconds in which the controller says whether the job is over."""
 MAY_CHANGE = ("kubernetes.", "autoscale.", "controller.", "launcher.", "logging.", "redis.", "profiler.")

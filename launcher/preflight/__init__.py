@@ -1,1 +1,1 @@
-"""What is checked on this machine before anything starts: devices, memory, models, engines."""
+"""Checks on this machine before anything starts: devices, memory, models, engines."""

@@ -1,4 +1,4 @@
-"""What is checked of the machine before any process starts: all problems at once, one message each.
+"""Checks of the machine before any process starts: all problems at once, one message each.
 
 The configuration itself (types, rules, files, columns) is checked by `schema.config.load_config`; this is about
 ports, packages, GPUs, Redis and disk, which differ from machine to machine. `cosmos-launch validate` shows

@@ -84,7 +84,7 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """What it grows to: it never needs more than all sequences at full length."""
+        """The size that it grows to: it never needs more than all sequences at full length."""
         return min(self.room, self.sequences * self.sequence_tokens * self.per_token)
 
 
@@ -160,7 +160,7 @@ def trainer(
 def _back_for_a_step(
     keys: TrainingConfig, learns: int, model: LocalModel, shards: int, kept: list[Part]
 ) -> Iterator[Part]:
-    """What comes from host memory for an optimizer step, as far as it is more than what a backward has in its place.
+    """Count what comes from host memory for an optimizer step, beyond what a backward has in its place.
 
     learns: how many numbers train.
     """
@@ -193,7 +193,7 @@ class _Cut(NamedTuple):
 
 
 def _cut_of(config: Config, role: str, shards: int, fsdp_ranks: int) -> _Cut:
-    """That of the reference model or the critic. shards, fsdp_ranks: of the policy, on whose ranks it is."""
+    """Cut the reference model or the critic. shards, fsdp_ranks: of the policy, on whose ranks it is."""
     mesh, policy = mesh_of(config, role), config.policy.parallelism
     if mesh is policy:
         return _Cut(policy, shards, fsdp_ranks)
@@ -206,7 +206,7 @@ def _is_cast(keys: PrecisionKeys, fsdp_ranks: int) -> bool:
 
 
 def _gathered_on(mesh: ParallelismConfig, model: LocalModel) -> LocalModel:
-    """What a rank has of a model where its data-parallel shards are gathered. Layers are taken to be alike."""
+    """Return a rank's part of a model whose data-parallel shards are gathered. Layers are taken to be alike."""
     in_layers = model.parameters - model.rest
     ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size  # where layers are cut, experts are anyway
     shared = in_layers - model.experts + model.experts // ep
@@ -264,7 +264,7 @@ def _trained(
 
 
 def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int) -> Iterator[Part]:
-    """What the optimizer keeps. Outside the layers Muon keeps what AdamW does; in 8 bits blocks have scales too."""
+    """Count the optimizer's state. Outside the layers Muon keeps what AdamW does; in 8 bits blocks have scales."""
     n, name = model.parameters, keys.optm_name
     layers = n - model.rest
     numbers, size = {
@@ -402,8 +402,8 @@ def host_copy(config: Config, model: LocalModel) -> Part:
 
 
 def snapshots(config: Config, model: LocalModel) -> Part:
-    """What the ranks of a policy replica keep in host memory, together: the version that is being published while
-    training goes on and, for deltas, the one before.
+    """Count what the ranks of a policy replica keep in host memory together: the version that is being published
+    while training goes on and, for deltas, the one before.
     """
     n_bytes, words = _published(config, model)
     copies = 2 if config.weight_sync.encoding == "delta" else 1

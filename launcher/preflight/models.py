@@ -29,7 +29,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What activations and the KV cache depend on; counts of numbers.
+    """The sizes that activations and the KV cache depend on; counts of numbers.
 
     intermediate: that of the experts of one token together, where there are experts.
     """

@@ -160,7 +160,7 @@ def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[P
 
 # ---- pass-through options ----------------------------------------------------------------------------------
 
-# `rollout.engine_kwargs` and `rollout.sampling_config.extra` hand names to vLLM that only its own version knows.
+# `rollout.engine_kwargs` and `rollout.sampling_config.extra` hand names to vLLM that only its own version has.
 # Importing vLLM takes seconds; the names are annotated fields of two classes, so its source is parsed instead. The
 # engine checks again when it starts.
 
@@ -170,7 +170,7 @@ SAMPLING_CLASSES = ("sampling_params.py", ("SamplingParams",))
 
 
 def check_engine_options(config: Config) -> list[Problem]:
-    """Names that the installed engine does not know; nothing if it is not installed here."""
+    """Names that the installed engine does not have; nothing if it is not installed here."""
     if not config.is_grpo or not config.rollout.engine.own_options:
         return []
     passed = [

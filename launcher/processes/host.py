@@ -48,7 +48,7 @@ class End:
     out_of_memory: str = ""
     """How the kernel killed it, or a process of the job while it ran, for lack of memory; empty: it did not."""
     lost: str = ""
-    """What became of its machine, if that is why nothing is known of it; empty: it is there."""
+    """The fate of its machine, if that is why nothing is known of it; empty: it is there."""
 
 
 class Process(Protocol):
@@ -241,7 +241,7 @@ def _in_memory(data: bytes) -> BinaryIO:
     """A file that has no name and holds `data`."""
     try:
         handle = os.memfd_create("cosmos", os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
-    except OSError:  # a kernel before 6.3 does not know this flag, a hardened one demands it
+    except OSError:  # a kernel before 6.3 does not have this flag, a hardened one demands it
         handle = os.memfd_create("cosmos")
     file = os.fdopen(handle, "w+b")
     file.write(data)

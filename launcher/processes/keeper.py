@@ -48,7 +48,7 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL = 1.0
-"""Seconds between looks at the parent, where the kernel cannot tell of its death."""
+"""Seconds between looks at the parent, where the kernel cannot report its death."""
 LOOK = 0.1
 """Seconds between looks for a worker that a profiler starts."""
 LEFTOVER_GRACE = 2.0
@@ -65,7 +65,7 @@ KILL_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What the launcher asks for; times are seconds."""
+    """The launcher's settings for a keeper; times are seconds."""
 
     parent: int
     grace: float

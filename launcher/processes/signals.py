@@ -6,7 +6,7 @@ modules are imported, and once the run directory is taken signals are noted unti
 
 A shell without job control has its background jobs ignore SIGINT, and what is ignored stays so in every program that
 they start. A SIGINT sent to the launcher is meant (`cosmos-launch stop` does, where no controller answers), so it is
-heard however the launcher was started; and a signal with a handler has its default in each process of the job.
+taken however the launcher was started; and a signal with a handler has its default in each process of the job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
-def hear_interrupts() -> None:
+def take_interrupts() -> None:
     """Undo what a shell did that started us in the background: see the module's docstring."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -70,7 +70,7 @@ class Exit:
     lines: tuple[str, ...]
     log_file: Path
     pid: int = 0
-    """Of the keeper of its first process."""
+    """The id of the keeper of its first process."""
     hung: bool = False
     """Whether it was killed here because it did not answer."""
     out_of_memory: str = ""
@@ -104,7 +104,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the restart policy must know of the job when a process has ended (see `Restarts.exited`)."""
+    """The state of the job that the restart policy needs when a process has ended (see `Restarts.exited`)."""
 
     over: bool
     needed: bool
@@ -112,7 +112,7 @@ class Situation:
 
 
 class Observer(Protocol):
-    """Gets the exits and knows the state of the job."""
+    """Takes the exits and has the state of the job."""
 
     async def exited(self, exit_: Exit) -> Situation: ...
 

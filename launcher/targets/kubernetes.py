@@ -42,9 +42,9 @@ from schema.util.text import visible
 from schema.wire.secret import fault
 
 PORT = 8000
-"""Of the controller, where controller.port leaves it open."""
+"""The port of the controller, where controller.port leaves it open."""
 LONGEST_NAME = 40
-"""Of a job: names of its pods add a component and numbers, and end at 63."""
+"""Characters of a job's name: names of its pods add a component and numbers, and end at 63."""
 MOST_CONFIG = 1_000_000
 """Bytes of a ConfigMap: etcd takes no larger object."""
 CHECK_SECONDS = 60
@@ -57,7 +57,7 @@ CRDS = {
         "sizes in [rollout.parallelism] that fit one node",
     ),
 }
-"""What a cluster has to be taught first: who brings it, the name of the definition, and what needs none."""
+"""Kinds that a cluster must have first: the project that brings each, its definition, and what needs none."""
 BASE, OVERLAY, SECRETS = "base", "kustomization.yaml", "secrets.yaml"
 KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
 OWN = """\
@@ -114,8 +114,10 @@ def kustomization(job: ClusterJob, files: Sequence[str]) -> Manifest:
 
 
 def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") -> ClusterJob:
-    """What is rendered. earlier: data of the Secrets of this folder, by the ends of their names. password: of a named
-    Redis. Raises LaunchError."""
+    """Prepare a job for rendering. Raises LaunchError.
+
+    earlier: data of the Secrets of this folder, by the ends of their names. password: of a named Redis.
+    """
     if config.is_evaluation:
         raise LaunchError("an evaluation needs no cluster", "run it here: leave --target out")
     kubernetes = config.kubernetes
@@ -175,7 +177,7 @@ def _check_hpa(config: Config) -> None:
 
 
 def _name(config: Config) -> str:
-    """Of the job, and of its run directory."""
+    """Return the name of the job, and of its run directory."""
     wanted = config.train.timestamp or config.logging.experiment_name or "cosmos"
     name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")[:LONGEST_NAME].strip("-")
     return name if name and name[0].isalpha() else f"run-{name}"[:LONGEST_NAME].strip("-")
@@ -207,7 +209,7 @@ def _tokens(earlier: Mapping[str, Any]) -> Tokens:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. directory: where to; None: kubernetes/<name of the job>. apply: give it to the cluster."""
+    """The options of the command. directory: None is kubernetes/<name of the job>. apply: give it to the cluster."""
 
     configs: Sequence[Path]
     overrides: Sequence[str]
@@ -281,11 +283,11 @@ def _text(objects: Sequence[Manifest]) -> str:
 
 
 _FILES = ("storage.yaml", "redis.yaml", "rollout.yaml", "scaler.yaml")
-"""That not every job has."""
+"""Files that not every job has."""
 
 
 def _earlier(target: Path) -> dict[str, Any]:
-    """What the Secrets of an earlier rendering hold, by the ends of their names. Raises LaunchError."""
+    """Read the Secrets of an earlier rendering, by the ends of their names. Raises LaunchError."""
     path = target / BASE / SECRETS
     try:
         objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
@@ -313,7 +315,7 @@ def apply(directory: Path, kinds: Sequence[str]) -> int:
 
 
 def _check_known(owner: str, crd: str, instead: str) -> None:
-    """Whether the cluster knows a kind. Raises LaunchError."""
+    """Check that the cluster has a kind. Raises LaunchError."""
     asked = ["kubectl", "get", "crd", crd, "--output=name"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
@@ -325,7 +327,7 @@ def _check_known(owner: str, crd: str, instead: str) -> None:
         return
     if "NotFound" in answer.stderr:
         raise LaunchError(
-            f"the cluster does not know {owner} ({crd})", f"install it there, or write {instead}"
+            f"the cluster does not have {owner} ({crd})", f"install it there, or write {instead}"
         )
     raise LaunchError(
         f"kubectl cannot ask the cluster: {answer.stderr.strip()[-500:]}", "look at its context"

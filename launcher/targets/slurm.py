@@ -37,7 +37,7 @@ PATIENCE = 120
 JOINING = 3600
 """Seconds for which a task of the array waits for the job."""
 FIRST_PORT, PORTS = 20000, 20000
-"""Of the head: by the number of the job, since several may share a machine."""
+"""Ports of the head: by the number of the job, since several may share a machine."""
 
 
 _ADDRESS = (
@@ -48,7 +48,7 @@ _ADDRESS = (
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What is submitted. program: the command line of cosmos-launch itself. directory: where it is run, which its
+    """A job to submit. program: the command line of cosmos-launch itself. directory: where it is run, which its
     relative paths mean. output: `train.output_dir`. configs, overrides: as on the command line.
 
     gpus: of each node; 0: none is asked for. rollouts: tasks of the array; 0: the job runs its rollout replicas.
@@ -181,7 +181,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. directory: where to; None: <train.output_dir>/slurm. options: of sbatch. array: rollout
+    """The options of the command. directory: None is <train.output_dir>/slurm. options: of sbatch. array: rollout
     replicas as jobs of their own. apply: submit what was written."""
 
     configs: Sequence[Path]

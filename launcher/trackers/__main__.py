@@ -2,7 +2,7 @@
 
 It follows the run's event file until its standard input ends: the job is over, or its launcher has gone. SIGTERM
 and SIGINT count as that end. Then
-trackers get what is left and `CLOSE_SECONDS` to store it. What people should know goes to standard output, a line
+trackers get what is left and `CLOSE_SECONDS` to store it. Messages for people go to standard output, a line
 each, which the launcher shows as events; what libraries say goes to standard error, the file trackers.log.
 """
 

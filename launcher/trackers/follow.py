@@ -19,7 +19,7 @@ from schema.wire.messages import Event, EventKind, ValidationRecord
 
 @dataclass(slots=True)
 class Sent:
-    """What a tracker has: the last step, version and event, -1: none. It is stored, for the process that follows."""
+    """The last step, version and event that a tracker has, -1: none. It is stored, for the process that follows."""
 
     segment: int = 0
     step: int = -1

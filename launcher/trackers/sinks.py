@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a tracker knows of a run. run_id: the same whenever the process starts again for this segment."""
+    """A run as a tracker shows it. run_id: the same whenever the process starts again for this segment."""
 
     directory: Path
     project: str
@@ -171,7 +171,7 @@ class Swanlab:
 
 @sink("trackio")
 class Trackio:
-    """Trackio: local first; TRACKIO_DIR says where. It knows runs by their names alone, so ours has the run's id."""
+    """Trackio: local first; TRACKIO_DIR says where. It identifies runs by their names, so ours has the run's id."""
 
     resumes: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""What all objects have in common: names, labels, containers that need no privilege, the volumes that pods share."""
+"""Parts that all objects share: names, labels, containers that need no privilege, the volumes of pods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class Kind:
-    """What the cluster calls objects of a kind."""
+    """The cluster's names of objects of a kind."""
 
     api: str
     kind: str
@@ -35,7 +35,7 @@ GROUPS = Kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkerset
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What is rendered. config: as the pods read it, with `run_dir` in it and absolute paths; config_json: its text.
+    """A job to render. config: as the pods read it, with `run_dir` in it and absolute paths; config_json: its text.
 
     port: of the controller. redis_url: of a named server, with what it holds of credentials; empty: the job's own.
     """
@@ -56,23 +56,23 @@ class ClusterJob:
 
     @property
     def url(self) -> str:
-        """Of the controller, for pods of any namespace."""
+        """The address of the controller, for pods of any namespace."""
         namespace = self.config.kubernetes.namespace
         return f"{self.config.controller.scheme}://{self.name}-controller.{namespace}.svc:{self.port}"
 
     @property
     def scaled(self) -> Kind:
-        """What holds the rollout replicas, and has their number."""
+        """The kind of object that holds the rollout replicas, and has their number."""
         return DEPLOYMENT if self.pods.rollout_pods == 1 else GROUPS
 
     @property
     def checksum(self) -> str:
-        """Of the configuration: a Deployment starts its pods again when it changes."""
+        """The digest of the configuration: a Deployment starts its pods again when it changes."""
         return hashlib.blake2b(self.config_json.encode(), digest_size=8).hexdigest()
 
 
 def labels(job: ClusterJob, component: str = "") -> dict[str, str]:
-    """Of an object, and by which its pods are found."""
+    """Return the labels of an object, by which its pods are found."""
     found = {"app.kubernetes.io/name": "cosmos-launch", "app.kubernetes.io/instance": job.name}
     return found | ({"app.kubernetes.io/component": component} if component else {})
 
@@ -166,7 +166,7 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
 
 
 def image(job: ClusterJob, component: str) -> str:
-    """Of a component's pods."""
+    """Return the image of a component's pods."""
     kubernetes = job.config.kubernetes
     own = {"policy": kubernetes.policy_image, "rollout": kubernetes.rollout_image}
     return own.get(component, kubernetes.controller_image) or kubernetes.image
@@ -179,7 +179,7 @@ def pulls(job: ClusterJob) -> Manifest:
 
 
 def _caches(job: ClusterJob, pod: Pod) -> list[Manifest]:
-    """What is fetched from the hub is on the claim: once for all pods, and for their successors."""
+    """Keep files of the hub on the claim: once for all pods, and for their successors."""
     return (
         []
         if pod.component == "scaler"
@@ -188,7 +188,7 @@ def _caches(job: ClusterJob, pod: Pod) -> list[Manifest]:
 
 
 def unprivileged(user: int) -> Manifest:
-    """Of a pod: it is not root, and files of its volumes are its own."""
+    """Return the security context of a pod that is not root, and owns the files of its volumes."""
     return {
         "runAsNonRoot": True,
         "runAsUser": user,
@@ -200,7 +200,7 @@ def unprivileged(user: int) -> Manifest:
 
 
 def confined() -> Manifest:
-    """Of a container: it cannot become more than it is, nor change its image."""
+    """Return the security context of a container that cannot gain privileges, nor change its image."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,

@@ -1,4 +1,4 @@
-"""Who obeys the controller's number of rollout replicas: KEDA, a HorizontalPodAutoscaler, or a pod of the job.
+"""Scalers to the controller's number of rollout replicas: KEDA, a HorizontalPodAutoscaler, or a pod of the job.
 
 The pod runs `cosmos-launch autoscale`; beside the others it keeps deletion costs alone.
 """
@@ -28,11 +28,11 @@ EXACTLY: Manifest = {
     "scaleUp": {"tolerance": "0"},
     "scaleDown": {"tolerance": "0", "stabilizationWindowSeconds": 0},
 }
-"""What a HorizontalPodAutoscaler adds to the controller's number: nothing, since that has waited long enough."""
+"""A HorizontalPodAutoscaler adds nothing to the controller's number, which has waited long enough."""
 OPTIONS = {"Deployment": "--deployment", "LeaderWorkerSet": "--leader-worker-set"}
-"""Of `cosmos-launch autoscale`."""
+"""Options of `cosmos-launch autoscale`."""
 METRIC = "cosmos_autoscale_desired"
-"""Of `controller.api.metrics`."""
+"""A name of `controller.api.metrics`."""
 
 
 def _target(job: ClusterJob) -> Manifest:

@@ -1,4 +1,4 @@
-"""What there is once: configuration, secrets, accounts, the volume, the network's rules, Valkey, the controller."""
+"""Objects that exist once: configuration, secrets, accounts, the volume, network policies, Valkey, the controller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_map(job: ClusterJob) -> Manifest:
 
 
 def secrets(job: ClusterJob) -> list[Manifest]:
-    """The tokens of the roles, and what only controller and Valkey know."""
+    """The tokens of the roles, and what only controller and Valkey share."""
     tokens = {name: getattr(job.tokens, name) for name in ("user", "rollout", "policy")}
     redis = {
         "url": job.redis_url or f"redis://{job.name}-redis:{REDIS_PORT}/0",
@@ -70,13 +70,15 @@ def storage(job: ClusterJob) -> list[Manifest]:
 
 
 def accounts(job: ClusterJob) -> list[Manifest]:
-    """Of the pods, which ask nothing of the cluster."""
+    """Return the account of the pods, which ask nothing of the cluster."""
     return [manifest("v1", "ServiceAccount", job, "", automountServiceAccountToken=False)]
 
 
 def network(job: ClusterJob, namespaces: list[str]) -> list[Manifest]:
-    """Who may reach whom: the controller Valkey, workers and scaler the controller, workers each other. namespaces:
-    whose pods may reach the controller, too."""
+    """Allow controller to Valkey, workers and scaler to the controller, and workers to each other.
+
+    namespaces: whose pods may reach the controller, too.
+    """
     callers = [_pods(job, [*WORKERS, "scaler"])]
     for name in namespaces:
         callers.append({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}})

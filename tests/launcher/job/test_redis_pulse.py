@@ -58,7 +58,7 @@ A, R, S = "answer", "refused", "silence"
 )
 def test_what_the_answers_say(answers: list[Answer], state: State, restarts: int, own: bool) -> None:
     pulse = Pulse(restarts=own)
-    assert sum([pulse.heard(answer) for answer in answers]) == (restarts if own else 0)
+    assert sum([pulse.take(answer) for answer in answers]) == (restarts if own else 0)
     assert pulse.state == state
 
 

@@ -370,7 +370,7 @@ esac
 
 
 def applied(folder: Path, values: dict[str, Any], missing: str) -> tuple[Any, list[str]]:
-    """--apply with a kubectl of a cluster that does not know `missing`: what was said, and what kubectl was asked."""
+    """--apply with a kubectl of a cluster that does not have `missing`: what was said, and what kubectl was asked."""
     tool = folder / "bin" / "kubectl"
     tool.parent.mkdir()
     tool.write_text(KUBECTL.format(folder=folder, missing=missing))
@@ -401,7 +401,7 @@ def test_apply_asks_first_for_what_the_cluster_must_know(tmp_path: Path) -> None
 )
 def test_nothing_is_applied_to_a_cluster_that_lacks_a_kind(tmp_path: Path, missing: str, remedy: str) -> None:
     answer, calls = applied(tmp_path, ELASTIC, missing)
-    answer.complains(2, "the cluster does not know", remedy)
+    answer.complains(2, "the cluster does not have", remedy)
     assert not [call for call in calls if call.startswith("apply")]
 
 
