@@ -5,6 +5,8 @@
 `key` is pydantic's `Field` with what users and checks need besides: what the key changes, what this build lacks for
 it, an example. `cosmos_key` is the same for names (and defaults) of cosmos-rl's published schema. `facts_of` reads
 it again. Who uses a key is not said here: the probes of `tests/liveness` flip every key and watch its consumer.
+Sections are laid out by hand (`# fmt: off`), so that a key takes two or three lines: name, type and default, then the
+description, then the rest.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from schema.config.sections.weight_sync import WeightSyncConfig
 DEFAULT_SEED = 42
 
 
+# fmt: off
 class Config(Section):
     """A job: what `cosmos-launch --config run.toml` reads."""
 
@@ -47,18 +48,13 @@ class Config(Section):
     rollout: RolloutConfig = cosmos_key(RolloutConfig, "Generation of answers.")
     reference: ReferenceConfig = key(ReferenceConfig, "The frozen model of the KL terms.")
     teacher: list[TeacherConfig] = key([], "Models that the policy is distilled from, one table each.")
-    critic: CriticConfig = key(
-        CriticConfig,
-        "The value model.",
-        only="grpo",
+    critic: CriticConfig = key(CriticConfig,
+        "The value model.", only="grpo",
         inside={
             "model_revision": "refusal: A revision of a critic in a local directory, which has none.",
             "trust_remote_code": "file: Code that comes with the critic's model.",
-        },
-    )
-    reward_model: RewardModelConfig = key(
-        RewardModelConfig, "A model that scores answers.", unbuilt="a reward model"
-    )
+        })
+    reward_model: RewardModelConfig = key(RewardModelConfig, "A model that scores answers.", unbuilt="a reward model")
     validation: ValidationConfig = cosmos_key(ValidationConfig, "Scoring on held-out data.")
     evaluation: EvaluationConfig = key(EvaluationConfig, "Scoring answers that a file already holds.")
     reward: RewardConfig = key(RewardConfig, "How reward functions run.")
@@ -71,12 +67,8 @@ class Config(Section):
     launcher: LauncherConfig = key(LauncherConfig, "How processes are run.")
     logging: LoggingConfig = cosmos_key(LoggingConfig, "Where metrics go.")
     profiler: ProfilerConfig = cosmos_key(ProfilerConfig, "Traces of the workers, and kept batches.")
-    custom: FreeTable = cosmos_key(
-        {},
-        "Your own keys, handed to every user hook as they are.",
-        acts="request or reply: What reward functions get as `custom`.",
-        example={"mine": 1},
-    )
+    custom: FreeTable = cosmos_key({}, "Your own keys, handed to every user hook as they are.",
+        acts="request or reply: What reward functions get as `custom`.", example={"mine": 1})
 
     @property
     def is_evaluation(self) -> bool:

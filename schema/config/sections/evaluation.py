@@ -7,6 +7,7 @@ from schema.config.key import cosmos_key, key
 from schema.config.sections.dataset import DatasetConfig
 
 
+# fmt: off
 class EvaluationConfig(Section):
     """`[evaluation]`: scoring answers that a file already holds."""
 
@@ -18,31 +19,18 @@ class EvaluationConfig(Section):
             "refusal: All answers of the file are scored.",
         ),
     )
-    prompt_column_name: NonEmptyStr = key(
-        "prompt", "Column of the prompt.", acts="file: `prompt` of an answer that is scored."
-    )
-    responses_column_name: NonEmptyStr = key(
-        "responses",
-        "Column of the answers: a text or a list of texts.",
-        acts="file: The answers that are scored.",
-    )
-    reference_column_name: str = key(
-        "",
-        "Column of the reference answer; a dotted name reaches into a struct.",
-        acts="file: `answer` that they are compared with.",
-        example="answer",
-    )
-    data_source_column_name: NonEmptyStr = key(
-        "data_source",
+    prompt_column_name: NonEmptyStr = key("prompt", "Column of the prompt.",
+        acts="file: `prompt` of an answer that is scored.")
+    responses_column_name: NonEmptyStr = key("responses", "Column of the answers: a text or a list of texts.",
+        acts="file: The answers that are scored.")
+    reference_column_name: str = key("", "Column of the reference answer; a dotted name reaches into a struct.",
+        acts="file: `answer` that they are compared with.", example="answer")
+    data_source_column_name: NonEmptyStr = key("data_source",
         "Column that names a row's source: scores are reported by source.",
-        acts="file: Sources by which scores are reported.",
-    )
-    reward_function: RewardSpec = key(
-        "by_source",
-        "Reward functions, written as in train.train_policy.reward_function.",
-        acts="file: Scores of the answers.",
-        example={"boxed_math": 1.0},
-    )
+        acts="file: Sources by which scores are reported.")
+    reward_function: RewardSpec = key("by_source",
+        "Reward functions, written as in train.train_policy.reward_function.", acts="file: Scores of the answers.",
+        example={"boxed_math": 1.0})
 
     @property
     def reward_weights(self) -> dict[str, float]:
