@@ -38,6 +38,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+# fmt: off
 class Offer(_Record):
     """Where the trainer hands a publication out itself, for some seconds after it was announced.
 
@@ -47,12 +48,9 @@ class Offer(_Record):
     address: str = Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$|^::1$")
     port: int = Field(ge=1, le=65535)
     round: int = Field(ge=1, lt=2**53, description="Rises by one per offer of a trainer process.")
-    token: str = Field(
-        max_length=32, pattern=r"^[0-9a-f]{32}$", description="Drawn at random for each offer."
-    )
-    fabric: Literal["tcp", "nccl"] = Field(
-        default="tcp", description="What carries it: TCP between host memories, or NCCL between GPUs."
-    )
+    token: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$", description="Drawn at random for each offer.")
+    fabric: Literal["tcp", "nccl"] = Field(default="tcp",
+        description="What carries it: TCP between host memories, or NCCL between GPUs.")
 
 
 class Publication(_Record):
@@ -63,28 +61,20 @@ class Publication(_Record):
     timeline: int = Field(ge=0)
     uri: StoreKey
     manifest_hash: str = Field(max_length=256, pattern=PLAIN)
-    content_hash: str = Field(
-        max_length=256, pattern=PLAIN, description="Hash over all tensors' names, dtypes, shapes and hashes."
-    )
+    content_hash: str = Field(max_length=256, pattern=PLAIN,
+        description="Hash over all tensors' names, dtypes, shapes and hashes.")
     n_bytes: int = Field(ge=0, description="Bytes of its data files.")
     kind: Literal["full", "delta"] = "full"
-    begins: int = Field(
-        default=0,
-        ge=0,
-        description="Publication whose full version a replica without weights begins with: all from there on "
-        "up to this one are needed. 0: this one itself.",
-    )
-    offer: Offer | None = Field(
-        default=None, description="Of the collective transport; the files lie in the store all the same."
-    )
+    begins: int = Field(default=0, ge=0,
+        description="Publication whose full version a replica without weights begins with: all from there on up to "
+        "this one are needed. 0: this one itself.")
+    offer: Offer | None = Field(default=None,
+        description="Of the collective transport; the files lie in the store all the same.")
 
 
 class FileEntry(_Record):
-    name: str = Field(
-        max_length=255,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Beside the manifest; no folders.",
-    )
+    name: str = Field(max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Beside the manifest; no folders.")
     n_bytes: int = Field(ge=0)
     hash: str
 
@@ -97,13 +87,9 @@ class TensorEntry(_Record):
     file: str
     hash: str = Field(
         description="Of the tensor as it is in this version: xxh3-128 over the digests of its blocks, each of 2^20 "
-        "elements in C order."
-    )
-    changed: int | None = Field(
-        default=None,
-        ge=0,
-        description="Elements that the file holds of it, as sparse blocks (U8); null: the file holds all of it.",
-    )
+        "elements in C order.")
+    changed: int | None = Field(default=None, ge=0,
+        description="Elements that the file holds of it, as sparse blocks (U8); null: the file holds all of it.")
 
 
 class Piece(_Record):
@@ -130,14 +116,10 @@ class WeightManifest(_Record):
     kind: Literal["full", "delta"] = "full"
     version: int = Field(ge=0)
     timeline: int = Field(ge=0)
-    base: str | None = Field(
-        default=None, description="Content hash of the version that a delta applies to; null when full."
-    )
+    base: str | None = Field(default=None,
+        description="Content hash of the version that a delta applies to; null when full.")
     files: list[FileEntry]
     tensors: dict[str, TensorEntry] = Field(description="All tensors; of a delta those that changed.")
     content_hash: str = Field(description="Of all tensors of the version, whatever this manifest lists.")
-    chain: list[Link] = Field(
-        default_factory=list,
-        max_length=MAX_CHAIN,
-        description="Versions before it, oldest first, as far as they are kept; the last one is the base of a delta.",
-    )
+    chain: list[Link] = Field(default_factory=list, max_length=MAX_CHAIN,
+        description="Versions before it, oldest first, as far as they are kept; the last one is the base of a delta.")

@@ -11,22 +11,17 @@ from schema.util.text import PLAIN
 from schema.wire.messages.base import Count, GroupKind, Message, RequestId, Text
 
 
+# fmt: off
 class LeaseRequest(Message):
     request_id: RequestId
     replica_id: Text
     incarnation: Count
     version: Count = Field(description="Weight version that the engine holds now.")
     publication_id: int = Field(ge=0, lt=2**53, description="Publication that the engine holds now.")
-    manifest_hash: str = Field(
-        default="",
-        max_length=128,
-        pattern=PLAIN,
-        description="Of that publication: after a loss of history its id may be another's.",
-    )
+    manifest_hash: str = Field(default="", max_length=128, pattern=PLAIN,
+        description="Of that publication: after a loss of history its id may be another's.")
     max_groups: int = Field(ge=1, le=4096)
-    wait_s: float = Field(
-        default=0.0, ge=0, le=60, description="Long-poll: how long an empty answer may wait."
-    )
+    wait_s: float = Field(default=0.0, ge=0, le=60, description="Long-poll: how long an empty answer may wait.")
 
 
 class LeasedGroup(Message):
@@ -39,15 +34,12 @@ class LeasedGroup(Message):
     prompt_token_ids: list[int]
     row: dict[str, Any] = Field(description="The dataset row for rewards: prompt, reference answer, extras.")
     seeds: list[int] = Field(description="Sampling seed of each sample; its length is the group's size.")
-    greedy: int | None = Field(
-        default=None,
-        description="Index of the sample that is drawn greedily and only scored: the baseline of the others.",
-    )
+    greedy: int | None = Field(default=None,
+        description="Index of the sample that is drawn greedily and only scored: the baseline of the others.")
     done: list[int] = Field(default_factory=list, description="Sample indices that were pushed already.")
     deadline: int = Field(description="Last step that may train this group at the version it was leased at.")
-    pinned_version: int | None = Field(
-        default=None, description="Validation: every sample must come from exactly this weight version."
-    )
+    pinned_version: int | None = Field(default=None,
+        description="Validation: every sample must come from exactly this weight version.")
 
 
 class LeaseStatus(StrEnum):
@@ -76,13 +68,9 @@ class HeldLease(Message):
 
     group_id: str = Field(max_length=64, pattern=PLAIN)
     lease_id: str = Field(max_length=64, pattern=PLAIN)
-    version: int = Field(
-        default=-1, ge=-1, lt=2**53, description="Weight version that it was granted for; -1: not known."
-    )
+    version: int = Field(default=-1, ge=-1, lt=2**53,
+        description="Weight version that it was granted for; -1: not known.")
     publication_id: int = Field(default=0, ge=0, lt=2**53, description="Publication that it was granted for.")
     manifest_hash: str = Field(default="", max_length=128, pattern=PLAIN, description="Of that publication.")
-    pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
-        default_factory=list,
-        max_length=65536,
-        description="Samples whose push was answered: it does not have them any more.",
-    )
+    pushed: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(default_factory=list, max_length=65536,
+        description="Samples whose push was answered: it does not have them any more.")

@@ -47,21 +47,17 @@ Pieces = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_lengt
 LogProbs = Annotated[list[float], Field(max_length=MOST_PIECES)]
 
 
+# fmt: off
 class SampleText(Message):
     """What a rollout replica sends of a sample that is kept as text. Lists are over the generated tokens."""
 
     prompt: str = Field(max_length=MOST_TEXT + 64)
     answer: str = Field(max_length=MOST_TEXT + 64)
-    reference: str = Field(
-        default="", max_length=MOST_TEXT + 64, description="The row's answer, if it has one."
-    )
+    reference: str = Field(default="", max_length=MOST_TEXT + 64, description="The row's answer, if it has one.")
     pieces: Pieces = Field(default_factory=list, description="Text of each token.")
-    logprobs: LogProbs = Field(
-        default_factory=list, description="By the engine, of the distribution sampled from."
-    )
-    versions: list[tuple[Count, Count]] = Field(
-        default_factory=list, max_length=MOST_PIECES, description="Runs: first token, weight version."
-    )
+    logprobs: LogProbs = Field(default_factory=list, description="By the engine, of the distribution sampled from.")
+    versions: list[tuple[Count, Count]] = Field(default_factory=list, max_length=MOST_PIECES,
+        description="Runs: first token, weight version.")
     weights: dict[MetricName, float] = Field(default_factory=dict, max_length=MOST_METRICS)
 
 
@@ -79,9 +75,7 @@ class SampleRecord(SampleText):
 
     at: float = Field(description="Unix time.")
     kind: GroupKind
-    step: int = Field(
-        description="That trained it; of a failed or dropped one, the step under way. Or version."
-    )
+    step: int = Field(description="That trained it; of a failed or dropped one, the step under way. Or version.")
     timeline: int
     group: Text
     index: Count
@@ -99,7 +93,5 @@ class SampleRecord(SampleText):
     advantage: float | None = Field(default=None, description="Of a trained sample.")
     error: Annotated[Prose, Field(max_length=8192)] | None = None
     seconds: float | None = Field(default=None, ge=0, description="That scoring took.")
-    dropped: Text = Field(
-        default="", description="Why its group was not trained; empty: it was, or may yet be."
-    )
+    dropped: Text = Field(default="", description="Why its group was not trained; empty: it was, or may yet be.")
     trainer_logprobs: LogProbs = Field(default_factory=list)
