@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from schema.config.rules.weights import OF_ONE_HOST
+from schema.config.rules.checkpoint import OF_ONE_HOST
 from tests.e2e.program import COMMAND, ROOT, Program, check_ledger, write_config
 from tests.support.namespaces import Namespaces
 from tests.support.waiting import PATIENCE, until

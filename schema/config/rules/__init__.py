@@ -9,7 +9,7 @@ they speak of:
     training mesh placement         how a model is trained, and where
     trainable                       which parameters of it train
     model loadable                  the models that are named, and their tokenizer
-    checkpoint weights              what is saved, and how versions travel
+    checkpoint                      what is saved, and how versions travel
     engine role                     generation; parts that need each other
     data reward                     the user's files and functions; an evaluation
     tls text                        encryption; names that can be printed, secrets
@@ -29,7 +29,7 @@ from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.algorithm import ALGORITHM_RULES, ALGORITHM_WARNINGS
 from schema.config.rules.batch import BATCH_RULES, BATCH_WARNINGS
-from schema.config.rules.checkpoint import CHECKPOINT_RULES
+from schema.config.rules.checkpoint import CHECKPOINT_RULES, WEIGHT_RULES
 from schema.config.rules.data import DATA_RULES
 from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS, stop_strings_can_be_found
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
@@ -47,7 +47,6 @@ from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
 from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
 from schema.config.rules.trainable import TRAINABLE_RULES, TRAINABLE_WARNINGS
 from schema.config.rules.training import TRAINING_RULES, TRAINING_WARNINGS
-from schema.config.rules.weights import WEIGHT_RULES
 
 
 def check_rules(config: Config) -> list[Problem]:

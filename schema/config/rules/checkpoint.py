@@ -1,15 +1,20 @@
-"""Rules of checkpoints and uploads: what is saved, what can be resumed, which names S3 and the hub take."""
+"""Rules of checkpoints, uploads and weight versions: what is saved and resumed, which names S3 and the hub take,
+where versions lie and who can reach them.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from schema.config.loading.tomlwrite import toml_value
+from schema.config.paths import home_hint, is_file
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Each, Refusal, Row, Rule, refused, section
+from schema.config.rules.rows import Each, InGrpo, Refusal, Row, Rule, refused, section, value_at
 from schema.config.sections.train import CheckpointConfig
+from schema.wire.store_url import is_url, parse_url
 
 _CKPT = "train.ckpt"
 _NO_REPOSITORY = CheckpointConfig.model_fields["hf_repo_name"].default
@@ -51,14 +56,11 @@ def names_are_valid(config: Config) -> Iterator[Problem]:
     """A bucket, a prefix and a repository are named as S3 and the hub allow."""
     ckpt = config.train.ckpt
     bucket, prefix, repository = ckpt.s3_bucket, ckpt.s3_prefix, ckpt.hf_repo_name
-    if bucket and not _is_bucket(bucket):
-        message = (
-            f'"{bucket}" is not a bucket name: 3 to 63 of a-z, 0-9, "-", ".", a letter or digit at both ends'
-        )
-        hint = f'write {_CKPT}.s3_bucket = "name-of-your-bucket"; what keys begin with is {_CKPT}.s3_prefix'
-        yield Problem(f"{_CKPT}.s3_bucket", message, bucket, hint)
-    parts = prefix.split("/")
-    if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts) or len(prefix) > MOST_PREFIX:
+    if bucket and (not _BUCKET.fullmatch(bucket) or ".." in bucket or _ADDRESS.fullmatch(bucket)):
+        says = '"{~}" is not a bucket name: 3 to 63 of a-z, 0-9, "-", ".", a letter or digit at both ends'
+        hint = 'write {!} = "name-of-your-bucket"; what keys begin with is {.s3_prefix!}'
+        yield refused(config, f"{_CKPT}.s3_bucket", says, hint)
+    if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")) or len(prefix) > MOST_PREFIX:
         message = (
             f"{prefix!r} cannot begin keys: letters, digits and !_.*'()- in parts divided by /, no . or .."
         )
@@ -66,14 +68,8 @@ def names_are_valid(config: Config) -> Iterator[Problem]:
         yield Problem(f"{_CKPT}.s3_prefix", message, prefix, hint)
     wrong = not _REPOSITORY.fullmatch(repository) or "--" in repository or ".." in repository
     if repository not in ("", _NO_REPOSITORY) and (wrong or len(repository) > MOST_REPOSITORY):
-        message = f'"{repository}" is not a repository name: owner/name, of letters, digits, "-", "_" and "."'
-        yield Problem(
-            f"{_CKPT}.hf_repo_name", message, repository, 'write "owner/name"; the owner may be you'
-        )
-
-
-def _is_bucket(name: str) -> bool:
-    return bool(_BUCKET.fullmatch(name)) and ".." not in name and not _ADDRESS.fullmatch(name)
+        says = '"{~}" is not a repository name: owner/name, of letters, digits, "-", "_" and "."'
+        yield refused(config, f"{_CKPT}.hf_repo_name", says, 'write "owner/name"; the owner may be you')
 
 
 CHECKPOINT_RULES: tuple[Rule, ...] = (
@@ -124,3 +120,81 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         "true uploads the exports of checkpoints, and {.enable_checkpoint=} saves none",
         "write {.enable_checkpoint!} = true, or {.upload_hf!} = false"),
 )  # fmt: skip
+
+
+# ---- weight versions ----------------------------------------------------------------------------------------
+
+_SYNC, _POLICY = "weight_sync", "train.train_policy"
+OF_ONE_HOST = ("/dev", "/proc", "/run", "/tmp", "/var/tmp")  # noqa: S108
+"""Directories that each machine has for itself, wherever jobs run."""
+
+_HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def store_is_a_place(config: Config) -> Iterator[Problem]:
+    """The store is a directory or a bucket."""
+    store, key = config.weight_sync.store, f"{_SYNC}.store"
+    if is_url(store):
+        try:
+            parse_url(store)
+        except ValueError as error:
+            hint = 'write weight_sync.store = "s3://bucket/prefix", or the path of a directory'
+            yield Problem(key, str(error), store, hint)
+    elif store.startswith("~"):
+        yield refused(config, key, "{~} is not a path", home_hint(store))
+    elif _HALF_A_URL.match(store):
+        yield refused(config, key, "{~} is neither a path nor a URL", "write s3://bucket/prefix")
+    elif place := next(filter(is_file, (Path(store), *Path(store).parents)), None) if store else None:
+        yield Problem(key, f"{place} is a file, not a directory", store, "name a directory")
+
+
+def store_is_reached_from_all_hosts(config: Config) -> Iterator[Problem]:
+    """A directory of one machine is not a store for a job on several."""
+    store = config.weight_sync.store
+    key = f"{_SYNC}.store" if store else "train.output_dir"
+    place = PurePosixPath(value_at(config, key))
+    if config.placement.nodes > 1 and not is_url(store) and any(map(place.is_relative_to, OF_ONE_HOST)):
+        says = f"{{{key}~}} is on each machine another directory, and the job runs on {{placement.nodes=}}"
+        hint = "name a directory on a file system that all machines share, or a bucket: s3://bucket/prefix"
+        yield refused(config, f"{_SYNC}.store", says, hint, (key, "placement.nodes"))
+
+
+def host_cache_is_absolute(config: Config) -> Iterator[Problem]:
+    """Whatever the directory in which a replica starts, the copy of a host lies in one place."""
+    cache, key, hint = (
+        config.weight_sync.host_cache,
+        f"{_SYNC}.host_cache",
+        "write an absolute path, or leave it out",
+    )
+    if is_url(cache):
+        says = "{~} is not a directory: the copy is mapped into the memory of the replicas of a host"
+        yield refused(config, key, says, hint)
+    elif cache and not PurePosixPath(cache).is_absolute():
+        says = "{~} is not absolute: it would be another directory for each machine's processes"
+        yield refused(config, key, says, home_hint(cache) or hint)
+    elif cache and is_file(Path(cache)):
+        yield refused(config, key, "{~} is a file, not a directory", "name a directory")
+
+
+def _needs_old_policy(name: str, off: object, *, may_be_left: bool) -> Refusal:
+    """Tokens computed over a cache of several versions have the engine's log-probs alone: π_old must be those."""
+    other = f"{_POLICY}.{name}"
+    leave = f", or {other} = {toml_value(off)}" if may_be_left else ""
+    return Refusal(f"{_SYNC}.update_mode",
+        lambda c: c.weight_sync.update_mode == "keep_kv" and value_at(c, other) != off,
+        "{} goes on with a cache of several weight versions, of which only the engine knows the log-probs, and "
+        f"{{{other}=}} computes those of the old policy again",
+        f'write {{!}} = "recompute"{leave}')  # fmt: skip
+
+
+WEIGHT_RULES: tuple[Rule, ...] = (
+    store_is_a_place,
+    store_is_reached_from_all_hosts,
+    host_cache_is_absolute,
+    InGrpo(
+        _needs_old_policy("use_decoupled_loss", False, may_be_left=True),
+        _needs_old_policy("rollout_correction.weights", "none", may_be_left=True),
+        _needs_old_policy("rollout_correction.reject", "none", may_be_left=False),
+        _needs_old_policy("rollout_correction.off_policy_mask", None, may_be_left=False),
+    ),
+)

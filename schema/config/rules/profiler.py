@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from schema.config.layout import policy_layout
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Refusal, Rule
+from schema.config.rules.rows import Refusal, Rule, refused
 
 _SUB = "profiler.sub_profiler_config"
 
 
 def absent_ranks(config: Config, ranks: int) -> Iterator[Problem]:
     """Ranks that are to be recorded and that a trainer of so many ranks does not have."""
-    key, wanted = f"{_SUB}.rank_filter", config.profiler.sub_profiler_config.rank_filter
+    wanted = config.profiler.sub_profiler_config.rank_filter
     if absent := sorted({rank for rank in wanted if rank >= ranks}):
-        message = f"a policy replica has {ranks} ranks, from 0 to {ranks - 1}: there is no {absent[0]}"
-        if ranks == 1:
-            message = f"a policy replica has one rank, 0: there is no {absent[0]}"
-        there = sorted(set(wanted).difference(absent)) or [0]
-        yield Problem(key, message, wanted, f"write {key} = {there}", related=("policy.parallelism",))
+        has = "one rank, 0" if ranks == 1 else f"{ranks} ranks, from 0 to {ranks - 1}"
+        hint = f"write {{!}} = {sorted(set(wanted).difference(absent)) or [0]}"
+        says = f"a policy replica has {has}: there is no {absent[0]}"
+        yield refused(config, f"{_SUB}.rank_filter", says, hint, ("policy.parallelism",))
 
 
 def profiled_ranks_exist(config: Config) -> Iterator[Problem]:
@@ -30,15 +30,11 @@ def profiled_ranks_exist(config: Config) -> Iterator[Problem]:
         yield from absent_ranks(config, size)
 
 
-def profiles_begin_in_time(config: Config) -> Iterator[Problem]:
-    """A profile that begins after the last step records nothing."""
+def _steps_before(config: Config) -> int:
+    """Steps that pass before a profile from the start begins; 0: none is taken."""
     profiler, settings = config.profiler, config.profiler.sub_profiler_config
-    before, steps = settings.wait_steps + settings.warmup_steps, config.train.max_num_steps
-    if profiler.enable_profiler and settings.do_profile and steps is not None and before >= steps:
-        key, warmup, last = f"{_SUB}.wait_steps", f"{_SUB}.warmup_steps", "train.max_num_steps"
-        message = f"{settings.wait_steps} steps and {warmup} = {settings.warmup_steps} leave none of {last} = {steps}"
-        hint = f"write {last} = {before + settings.active_steps}, or smaller numbers"
-        yield Problem(key, message, settings.wait_steps, hint, related=(warmup, last))
+    takes = profiler.enable_profiler and settings.do_profile
+    return settings.wait_steps + settings.warmup_steps if takes else 0
 
 
 PROFILER_RULES: tuple[Rule, ...] = (
@@ -47,7 +43,10 @@ PROFILER_RULES: tuple[Rule, ...] = (
         "true asks for a profile, and {profiler.enable_profiler=} takes none",
         "write {profiler.enable_profiler!} = true, or {.do_profile!} = false"),
     profiled_ranks_exist,
-    profiles_begin_in_time,
+    Refusal(f"{_SUB}.wait_steps", lambda c: _steps_before(c) >= (c.train.max_num_steps or math.inf),
+        "{} steps and {.warmup_steps=} leave none of {train.max_num_steps=}",
+        lambda c: "write {train.max_num_steps!} = "
+        f"{_steps_before(c) + c.profiler.sub_profiler_config.active_steps}, or smaller numbers"),
 )  # fmt: skip
 PROFILER_WARNINGS: tuple[Rule, ...] = (  # both see kernels by CUPTI, which serves one tool at a time
     Refusal("profiler.enable_nsys", lambda c: c.profiler.enable_nsys and c.profiler.enable_profiler,

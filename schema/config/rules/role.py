@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Each, FirstOf, InGrpo, Refusal, Row, Rule, section
+from schema.config.rules.rows import Each, FirstOf, InGrpo, Refusal, Row, Rule, refused, section, value_at
 from schema.config.sections.reward_model import RewardModelConfig
 from schema.config.sections.validation import ValidationConfig
 
@@ -19,55 +19,27 @@ _SHARES_ADD_UP = 1e-6  # shares are written by hand: 0.333 + 0.667 is meant to b
 def images_are_pinned(config: Config) -> Iterator[Problem]:
     """An image without a tag, or `latest`, is another one with each pull: pods of one job would differ."""
     for name in ("image", "redis_image", "controller_image", "policy_image", "rollout_image"):
-        image, key = getattr(config.kubernetes, name), f"kubernetes.{name}"
-        tag = image.rpartition("/")[2].partition(":")[2]
-        if image and "@" not in image and tag in ("", "latest"):
-            message = f"{image} may be another image with each pull, and pods of one job would differ"
+        image = getattr(config.kubernetes, name)
+        if image and "@" not in image and image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
             plain = image.removesuffix(":latest").removesuffix(":")
-            yield Problem(
-                key, message, image, f'write {key} = "{plain}:1.0", or the tag or digest that it has'
-            )
-
-
-def validation_leaves_replicas(config: Config) -> Iterator[Problem]:
-    """No more rollout replicas can validate than there can be."""
-    validation, key = config.validation, "validation.max_replicas"
-    if not config.is_grpo or not validation.enable:
-        return
-    most_key, most = _ROLLOUTS, config.rollout.parallelism.n_init_replicas
-    if config.autoscale.enable:
-        most_key, most = "autoscale.max_replicas", config.autoscale.max_replicas
-    if validation.max_replicas <= most:
-        return
-    message = f"{validation.max_replicas} is more than {most_key} = {most}"
-    hint = f"write {key} = {most}"
-    yield Problem(key, message, validation.max_replicas, hint, related=(most_key,))
+            says = "{~} may be another image with each pull, and pods of one job would differ"
+            hint = f'write {{!}} = "{plain}:1.0", or the tag or digest that it has'
+            yield refused(config, f"kubernetes.{name}", says, hint)
 
 
 def domains_are_shared(config: Config) -> Iterator[Problem]:
-    """Shares of domains have a column that names the domain; they are positive and add up to one."""
-    if not config.is_grpo:
-        return
-    policy = config.grpo
-    key, column = f"{_POLICY}.domain_shares", f"{_POLICY}.domain_column_name"
-    shares = policy.domain_shares
-    if shares and not policy.domain_column_name:
-        message = f'{_table(shares)} are shares of domains, and {column} = "" names none'
-        hint = f'write {column} = "domain", or leave it out'
-        yield Problem(key, message, shares, hint, related=(column,))
-    if policy.domain_column_name and not shares:
-        message = f'"{policy.domain_column_name}" has no effect: {key} is empty'
-        hint = "leave it out, or give each domain its share"
-        yield Problem(column, message, policy.domain_column_name, hint, related=(key,))
-    low = [name for name, share in shares.items() if share <= 0.0]
+    """Shares of domains are positive and add up to one."""
+    key, shares = f"{_POLICY}.domain_shares", config.grpo.domain_shares
     total = math.fsum(shares.values()) if all(abs(share) <= 1e9 for share in shares.values()) else math.inf
-    if low:
+    if low := [name for name, share in shares.items() if share <= 0.0]:
         message = f"{', '.join(low)} has no positive share in {_table(shares)}"
         yield Problem(key, message, shares, "give it a share, or filter the data")
     elif shares and abs(total - 1.0) > _SHARES_ADD_UP:
-        message = f"{_table(shares)} add up to {total:g}, not to 1"
         scaled = {name: round(share / total, 4) for name, share in shares.items()}
-        hint = f"in these proportions: {_table(scaled)}"
+        message, hint = (
+            f"{_table(shares)} add up to {total:g}, not to 1",
+            f"in these proportions: {_table(scaled)}",
+        )
         yield Problem(key, message, shares, hint)
 
 
@@ -80,6 +52,10 @@ Validation = Row[ValidationConfig]
 
 def _replicas(config: Config) -> int:
     return config.rollout.parallelism.n_init_replicas
+
+
+def _most_replicas(config: Config) -> str:
+    return "autoscale.max_replicas" if config.autoscale.enable else _ROLLOUTS
 
 
 def _is_named(role: RewardModelConfig) -> bool:
@@ -113,7 +89,12 @@ ROLE_RULES: tuple[Rule, ...] = (
             "{rollout.parallelism.n_init_replicas!} = {}"),
     ),
     images_are_pinned,
-    validation_leaves_replicas,
+    InGrpo(
+        Refusal("validation.max_replicas",
+            lambda c: c.validation.enable and c.validation.max_replicas > value_at(c, _most_replicas(c)),
+            lambda c: f"{{}} is more than {{{_most_replicas(c)}=}}",
+            lambda c: f"write {{!}} = {{{_most_replicas(c)}}}"),
+    ),
     Refusal("reward_model.enable", lambda c: c.reward_model.enable and not c.is_grpo,
         "supervised training ({train.train_policy.type=}) has no answers to score", "write {.enable!} = false"),
     InGrpo(
@@ -122,7 +103,16 @@ ROLE_RULES: tuple[Rule, ...] = (
             'write {.model_name_or_path!} = "owner/name", or {.enable!} = false',
             (".model_name_or_path", ".custom_class")),
     ),
-    domains_are_shared,
+    InGrpo(
+        Refusal(f"{_POLICY}.domain_shares", lambda c: bool(c.grpo.domain_shares) and not c.grpo.domain_column_name,
+            lambda c: _table(c.grpo.domain_shares) + " are shares of domains, and {.domain_column_name=} names none",
+            'write {.domain_column_name!} = "domain", or leave it out'),
+        Refusal(f"{_POLICY}.domain_column_name",
+            lambda c: bool(c.grpo.domain_column_name) and not c.grpo.domain_shares,
+            "{} has no effect: {.domain_shares!} is empty", "leave it out, or give each domain its share",
+            (".domain_shares",)),
+        domains_are_shared,
+    ),
 )  # fmt: skip
 ROLE_WARNINGS: tuple[Rule, ...] = (
     Each(

@@ -12,6 +12,7 @@ TOML writes them:
     {launcher.log_level=}     the key and its value: `launcher.log_level = "info"`
     {launcher.log_level!}     the key
     {launcher.log_level~}     the value as Python writes it
+    {sampling_temperature}    a property of the configuration; its sections' too
 
 A text that needs more is a function from the configuration to such a text. A rule that decides between several causes
 or remedies is a function, not a row.

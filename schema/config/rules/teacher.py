@@ -10,12 +10,13 @@ from schema.config.model_facts import BrokenModelError, FindFile, local_file, re
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.model import directory_problems
-from schema.config.rules.rows import Each, Refusal, Row, Rule
+from schema.config.rules.rows import Each, Refusal, Row, Rule, refused
 from schema.config.sections.teacher import TeacherConfig
 from schema.config.vocabulary import difference, vocabulary_of
 from schema.util.proxies import is_loopback
 
 _TEMPERATURE = "train.train_policy.temperature"
+_MODEL = "policy.model_name_or_path"
 
 
 def _numbered(config: Config) -> Iterator[tuple[str, TeacherConfig]]:
@@ -25,11 +26,11 @@ def _numbered(config: Config) -> Iterator[tuple[str, TeacherConfig]]:
 
 def teachers_are_named_once(config: Config) -> Iterator[Problem]:
     """Metrics and messages call a teacher by its name."""
-    known = Counter(teacher.name for teacher in config.teacher)
+    count = Counter(teacher.name for teacher in config.teacher)
     for key, teacher in _numbered(config):
-        if known[teacher.name] > 1:
-            message = f'{known[teacher.name]} teachers are called "{teacher.name}"'
-            yield Problem(f"{key}.name", message, teacher.name, "give each a name of its own")
+        if count[teacher.name] > 1:
+            says = f"{count[teacher.name]} teachers are called {{}}"
+            yield refused(config, f"{key}.name", says, "give each a name of its own")
 
 
 def teachers_are_somewhere(config: Config) -> Iterator[Problem]:
@@ -45,62 +46,45 @@ def teachers_are_somewhere(config: Config) -> Iterator[Problem]:
             yield from directory_problems(f"{key}.model", teacher.model, "model", ("config.json",))
 
 
-def temperature_is_that_of_the_teacher(config: Config) -> Iterator[Problem]:
-    """A server returns log-probs at temperature 1; a local model's logits are divided like the policy's."""
-    if not config.is_grpo or config.sampling_temperature == 1.0:
-        return
-    for key, teacher in _numbered(config):
-        if teacher.url is not None:
-            message = (
-                f"a server's log-probs are of temperature 1, and samples are drawn at "
-                f"{config.sampling_temperature}: the two distributions could never agree"
-            )
-            hint = f"write {_TEMPERATURE} = 1.0, or name a local model"
-            yield Problem(f"{key}.url", message, teacher.url, hint, related=(_TEMPERATURE,))
-
-
 def tokens_are_those_of_the_policy(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """A local teacher reads the policy's token ids: each must mean the same to it. Where both are on this machine."""
-    own = vocabulary_of(*config.policy.tokenizer, find) if config.local_teachers else None
+    ours = vocabulary_of(*config.policy.tokenizer, find) if config.local_teachers else None
     for key, teacher in _numbered(config):
         if teacher.model is None:
             continue
         yield from _sizes(config, f"{key}.model", teacher, find)
-        theirs = vocabulary_of(teacher.model, None, find) if own else None
-        if own and theirs and (differs := difference(own, theirs, padded=True)):
-            message = f"another tokenizer: {differs}"
+        theirs = vocabulary_of(teacher.model, None, find) if ours else None
+        if ours and theirs and (differs := difference(ours, theirs, padded=True)):
             hint = "choose a teacher of the policy's family, whose tokenizer is the same"
-            related = ("policy.model_name_or_path",)
-            yield Problem(f"{key}.model", message, teacher.model, hint, related=related)
+            yield refused(config, f"{key}.model", f"another tokenizer: {differs}", hint, (_MODEL,))
 
 
 def _sizes(config: Config, key: str, teacher: TeacherConfig, find: FindFile) -> Iterator[Problem]:
     """Numbers of embeddings: a larger one is padding, which only matters over the whole vocabulary."""
     policy = config.policy
     try:
-        mine = read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config, find)
-        facts = read_facts(str(teacher.model), None, {}, find)
+        read = (
+            read_facts(policy.model_name_or_path, policy.model_revision, policy.override_config, find),
+            read_facts(str(teacher.model), None, {}, find),
+        )
     except BrokenModelError:
         return  # who loads it says what is wrong
-    ours, theirs = (None if one is None else one.vocabulary for one in (mine, facts))
+    ours, theirs = (None if facts is None else facts.vocabulary for facts in read)
     whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
     if ours is None or theirs is None or ours == theirs or (theirs > ours and not whole):
         return
-    message = f"{teacher.model} has {theirs} tokens, and the policy {ours}: it is of another vocabulary"
+    says, why = f"{{~}} has {theirs} tokens, and the policy {ours}: ", "it is of another vocabulary"
     hint = "choose a teacher of the policy's vocabulary"
     if theirs > ours:
-        message = f'{teacher.model} has {theirs} tokens, and the policy {ours}: "{teacher.loss}" compares all of them'
+        why = f'"{teacher.loss}" compares all of them'
         hint = 'write loss = "reverse_kl_advantage", which looks at the sampled tokens, or choose another teacher'
-    yield Problem(key, message, teacher.model, hint, related=("policy.model_name_or_path",))
+    yield refused(config, key, says + why, hint, (_MODEL,))
 
 
-def keys_travel_encrypted(config: Config) -> Iterator[Problem]:
-    """Warning: what is sent to an http address can be read on its way."""
-    for key, teacher in _numbered(config):
-        parts = urlsplit(teacher.url or "")
-        if teacher.key_variable and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-            message = f"the API key of {teacher.key_variable} is sent unencrypted, to whatever listens there"
-            yield Problem(f"{key}.url", message, teacher.url, "write https://")
+def _is_open(url: str) -> bool:
+    """Whether what is sent to an address can be read on its way."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 Teacher = Row[TeacherConfig]
@@ -119,7 +103,13 @@ TEACHER_RULES: tuple[Rule, ...] = (
             "{} needs the whole distribution, which no server returns",
             'write {.loss!} = "top_k_jsd" or "reverse_kl_k2", or name a local model', (".url",)),
     ),
-    temperature_is_that_of_the_teacher,
+    Each(
+        lambda c: _numbered(c) if c.is_grpo and c.sampling_temperature != 1.0 else (),
+        Teacher("url", lambda teacher: teacher.url is not None,
+            "a server's log-probs are of temperature 1, and samples are drawn at {sampling_temperature}: the two "
+            "distributions could never agree",
+            f"write {_TEMPERATURE} = 1.0, or name a local model", (_TEMPERATURE,)),
+    ),
     Refusal("rollout.sampling_config.sampling_correction",
         lambda c: c.is_grpo and bool(c.teacher) and c.rollout.sampling_config.reshapes
         and c.rollout.sampling_config.sampling_correction == "exact",
@@ -129,4 +119,10 @@ TEACHER_RULES: tuple[Rule, ...] = (
         ("rollout.sampling_config", "teacher")),
     tokens_are_those_of_the_policy,
 )  # fmt: skip
-TEACHER_WARNINGS = (keys_travel_encrypted,)
+TEACHER_WARNINGS: tuple[Rule, ...] = (
+    Each(
+        _numbered,
+        Teacher("url", lambda teacher: bool(teacher.key_variable) and _is_open(teacher.url or ""),
+            "the API key of {.key_variable~} is sent unencrypted, to whatever listens there", "write https://"),
+    ),
+)  # fmt: skip

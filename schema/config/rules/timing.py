@@ -5,9 +5,10 @@ What is promised of a deterministic run stands in docs/algorithms.md under "The 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from schema.config.backends import BACKENDS
+from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.rows import Each, Refusal, Row, Rule, refused, section
@@ -29,47 +30,15 @@ def interval_fits_staleness(config: Config) -> Iterator[Problem]:
     if config.grpo.on_policy:
         hint = f"write {{!}} = {bound + 1}, or {_POLICY}.on_policy = false"
     related = (f"{_POLICY}.allowed_outdated_steps", f"{_POLICY}.on_policy")
-    key = "train.sync_weight_interval"
-    yield refused(config, key, says + "training would wait for ever", hint, related)
+    says += "training would wait for ever"
+    yield refused(config, "train.sync_weight_interval", says, hint, related)
 
 
-_KEY = "train.deterministic"
-_COUNTS = "ledger and counters still agree"
-
-
-def the_same_bits_are_possible(config: Config) -> Iterator[Problem]:
-    """Warning: a run that asks for the same bits and cannot have them."""
-    for key, why, hint in _obstacles(config) if config.train.deterministic else ():
-        message = f"true does not reach the same bits here: {why}; {_COUNTS}"
-        yield Problem(_KEY, message, True, hint, related=(key,))
-
-
-def _obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(key, why, remedy) of everything that lets chance in."""
-    if config.train.compile:
-        key = "train.compile"
-        yield key, f"{key} = true makes code for the lengths that it meets first", f"write {key} = false"
-    if not config.is_grpo:
-        return
-    if not config.rollout.engine.repeats:
-        key = "rollout.backend"
-        why = f'{key} = "{config.rollout.backend}" batches by arrival times, and the last bits of log-probs follow'
-        repeating = next(name for name, engine in BACKENDS.items() if engine.repeats)
-        yield key, why, f'write {key} = "{repeating}"'
-    if config.staleness_bound > 0:
-        key, bound = "train.train_policy.allowed_outdated_steps", config.staleness_bound
-        why = f"with {key} = {bound} the version that a sample is made by is a matter of speed"
-        yield key, why, f"write {key} = 0"
-    if config.controller.oversample > 1.0:
-        key = "controller.oversample"
-        yield (
-            key,
-            f"with {key} = {config.controller.oversample} the fastest groups are trained",
-            f"write {key} = 1.0",
-        )
-    if config.controller.on_stale == "drop":
-        key = "controller.on_stale"
-        yield key, f'{key} = "drop" drops groups by the clock', f'write {key} = "wait"'
+def _chance(key: str, lets_in: Callable[[Config], bool], how: str, value: str) -> Refusal:
+    """Warning: a run that asks for the same bits and cannot have them. value: of the key, which rules chance out."""
+    says = f"true does not reach the same bits here: {how}; ledger and counters still agree"
+    when = lambda c: c.train.deterministic and (c.is_grpo or key == "train.compile") and lets_in(c)  # noqa: E731
+    return Refusal("train.deterministic", when, says, f"write {key} = {value}")
 
 
 Controller = Row[ControllerConfig]
@@ -100,4 +69,17 @@ TIMING_RULES: tuple[Rule, ...] = (
     Refusal("launcher.restart_backoff_max", lambda c: c.launcher.restart_backoff_max < c.launcher.restart_backoff,
         "{} s is less than {.restart_backoff=} s", "write {.restart_backoff_max!} = {.restart_backoff} or more"),
 )  # fmt: skip
-TIMING_WARNINGS = (the_same_bits_are_possible,)
+TIMING_WARNINGS: tuple[Rule, ...] = (
+    _chance("train.compile", lambda c: c.train.compile,
+        "{train.compile=} makes code for the lengths that it meets first", "false"),
+    _chance("rollout.backend", lambda c: not c.rollout.engine.repeats,
+        "{rollout.backend=} batches by arrival times, and the last bits of log-probs follow",
+        toml_value(next(name for name, engine in BACKENDS.items() if engine.repeats))),
+    _chance(f"{_POLICY}.allowed_outdated_steps", lambda c: c.staleness_bound > 0,
+        "with {train.train_policy.allowed_outdated_steps=} the version that a sample is made by is a matter of speed",
+        "0"),
+    _chance("controller.oversample", lambda c: c.controller.oversample > 1.0,
+        "with {controller.oversample=} the fastest groups are trained", "1.0"),
+    _chance("controller.on_stale", lambda c: c.controller.on_stale == "drop",
+        "{controller.on_stale=} drops groups by the clock", '"wait"'),
+)  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schema.config import Config
-from schema.config.rules.timing import the_same_bits_are_possible
+from schema.config.rules.timing import TIMING_WARNINGS
 from tests.schema.config_samples import GRPO, SFT, changed
 
 EXACT = {
@@ -22,7 +22,7 @@ def related(base: dict[str, Any], values: dict[str, Any]) -> set[str]:
     config = Config.model_validate(
         changed(base, **{key.replace(".", "__"): value for key, value in values.items()})
     )
-    found = list(the_same_bits_are_possible(config))
+    found = [problem for rule in TIMING_WARNINGS for problem in rule(config)]
     assert all(problem.key == "train.deterministic" and problem.hint for problem in found)
     return {key for problem in found for key in problem.related}
 
