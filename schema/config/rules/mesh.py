@@ -27,12 +27,13 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
-from schema.config.rules.rows import Each, Row, Rule
+from schema.config.rules.rows import Each, Row, Rule, refused, value_at
 from schema.config.sections.policy import ParallelismConfig
 
 _WHOLE = ("model", "optimizer", "extra")
 """Contents of a checkpoint from which training goes on as if nothing had happened."""
 _POLICY, _CAP = "train.train_policy", "max_token_len_per_mini_batch"
+_REPLICAS = "policy.parallelism.n_init_replicas"
 
 
 class TrainerMesh(NamedTuple):
@@ -52,17 +53,12 @@ def trainer_meshes(config: Config) -> Iterator[TrainerMesh]:
     batch_key, cap = f"{_POLICY}.mini_batch", f"{_POLICY}.{_CAP}"
     instead = _first((cap, data.max_token_len_per_mini_batch))
     yield TrainerMesh("policy.parallelism", config.policy.parallelism, batch_key, data.mini_batch, instead)
-    if config.has_critic and critic.parallelism is not None:
+    if config.has_critic and (mesh := critic.parallelism) is not None:
         own = _first((f"critic.{_CAP}", critic.max_token_len_per_mini_batch))
-        yield TrainerMesh(
-            "critic.parallelism", critic.parallelism, "critic.mini_batch", critic.mini_batch, own
-        )
-    if config.has_reference and reference.parallelism is not None:
-        own = _first(
-            (f"reference.{_CAP}", reference.max_token_len_per_mini_batch),
-            ("reference.mini_batch", reference.mini_batch),
-        )
-        mesh = reference.parallelism
+        yield TrainerMesh("critic.parallelism", mesh, "critic.mini_batch", critic.mini_batch, own)
+    if config.has_reference and (mesh := reference.parallelism) is not None:
+        caps = (f"reference.{_CAP}", reference.max_token_len_per_mini_batch)
+        own = _first(caps, ("reference.mini_batch", reference.mini_batch))
         yield TrainerMesh("reference.parallelism", mesh, batch_key, data.mini_batch, own or instead)
 
 
@@ -77,139 +73,105 @@ def roles_have_the_policys_ranks(config: Config) -> Iterator[Problem]:
         if section.partition(".")[0] in {"policy", *apart}:
             continue
         if mesh.n_init_replicas != policy.n_init_replicas:
-            key, other = f"{section}.n_init_replicas", "policy.parallelism.n_init_replicas"
-            message = (
-                f"{mesh.n_init_replicas} is not {other} = {policy.n_init_replicas}, whose ranks it is on"
-            )
-            yield Problem(key, message, mesh.n_init_replicas, "leave it out", related=(other,))
+            says = f"{{}} is not {{{_REPLICAS}=}}, whose ranks it is on"
+            yield refused(config, f"{section}.n_init_replicas", says)
         yield from _wrong_ranks(config, section, mesh)
 
 
 def _wrong_ranks(config: Config, section: str, mesh: ParallelismConfig) -> Iterator[Problem]:
-    ranks, unit = policy_ranks(config), unit_of(mesh)
-    found, words = ranks_of(mesh), mesh_text(mesh)
-    other, theirs = "policy.parallelism", mesh_text(config.policy.parallelism)
+    ranks, unit, found = policy_ranks(config), unit_of(mesh), ranks_of(mesh)
+    makes, theirs = (
+        f"{{}} makes a mesh of {found or unit} ranks ({mesh_text(mesh)})",
+        mesh_text(config.policy.parallelism),
+    )
+    name, hint, fault = "dp_shard_size", "", ""
     if ranks is None:  # as many as there are devices
         least = policy_layout(config).unit
         if found is not None and found % least:
-            key, size = f"{section}.dp_shard_size", mesh.dp_shard_size
-            message = f"{size} makes a mesh of {found} ranks ({words}): no multiple of {least} ({theirs})"
-            yield Problem(key, message, size, f"write {key} = -1, or a multiple", related=(other,))
-        return
-    if found == ranks or (found is None and ranks % unit == 0):
-        return
-    name, hint = (
-        "dp_shard_size",
-        f"write {section}.dp_shard_size = {ranks // unit}, or -1 for all that are left",
-    )
-    if ranks % unit:
-        sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
-        name, *more = [name for name in sizes if getattr(mesh, name) > 1]
-        ones = "".join(f"{section}.{size} = 1 and " for size in (name, *more))
-        hint = f"write {ones}{section}.dp_shard_size = {ranks}, or other sizes whose product is {ranks}"
-    size = getattr(mesh, name)
-    message = (
-        f"{size} makes a mesh of {found or unit} ranks ({words}), and the policy's has {ranks} ({theirs})"
-    )
-    yield Problem(f"{section}.{name}", message, size, hint, related=(other,))
+            fault, hint = f": no multiple of {least} ({theirs})", "write {!} = -1, or a multiple"
+    elif found != ranks and (found is not None or ranks % unit):
+        fault = f", and the policy's has {ranks} ({theirs})"
+        hint = f"write {{!}} = {ranks // unit}, or -1 for all that are left"
+        if ranks % unit:
+            sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
+            names = [size for size in sizes if getattr(mesh, size) > 1]
+            ones, name = "".join(f"{section}.{size} = 1 and " for size in names), names[0]
+            hint = f"write {ones}{section}.dp_shard_size = {ranks}, or other sizes whose product is {ranks}"
+    if fault:
+        yield refused(config, f"{section}.{name}", makes + fault, hint, ("policy.parallelism",))
 
 
 def own_meshes_stand_alone(config: Config) -> Iterator[Problem]:
     """A model with a mesh of its own excludes features that need it on the policy's mesh or on other devices."""
     for layout in apart_layouts(config):
         if own_mesh(config, layout.name) is not None:
-            key = f"{layout.name}.parallelism"
-            message = (
-                f"is a mesh over the policy's ranks: this build cannot do one over devices of its own yet "
-                f"({layout.key} = {layout.listed})"
-            )
+            key, words = f"{layout.name}.parallelism", "this build cannot do one over devices of its own yet"
+            message = f"is a mesh over the policy's ranks: {words} ({layout.key} = {layout.listed})"
             yield Problem(key, message, None, f"leave [{key}] or {layout.key} out", related=(layout.key,))
     if not config.has_reference or own_mesh(config, "reference") is None:
         return
-    grpo, key = config.grpo, "reference.parallelism"
-    reasons: list[tuple[str, str]] = []
-    full = "compares probabilities of all tokens, for which the reference's states must be where the policy's are"
-    if grpo.kl_beta and grpo.kl_type == "full":
-        reasons.append((f"{_POLICY}.kl_type", f'"full" {full}'))
-    if grpo.kl_in_reward.beta and grpo.kl_in_reward.type == "full":
-        reasons.append((f"{_POLICY}.kl_in_reward.type", f'"full" {full}'))
+    grpo, key, interval = config.grpo, "reference.parallelism", config.grpo.reference_reset_interval
+    full = '"full" compares probabilities of all tokens, for which the reference\'s states must be where the '
+    full += "policy's are"
+    copy = f"{interval} makes it a copy of the policy, which this build cannot do yet in another mesh"
+    kinds = {f"{_POLICY}.kl_type": (grpo.kl_beta, grpo.kl_type)}
+    kinds[f"{_POLICY}.kl_in_reward.type"] = (grpo.kl_in_reward.beta, grpo.kl_in_reward.type)
+    reasons = {other: full for other, (beta, kind) in kinds.items() if beta and kind == "full"}
     if reference_is_within(config):
-        reasons.append(("policy.lora", "makes the reference model the policy without its adapters"))
-    if interval := grpo.reference_reset_interval:
-        reason = f"{interval} makes it a copy of the policy, which this build cannot do yet in another mesh"
-        reasons.append((f"{_POLICY}.reference_reset_interval", reason))
-    for other, reason in reasons:
+        reasons["policy.lora"] = "makes the reference model the policy without its adapters"
+    if interval:
+        reasons[f"{_POLICY}.reference_reset_interval"] = copy
+    for other, reason in reasons.items():
+        message = f"is a mesh of the reference model's own, and {other} = {reason}"
         hint = f"leave [{key}] out, so that its mesh is the policy's"
-        yield Problem(
-            key,
-            f"is a mesh of the reference model's own, and {other} = {reason}",
-            None,
-            hint,
-            related=(other,),
-        )
+        yield Problem(key, message, None, hint, related=(other,))
 
 
 def stages_have_a_pipeline(config: Config) -> Iterator[Problem]:
     """Options of the pipeline need one, and its micro-batches come out whole."""
     for section, mesh, batch_key, batch, instead in trainer_meshes(config):
-        size_key = f"{section}.pp_size"
         if mesh.pp_size == 1:
-            for name, value in written(mesh, "virtual_pp_size", "pp_micro_batch_size", "pp_schedule"):
-                message = f"{toml_value(value)} belongs to a pipeline, and {size_key} = 1 has none"
-                hint = f"leave it out, or choose a larger {size_key}"
-                yield Problem(f"{section}.{name}", message, value, hint, related=(size_key,))
+            says = "{} belongs to a pipeline, and {.pp_size=} has none"
+            hint = "leave it out, or choose a larger {.pp_size!}"
+            for name, _ in written(mesh, "virtual_pp_size", "pp_micro_batch_size", "pp_schedule"):
+                yield refused(config, f"{section}.{name}", says, hint)
         elif instead is None:
-            yield from _pipeline_batches(section, mesh, batch_key, batch)
-        else:
-            for name, value in written(mesh, "pp_micro_batch_size"):
-                cap_key, cap = instead
-                by = " by their tokens" if cap_key.endswith(_CAP) else ""
-                message = f"{value} has no effect: {cap_key} = {cap} cuts micro-batches{by}"
-                hint = f"leave it out, or {cap_key}"
-                yield Problem(f"{section}.{name}", message, value, hint, related=(cap_key,))
+            yield from _pipeline_batches(config, section, mesh, batch_key, batch)
+        elif any(written(mesh, "pp_micro_batch_size")):
+            by = " by their tokens" if instead[0].endswith(_CAP) else ""
+            says = f"{{}} has no effect: {{{instead[0]}=}} cuts micro-batches{by}"
+            hint = f"leave it out, or {instead[0]}"
+            yield refused(config, f"{section}.pp_micro_batch_size", says, hint)
 
 
-def _pipeline_batches(section: str, mesh: ParallelismConfig, batch_key: str, batch: int) -> Iterator[Problem]:
-    piece_key, size_key, piece = (
-        f"{section}.pp_micro_batch_size",
-        f"{section}.pp_size",
-        mesh.pp_micro_batch_size,
-    )
-    if batch % piece == 0 and (batch // piece) % mesh.pp_size == 0:
-        return
-    unit = piece * mesh.pp_size
-    message = (
-        f"{batch_key} = {batch} samples cannot be cut into pieces of {piece}, a multiple of {size_key} = "
-        f"{mesh.pp_size} in number"
-    )
-    hint = f"write {batch_key} = {max(batch // unit, 1) * unit}, or a smaller {piece_key}"
-    yield Problem(piece_key, message, piece, hint, related=(batch_key, size_key))
+def _pipeline_batches(
+    config: Config, section: str, mesh: ParallelismConfig, batch_key: str, batch: int
+) -> Iterator[Problem]:
+    unit = mesh.pp_micro_batch_size * mesh.pp_size
+    if batch % unit:
+        says = f"{{{batch_key}=}} samples cannot be cut into pieces of {{}}, a multiple of {{.pp_size=}} in number"
+        hint = f"write {batch_key} = {max(batch // unit, 1) * unit}, or a smaller {{!}}"
+        yield refused(config, f"{section}.pp_micro_batch_size", says, hint)
 
 
 def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
     """How tokens travel between experts matters when these are on several ranks, which have other tokens."""
-    policy, size_key = config.policy, "policy.parallelism.ep_size"
-    dispatcher = policy.moe_token_dispatcher
-    key, meshes = "policy.moe_shared_expert_overlap", [one.mesh for one in trainer_meshes(config)]
+    policy, overlap = config.policy, "policy.moe_shared_expert_overlap"
+    meshes = [written_mesh.mesh for written_mesh in trainer_meshes(config)]
     exchange = any(mesh.sequence_parallel or mesh.ep_size not in (1, mesh.tp_size) for mesh in meshes)
-    if exchange or any(mesh.ep_size > 1 for mesh in meshes):
-        if policy.moe_shared_expert_overlap and not exchange:
-            size, other = policy.parallelism.tp_size, "policy.parallelism.sequence_parallel"
-            message = (
-                f"true has no effect: the {size} ranks of policy.parallelism.tp_size have the same tokens, which "
-                "travel nowhere"
-            )
-            yield Problem(key, message, True, f"write {key} = false, or {other} = true", related=(other,))
-        elif policy.moe_shared_expert_overlap and dispatcher == "allgather":
-            other = "policy.moe_token_dispatcher"
-            message = f'true overlaps with an all-to-all, and {other} = "{dispatcher}"'
-            hint = f'write {other} = "alltoall", or {key} = false'
-            yield Problem(key, message, True, hint, related=(other,))
-        return
-    for name, value in written(policy, "moe_token_dispatcher", "moe_shared_expert_overlap"):
-        message = f"{toml_value(value)} has no effect: {size_key} = 1 keeps all experts on each rank"
-        hint = f"leave it out, or choose a larger {size_key}"
-        yield Problem(f"policy.{name}", message, value, hint, related=(size_key,))
+    if not exchange and all(mesh.ep_size == 1 for mesh in meshes):
+        says = "{} has no effect: {policy.parallelism.ep_size=} keeps all experts on each rank"
+        hint = "leave it out, or choose a larger {policy.parallelism.ep_size!}"
+        for name, _ in written(policy, "moe_token_dispatcher", "moe_shared_expert_overlap"):
+            yield refused(config, f"policy.{name}", says, hint)
+    elif policy.moe_shared_expert_overlap and not exchange:
+        size, other = "policy.parallelism.tp_size", "policy.parallelism.sequence_parallel"
+        says = f"true has no effect: the {{{size}}} ranks of {size} have the same tokens, which "
+        says += "travel nowhere"
+        yield refused(config, overlap, says, f"write {{!}} = false, or {other} = true", (other,))
+    elif policy.moe_shared_expert_overlap and policy.moe_token_dispatcher == "allgather":  # noqa: S105
+        says = "true overlaps with an all-to-all, and {.moe_token_dispatcher=}"
+        yield refused(config, overlap, says, 'write {.moe_token_dispatcher!} = "alltoall", or {!} = false')
 
 
 def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
@@ -227,61 +189,54 @@ def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
         "sequence_parallel": "an inference engine splits what it can by itself",
     }
     for name, value in written(mesh, *never):
-        key, hint = f"{section}.{name}", "leave it out"
+        hint = "leave it out"
         if name == "dp_replicate_size":
-            hint = f"write {key} = 1 and {section}.n_init_replicas = {mesh.n_init_replicas * value}"
-        yield Problem(key, f"{toml_value(value)} is not possible: {never[name]}", value, hint)
-    ranks = mesh.tp_size * max(1, mesh.dp_shard_size)
+            hint = f"write {{!}} = 1 and {{.n_init_replicas!}} = {mesh.n_init_replicas * value}"
+        yield refused(config, f"{section}.{name}", f"{{}} is not possible: {never[name]}", hint)
+    shards = max(1, mesh.dp_shard_size)
+    ranks = mesh.tp_size * shards
     if mesh.ep_size not in (1, ranks):
-        key, sizes = f"{section}.ep_size", (f"{section}.tp_size", f"{section}.dp_shard_size")
-        message = (
-            f"{mesh.ep_size} is not possible: the engine spreads experts over all {ranks} ranks of a stage "
-            f"({sizes[0]} = {mesh.tp_size} * {sizes[1]} = {max(1, mesh.dp_shard_size)}) or not at all"
+        says = (
+            f"{{}} is not possible: the engine spreads experts over all {ranks} ranks of a stage "
+            f"({{.tp_size=}} * {{.dp_shard_size!}} = {shards}) or not at all"
         )
-        hint = f"write {key} = {ranks}" + ("" if ranks == 1 else ", or 1")
-        yield Problem(key, message, mesh.ep_size, hint, related=sizes)
+        hint = f"write {{!}} = {ranks}" + ("" if ranks == 1 else ", or 1")
+        yield refused(config, f"{section}.ep_size", says, hint, (".tp_size", ".dp_shard_size"))
 
 
 def ranks_are_countable(config: Config) -> Iterator[Problem]:
     """Replicas times their ranks: each factor is bounded by its field, the product here."""
     for role in layouts(config):
-        total, section = role.replicas * role.unit * (role.shards or 1), f"{role.name}.parallelism"
+        section, size = f"{role.name}.parallelism", role.unit * (role.shards or 1)
+        total = role.replicas * size
         if total > MOST_RANKS:
-            mesh = config.policy.parallelism if role.name == "policy" else config.rollout.parallelism
-            message = (
-                f"{role.replicas} replicas of {role.unit * (role.shards or 1)} ({mesh_text(mesh)}) are {total} "
-                f"ranks, more than {MOST_RANKS}"
-            )
-            key = f"{section}.n_init_replicas"
+            says = f"{{}} replicas of {size} ({mesh_text(value_at(config, section))}) are {total} ranks, more than "
             fitting = MOST_RANKS * role.replicas // total
-            hint = f"write {key} = {fitting}" if fitting else f"write smaller sizes in [{section}]"
-            yield Problem(key, message, role.replicas, hint, related=(section,))
+            hint = f"write {{!}} = {fitting}" if fitting else f"write smaller sizes in [{section}]"
+            yield refused(config, f"{section}.n_init_replicas", says + str(MOST_RANKS), hint, (section,))
 
 
 def several_trainers_share_their_work(config: Config) -> Iterator[Problem]:
     """Policy replicas exchange gradients and log-probs of parts of a batch, and load each other's checkpoints."""
-    key, replicas = "policy.parallelism.n_init_replicas", config.policy.parallelism.n_init_replicas
+    replicas, saved = config.policy.parallelism.n_init_replicas, config.train.ckpt.save_contents
     if replicas == 1 or config.is_evaluation:
-        for name, value in written(config.policy, "exchange"):
-            message = f"{key} = {replicas}: there is nobody to exchange gradients with"
-            yield Problem(f"policy.{name}", message, value, "leave it out", related=(key,))
+        if any(written(config.policy, "exchange")):
+            yield refused(
+                config, "policy.exchange", f"{{{_REPLICAS}=}}: there is nobody to exchange gradients with"
+            )
         return
     for other, value, why in _kept_alone(config):
-        message = f"{replicas} policy replicas do not share {why}: {other} = {toml_value(value)}"
-        hint = f"write {key} = 1 with more ranks of that one (dp_shard_size, dp_replicate_size)"
-        yield Problem(key, message, replicas, hint, related=(other,))
+        says = f"{{}} policy replicas do not share {why}: {other} = {toml_value(value)}"
+        hint = "write {!} = 1 with more ranks of that one (dp_shard_size, dp_replicate_size)"
+        yield refused(config, _REPLICAS, says, hint, (other,))
+    says = f"of {replicas} policy replicas one that comes back "
     if not config.train.ckpt.enable_checkpoint:
-        other = "train.ckpt.enable_checkpoint"
-        message = (
-            f"false, and of {replicas} policy replicas one that comes back loads a checkpoint of the others"
-        )
-        yield Problem(other, message, False, f"write {other} = true", related=(key,))
-    if missing := [name for name in _WHOLE if name not in config.train.ckpt.save_contents]:
-        other = "train.ckpt.save_contents"
-        lacks = " and ".join(missing)
-        message = f"of {replicas} policy replicas one that comes back would not have the others' {lacks}"
-        hint = f"write {other} = {toml_value(list(_WHOLE))}"
-        yield Problem(other, message, config.train.ckpt.save_contents, hint, related=(key,))
+        key, hint = "train.ckpt.enable_checkpoint", "write {!} = true"
+        yield refused(config, key, f"false, and {says}loads a checkpoint of the others", hint, (_REPLICAS,))
+    if missing := [name for name in _WHOLE if name not in saved]:
+        says += f"would not have the others' {' and '.join(missing)}"
+        hint = f"write {{!}} = {toml_value(list(_WHOLE))}"
+        yield refused(config, "train.ckpt.save_contents", says, hint, (_REPLICAS,))
 
 
 def _kept_alone(config: Config) -> Iterator[tuple[str, Any, str]]:

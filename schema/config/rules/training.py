@@ -83,37 +83,32 @@ def decay_fits_the_run(config: Config) -> Iterator[Problem]:
 def options_belong_to_their_shape(config: Config) -> Iterator[Problem]:
     """Options of one schedule that another does not have."""
     for section, keys in _trained(config):
-        type_key = f"{section}.optm_decay_type"
-        shape = "none" if keys.optm_decay_type is None else keys.optm_decay_type
-        length = (
-            "" if keys.optm_decay_ratio or keys.optm_decay_steps else f" and {section}.optm_decay_ratio = 0.2"
-        )
-        end = keys.optm_wsd_decay_type
+        shape, end = keys.optm_decay_type or "none", keys.optm_wsd_decay_type
+        hint = 'leave it out, or write {.optm_decay_type!} = "%s"'
+        if not (keys.optm_decay_ratio or keys.optm_decay_steps):
+            hint += " and {.optm_decay_ratio!} = 0.2"
+        related = (".optm_decay_type",)
         if end != "cosine" and shape != "wsd":
-            key, hint = f"{section}.optm_wsd_decay_type", f'leave it out, or write {type_key} = "wsd"{length}'
-            message = f'"{end}" is the last part of a wsd schedule, but {type_key} = "{shape}"'
-            yield Problem(key, message, end, hint, related=(type_key,))
-        waves = keys.optm_num_cycles
-        if waves != 0.5 and shape != "cosine" and not (shape == "wsd" and end == "cosine"):
-            key, hint = f"{section}.optm_num_cycles", f'leave it out, or write {type_key} = "cosine"{length}'
-            message = f'{waves} counts the waves of a cosine, but {type_key} = "{shape}"'
-            yield Problem(key, message, waves, hint, related=(type_key,))
+            says = f'{{}} is the last part of a wsd schedule, but {{.optm_decay_type!}} = "{shape}"'
+            yield refused(config, f"{section}.optm_wsd_decay_type", says, hint % "wsd", related)
+        if keys.optm_num_cycles != 0.5 and shape != "cosine" and not (shape == "wsd" and end == "cosine"):
+            says = f'{{}} counts the waves of a cosine, but {{.optm_decay_type!}} = "{shape}"'
+            yield refused(config, f"{section}.optm_num_cycles", says, hint % "cosine", related)
 
 
 def lists_are_for_the_optimizers(config: Config) -> Iterator[Problem]:
     """Lists have a value for each optimizer: Muon and the AdamW next to it, or one."""
     for section, keys in _trained(config):
-        both, name_key = keys.optm_name == "Muon", f"{section}.optm_name"
-        for name, value in (("optm_lr", keys.optm_lr), ("optm_impl", keys.optm_impl)):
+        both, impl = keys.optm_name == "Muon", keys.optm_impl
+        for name, value in (("optm_lr", keys.optm_lr), ("optm_impl", impl)):
             if isinstance(value, list) and len(value) not in ({1, 2} if both else {1}):
-                there = "there are two, Muon and AdamW" if both else "there is one"
-                message = f"a list of {len(value)} is for {len(value)} optimizers, and {there}"
+                says = f"a list of {len(value)} is for {len(value)} optimizers, and there "
+                says += "are two, Muon and AdamW" if both else "is one"
                 hint = "write one value, or two" if both else "write one value"
-                yield Problem(f"{section}.{name}", message, value, hint, related=(name_key,))
-        impl = keys.optm_impl
+                yield refused(config, f"{section}.{name}", says, hint, (".optm_name",))
         if both and isinstance(impl, list) and len(impl) == 2 and impl[0] != "for-loop":
-            message, hint = f'Muon has no implementation "{impl[0]}"', f'write ["for-loop", "{impl[1]}"]'
-            yield Problem(f"{section}.optm_impl", message, impl, hint, related=(name_key,))
+            says, hint = f'Muon has no implementation "{impl[0]}"', f'write ["for-loop", "{impl[1]}"]'
+            yield refused(config, f"{section}.optm_impl", says, hint, (".optm_name",))
 
 
 def warmup_ends_in_time(config: Config) -> Iterator[Problem]:

@@ -407,7 +407,7 @@ FAULTS = {
         ({"policy.freeze_moe_router": True} | ADAPTER, L),
         ({"critic.freeze_moe_router": True, "critic.lora.r": 4} | CRITIC, "critic.lora"),
     ],
-    trainable.map_freezes_something: [
+    "map_freezes_something": [
         ({"policy.trainable_map": {"lm_head": True}}, "no name is false"),
         ({"policy.trainable_map": {}}, "empty"),
     ],
@@ -445,7 +445,7 @@ FAULTS = {
             *("false", "placement.reference = [1]"),
         ),
     ],
-    trainable.adapters_can_be_published_alone: [
+    "adapters_can_be_published_alone": [
         ({"weight_sync.lora": "adapter"} | more, '"adapter"', word)
         for more, word in (
             ({}, "without [policy.lora]"),
