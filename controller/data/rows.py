@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from controller.data.errors import DataError
-from controller.data.loss_masks import Ids, Mask
+from controller.data.loss_masks.tokens import Ids, Mask
 from controller.data.sources import Source, column, coverage_of
 from controller.data.values import is_missing, jsonable
 from schema.config import Config

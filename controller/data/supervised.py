@@ -20,7 +20,7 @@ from controller.data.conversations import (
     without_flags,
 )
 from controller.data.errors import DataError
-from controller.data.loss_masks import Learnt, Stops
+from controller.data.loss_masks.tokens import Learnt, Stops
 from controller.data.media import refuse_media
 from controller.data.prompts import dataset_of, note, note_not_in_prompt, put_system, tools_of
 from controller.data.rows import (

@@ -26,19 +26,9 @@ import numpy as np
 
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
-from controller.data.loss_masks import (
-    MARKER,
-    Ids,
-    Learnt,
-    Mode,
-    Rendered,
-    Tokens,
-    Turns,
-    by_blocks,
-    encode_all,
-    lacks,
-    marked_template,
-)
+from controller.data.loss_masks.rendered import Rendered, Tokens, by_blocks, lacks, marked_template
+from controller.data.loss_masks.tokens import Ids, Learnt, encode_all
+from controller.data.loss_masks.turns import MARKER, Mode, Turns
 from schema.config import Config
 from schema.config.chat_template import TemplateError, read_template
 from tokenization.loading import TokenizerError, load

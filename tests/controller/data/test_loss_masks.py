@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from controller.data.errors import DataError
-from controller.data.loss_masks import Ids, Mask
+from controller.data.loss_masks.tokens import Ids, Mask
 from controller.data.prepare import prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.wire.prompts import PromptFile
