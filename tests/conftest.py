@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from convert import hints
+from tests.support.cpu import spent
 from tests.support.effort import SOAK
 
 # Started in the background of a script, SIGINT is ignored, here and in every process that a test starts. With a
@@ -57,6 +59,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return wanted.evaluate(lambda name, /, **_: name in marks)
 
     return None if any(selects({*certain, *some}) for some in worlds) else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with spent(item.nodeid):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,8 @@
 """Counts of the house: `python -m tests.counts` prints them; `tests/test_house.py` holds those that matter.
 
+`--cpu` runs what a target of the Makefile runs, `test` or the one that follows, and prints what it costs: seconds of
+CPU, user and system, of all its processes, and those by test file. A path that follows instead is given to pytest.
+
 roots       modules that lie flat in a package (entry points and little else)
 crowded     folders with more than FULL modules; those of the config's keys and rules are exempt
 lonely      modules under SMALL lines that only one other module imports: usually they belong into it
@@ -11,14 +14,17 @@ english     phrases that an engineer of the field would not write, docstrings, m
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 from cosmos_launch import PACKAGES
+from tests.support.cpu import measured
 
 ROOT = Path(__file__).parent.parent
 EXEMPT = "schema/config/"
@@ -156,7 +162,21 @@ def english() -> dict[str, int]:
     return {phrase: sum(len(pattern.findall(text)) for text in texts) for phrase, pattern in PHRASES.items()}
 
 
+def cpu(what: str) -> int:
+    """Run a target of the Makefile, or the tests of a path, and print its CPU seconds; its exit code."""
+    path = (ROOT / what.partition("::")[0]).exists() and what.startswith("tests")
+    code, total, by_file = measured(*((sys.executable, "-m", "pytest", what) if path else ("make", what)))
+    for name, seconds in by_file.most_common():
+        print(f"{seconds:9.1f}  {name}")
+    print(f"{by_file.total():9.1f}  in tests\n{total:9.1f}  CPU seconds, user + system, with children")
+    return code
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.counts", description=__doc__.partition("\n")[0])
+    parser.add_argument("--cpu", nargs="?", const="test", metavar="TARGET", help="measure a run of the tests")
+    if what := parser.parse_args().cpu:
+        sys.exit(cpu(what))
     for package in PACKAGES:
         own = [path for name, path in modules().items() if name.split(".")[0] == package]
         print(f"{package:15} {len(own):4} modules  {sum(map(lines, own)):6} lines")
