@@ -11,7 +11,7 @@ import pytest
 from controller.client import calls as api
 from launcher.plan.addresses import free_port
 from schema.wire.messages import Phase
-from tests.e2e.cluster import Cluster, Container
+from tests.drill.containers import Cluster, Container
 from tests.e2e.program import GROUPS, check_ledger, command, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
