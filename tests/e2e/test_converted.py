@@ -11,8 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.program import COMMAND, LONG, ROOT
+from tests.e2e.program import COMMAND, LONG, ROOT, check_ledger
+from tests.support.own_code import bring_own_code, code_kept_in
 
 pytestmark = pytest.mark.e2e
 EXAMPLES = ROOT / "tests" / "convert" / "examples"
@@ -110,6 +112,16 @@ max_response_length = 16
 tp_size = 1
 """
 
+REWARD = """
+import cosmos_test_scale
+
+def seen(completion, row):
+    assert row["full_prompt"].count(row["prompt"][0]["content"]) == 1, row
+    assert len(row["raw_prompt_ids"]) == len(row["prompt"][0]["content"])
+    assert row["extra_info"]["index"] >= 0
+    return cosmos_test_scale.FACTOR * len(completion)
+"""
+
 EVALUATION = """
 data:
   path: data/answers.parquet
@@ -139,9 +151,12 @@ def place(tmp_path: Path, model: Path) -> Path:
             "data_source": "openai/gsm8k",
             "prompt": [{"role": "user", "content": row["prompt"]}],
             "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": index},
         }
-        for row in rows
+        for index, row in enumerate(rows)
     ]
+    dapo = [{**row, "data_source": "math_dapo"} for row in theirs[:8]]
+    (data / "dapo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dapo))
     pq.write_table(pa.Table.from_pylist(theirs), data / "gsm8k" / "train.parquet")
     pq.write_table(pa.Table.from_pylist(theirs[:8]), data / "gsm8k" / "test.parquet")
     answers = [
@@ -176,12 +191,46 @@ def summary(run: Path) -> dict[str, Any]:
     return found
 
 
-def test_verl_grpo(place: Path) -> None:
-    run = convert_and_launch(place, "verl.yaml", (EXAMPLES / "verl_grpo.yaml").read_text())
+def test_verl_grpo_on_a_users_own_terms(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two sources and formats, scores by source and by a function of the user's, which imports a module of
+    the user's and reads two forms of the prompt; a model that brings its code, with another folder's tokenizer."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(place / "modules"))
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    (place / "rewards.py").write_text(REWARD)
+    (place / "cosmos_test_scale.py").write_text("FACTOR = 0.01\n")
+    own, words = bring_own_code(place / "models" / "tiny"), place / "words"
+    words.mkdir()
+    for file in own.glob("*token*"):
+        file.rename(words / file.name)
+    for file in own.glob("*.jinja"):
+        file.rename(words / file.name)
+    settings = {
+        "policy.tokenizer_name_or_path": "words",
+        "policy.trust_remote_code": True,
+        "policy.external_modules": ["cosmos_test_scale"],
+        "train.train_policy.dataset.files": ["data/gsm8k/train.parquet", "data/dapo.jsonl"],
+        "reward.prompt_forms": ["raw_prompt_ids", "full_prompt"],
+    }
+    run = convert_and_launch(
+        place,
+        "verl.yaml",
+        (EXAMPLES / "verl_grpo.yaml").read_text(),
+        *(f"{key}={json.dumps(value)}" for key, value in settings.items()),
+        'train.train_policy.reward_function={ by_source = 1.0, "rewards.py:seen" = 1.0 }',
+    )
     found = summary(run)
+    check_ledger(found, 0, trained=16)
     assert [step["metrics"]["samples"] for step in found["steps"]] == [32] * 4
     assert found["steps"][-1]["metrics"]["staleness_max"] == 0, "verl's colocated loop is on-policy"
     assert found["validations"][0]["version"] == 0
+    metrics = found["steps"][0]["metrics"]
+    assert {"reward/by_source", "reward/seen"} <= metrics.keys()
+    assert metrics["reward/seen"] > 0
+    with code_kept_in(place / "modules"):
+        final = AutoModelForCausalLM.from_pretrained(run / "final", trust_remote_code=True)
+    assert type(final).__name__ == "OwnForCausalLM"
+    exported, named = (AutoTokenizer.from_pretrained(folder) for folder in (run / "final", words))
+    assert exported("1 + 1?")["input_ids"] == named("1 + 1?")["input_ids"]
 
 
 @pytest.mark.soak
