@@ -140,7 +140,7 @@ def lengths_of(folder: Path, model: Path, disturb: Callable[[Program], None]) ->
     config.write_text(text.replace("optm_lr = 1e-3", "optm_lr = 1e-30\nepoch = 1"))
     with Program(config) as program:
         disturb(program)
-        go_on(program)
+        go_on(program.config)
         summary = program.finish()
     check_ledger(summary, 2, trained=32)
     assert summary["ledger"]["dropped"] == {}

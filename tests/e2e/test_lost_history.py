@@ -1,4 +1,4 @@
-"""The real program, whose Redis loses history: cut at a random place, and gone altogether."""
+"""The real program, whose Redis loses history: cut at a random place twice, and gone altogether, in one run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from controller.client import calls as api
 from tests.e2e.held import go_on, hold
 from tests.e2e.program import Program, check_ledger, command, write_config
 from tests.support.waiting import PATIENCE, until
@@ -20,6 +21,7 @@ from tests.support.waiting import PATIENCE, until
 pytestmark = pytest.mark.e2e
 
 CHECKPOINTS = '\n[train.ckpt]\nenable_checkpoint = true\nsave_freq = 4\nsave_mode = "sync"\n'
+STEPS = 10
 TRAINED = re.compile(r"step (\d+) of timeline (\d+) trains \d+ samples of versions (\d+) to (\d+): (.*)")
 
 
@@ -80,33 +82,26 @@ def lose(program: Program, share: float) -> None:
     redis.kill()
 
 
-def test_redis_and_controller_die_and_the_file_loses_its_end(tmp_path: Path, model: Path) -> None:
+def test_a_run_outlives_lost_history_is_moved_and_goes_on_without_redis(tmp_path: Path, model: Path) -> None:
+    """Redis' file loses its end twice while the trainer lives on: nothing is trained again. Then the run is stopped,
+    moved, and goes on from its checkpoint, by its own configuration, in another place."""
     chance = random.Random(5)
-    config = hold(write_config(tmp_path, model, steps=10), step=8, rows=60)
+    config = hold(write_config(tmp_path, model, steps=STEPS), step=8, rows=80)
+    config.write_text(config.read_text() + CHECKPOINTS)
     with Program(config) as program:
         for step in (2, 5):
             program.until_step(step)
             lose(program, 1 - chance.random() / 2)
-        go_on(program)
-        summary = program.finish()
-        check_truth(program.run_dir, 10, 2)
-    check_ledger(summary, 2, trained=10 * 4)
-    assert sum(check_ledger(summary, 2).staleness.values()) == 10 * 16
-    assert [step["step"] for step in summary["steps"]] == list(range(10))
-    assert summary["status"]["timeline"] == 0, "the trainer lived on: nothing was trained again"
-
-
-def test_a_run_is_moved_and_goes_on_from_its_checkpoint_without_redis(tmp_path: Path, model: Path) -> None:
-    """By its own configuration, in another place."""
-    config = hold(write_config(tmp_path, model, steps=8, validation=False), step=4, rows=80)
-    config.write_text(config.read_text() + CHECKPOINTS)
-    with Program(config) as program:
-        program.until_step(2)
+        status = program.until_step(6)
+        assert status.timeline == 0, "the trainer lived on: nothing was trained again"
         requested = command("checkpoint", program.run_dir, "--wait", str(PATIENCE))
         assert requested.returncode == 0, requested.stderr
         assert "step-" in requested.stdout
         assert command("pause", program.run_dir).returncode == 0
         assert "phase=paused" in command("status", program.run_dir).stdout
+        with program.client() as client:
+            steps = [record.step for record in client.send(api.steps())]
+        assert steps == list(range(max(6, len(steps)))), "those of lost history are there again"
         refused = command("--resume", program.run_dir)
         assert refused.returncode == 2
         assert f"its launcher is pid {program.process.pid}" in refused.stderr
@@ -114,22 +109,23 @@ def test_a_run_is_moved_and_goes_on_from_its_checkpoint_without_redis(tmp_path: 
         program.note_processes()
         assert command("stop", program.run_dir, "--wait", str(PATIENCE)).returncode == 0
         assert program.wait() == 130
-        program.wait_no_orphans(timeout=1.0)
-    go_on(program)
+        program.wait_no_orphans()
+    go_on(program.config)
     shutil.rmtree(program.run_dir / "redis")
     moved = tmp_path / "elsewhere" / "moved"
     moved.parent.mkdir()
     program.run_dir.rename(moved)
-    status = command("status", moved)
-    assert status.returncode == 0, status.stderr
-    assert f"`cosmos-launch --resume {moved}` goes on from the checkpoint" in status.stdout
+    answer = command("status", moved)
+    assert answer.returncode == 0, answer.stderr
+    assert f"`cosmos-launch --resume {moved}` goes on from the checkpoint" in answer.stdout
     resumed = command("--resume", moved)
     assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
-    assert "8 of 8" in resumed.stdout
+    assert f"{STEPS} of {STEPS}" in resumed.stdout
     assert (moved / "final" / "config.json").exists()
     summary = json.loads((moved / "summary.json").read_text())
-    check_truth(moved, 8, 2)
-    check_ledger(summary, 2, trained=8 * 4)
+    check_truth(moved, STEPS, 2)
+    ledger = check_ledger(summary, 2, trained=STEPS * 4)
+    assert sum(ledger.staleness.values()) == STEPS * 16
     assert summary["status"]["timeline"] == 1
     again = command("--resume", moved)
     assert (again.returncode, "nothing to resume" in again.stdout) == (0, True)

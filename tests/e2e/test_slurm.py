@@ -10,21 +10,13 @@ import pytest
 
 from controller.client import Client, ControllerError
 from controller.client import calls as api
+from tests.e2e.held import go_on, hold
 from tests.e2e.program import COMMAND, check_ledger, write_config
 from tests.e2e.test_nodes import NODES, shared  # noqa: F401 - a fixture
 from tests.support.slurm import SlurmCluster
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-
-SLOW = """
-import time
-
-def slow(completion, row):
-    time.sleep(0.15)
-    return len(completion) / 10
-"""
 
 
 def step_of(run: Path) -> int:
@@ -37,11 +29,9 @@ def step_of(run: Path) -> int:
 
 
 def test_a_requeued_job_goes_on_and_its_array_joins_again(shared: Path, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    config = write_config(shared, model, steps=10, validation=False)
+    config = hold(write_config(shared, model, steps=10, validation=False), step=6, rows=60)
     text = config.read_text().replace('timestamp = "run"\n', "")
     text = text.replace("[policy.parallelism]", "[policy.parallelism]\ndp_shard_size = 2")
-    (shared / "reward.py").write_text(SLOW)
-    text = text.replace("boxed_math = 1.0", f'"{shared}/reward.py:slow" = 1.0')
     config.write_text(text + NODES + "\n[train.ckpt]\nenable_checkpoint = true\nsave_freq = 50\n")
     with SlurmCluster(tmp_path / "cluster", 2) as cluster:
         line = [str(COMMAND), "--config", str(config), "--target", "slurm", "--apply", "--rollout-array"]
@@ -62,6 +52,7 @@ def test_a_requeued_job_goes_on_and_its_array_joins_again(shared: Path, model: P
         cluster.run("scancel", "--batch", "--signal=USR2", job)
         cluster.until_state(job, "PENDING", told=logs)
         assert list((run / "checkpoints").glob("step-*")), "one was saved, long before it was due"
+        go_on(config)
         cluster.start_again(job)
         cluster.until_state(job, "COMPLETED", told=logs)
         listed = cluster.run("squeue", "-h", "-t", "all", "-r", "-o", "%i %j").splitlines()

@@ -107,7 +107,7 @@ def check_deltas(found: list[PublicationInfo]) -> None:
 def _away_for_a_while(program: Program, front: FaultyStore) -> None:
     """The store answers nothing while the next version falls due: the job says so, waits, and goes on."""
     front.fail("503", times=10**6)
-    go_on(program)
+    go_on(program.config)
 
     def reported(client: Client) -> bool:
         return "has failed for" in (client.send(api.job()).last_error or "")
