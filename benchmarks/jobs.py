@@ -56,7 +56,14 @@ def run_command(
 def make_model(place: Path, seed: int = 1, experts: int = 0) -> Path:
     """The quickstart's model, untrained. experts: in each layer."""
     model = place / ("experts" if experts else "model")
-    command = [sys.executable, QUICKSTART / "make_model.py", "--out", model, "--seed", str(seed)]
+    command: list[str | Path] = [
+        sys.executable,
+        QUICKSTART / "make_model.py",
+        "--out",
+        model,
+        "--seed",
+        str(seed),
+    ]
     run_command([*command, "--experts", str(experts)], place / "make_model.log", place)
     return model
 

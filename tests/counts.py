@@ -117,9 +117,11 @@ def roots() -> list[str]:
 
 
 def crowded() -> dict[str, int]:
-    """Folder -> modules, where there are more than FULL."""
+    """Folder of the product or of the benchmarks -> modules, where there are more than FULL."""
     folders = Counter(
-        str(path.parent.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"
+        str(path.parent.relative_to(ROOT))
+        for name, path in files().items()
+        if path.name != "__init__.py" and not name.startswith("tests.")
     )
     return {folder: n for folder, n in folders.items() if n > FULL and not f"{folder}/".startswith(EXEMPT)}
 
