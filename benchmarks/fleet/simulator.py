@@ -105,7 +105,6 @@ class Simulator:
         self.published = 0
         self.fleet: dict[str, Replica] = {}
         self.leasing: set[str] = set()
-        self._idle_since: deque[str] = deque()
         self.asked = 0
         self.waiting: deque[Replica] = deque()
         self.starting: dict[str, float] = {}

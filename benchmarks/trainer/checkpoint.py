@@ -39,11 +39,11 @@ Save = Callable[[Path], Callable[[], bool]]
 """Saves into a directory, returns when steps may go on; the answer says whether all is on disk by now."""
 
 
-def make_learner() -> Trainer:
+def make_learner(layers: int) -> Trainer:
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(
         Qwen3Config(
-            vocab_size=16384, hidden_size=768, intermediate_size=2304, num_hidden_layers=12, head_dim=64,
+            vocab_size=16384, hidden_size=768, intermediate_size=2304, num_hidden_layers=layers, head_dim=64,
             num_attention_heads=12, num_key_value_heads=6, tie_word_embeddings=True,
         )
     )  # fmt: skip
@@ -56,8 +56,8 @@ def make_learner() -> Trainer:
 class Bench:
     """Steps of one trainer, and the ways to save it."""
 
-    def __init__(self) -> None:
-        self.trainer = make_learner()
+    def __init__(self, layers: int) -> None:
+        self.trainer = make_learner(layers)
         self.staging, self.unfinished = Staging(self.trainer.group.device), Background()
         self.ids = torch.randint(0, 16384, (1, 48))
         self.number = 0
@@ -113,8 +113,13 @@ def measure(bench: Bench, save: Save, place: Path, settle: int = 3) -> dict[str,
 
 
 def main() -> None:
-    given = options(__doc__, rounds=3, directory=(Path, "where to write; default: a temporary one"))
-    bench = Bench()
+    given = options(
+        __doc__,
+        rounds=3,
+        layers=(12, "of the model; of 12 it has 100M parameters"),
+        directory=(Path, "where to write; default: a temporary one"),
+    )
+    bench = Bench(given.layers)
     ways: dict[str, Save] = {
         "sync": bench.sync, "async": bench.asynchronous, "torch_sync": bench.torch_sync,
         "torch_async": bench.torch_async,

@@ -127,11 +127,12 @@ def estimate(case: Case, model: Path) -> tuple[memory.Part, ...]:
     return memory.trainer(case.config(model), found, case.ranks // replicas, data_ranks)
 
 
-def make_models(place: Path) -> None:
+def make_models(place: Path, layers: int) -> None:
     torch.manual_seed(0)
     kinds: dict[str, type[PretrainedConfig]] = {"dense": Qwen3Config, "experts": Qwen3MoeConfig}
     for name, kind in kinds.items():
-        for path, sizes in ((name, SIZES[name]), (f"tiny {name}", SIZES[name] | TINY)):
+        large = SIZES[name] | ({"num_hidden_layers": layers} if layers else {})
+        for path, sizes in ((name, large), (f"tiny {name}", SIZES[name] | TINY)):
             lm = AutoModelForCausalLM.from_config(kind(**{**COMMON, **sizes}))
             lm.save_pretrained(place / path)
 
@@ -188,7 +189,9 @@ def work(case: Case, place: Path, resume: bool) -> None:
 
 def main() -> None:
     given = options(
-        __doc__, only=("", "meshes whose name contains this"), no_resume=False,
+        __doc__,
+        layers=(0, "of the models; 0: 12 and 8, which make more than 100M parameters"),
+        only=("", "meshes whose name contains this"), no_resume=False,
         parts=(False, "print the lines of each estimate"), rank_of=(str, "(of a rank)"), place=(Path, "(of a rank)"),
         resume=(False, "(of a rank)"),
     )  # fmt: skip
@@ -198,7 +201,7 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        make_models(place)
+        make_models(place, given.layers)
         for name, case in CASES.items():
             if given.only not in name:
                 continue
