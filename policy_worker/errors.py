@@ -1,25 +1,10 @@
 """Faults of a trainer, by what the launcher should do about it.
 
-PolicyError                 exit code 1: a crash; restarting may help
-├── NonFiniteGradientError
-├── BadBatchError                what the controller handed out contradicts itself
-├── ReplacedError                another incarnation of this replica has registered
-├── LeftBehindError              the other policy replicas went on without this one
-├── DiffersError                 this replica's weights are not those of the others
-├── CheckpointSaveError          a checkpoint could not be written; older ones are untouched
-├── ExportError                  the trained model could not be written
-├── ExchangeFailedError          gradients do not reach the other policy replicas, or theirs this one
-├── RendezvousError              the ranks of this replica do not find each other
-├── UploadFailedError            the final upload failed: tried again with the next start
-├── PublishError                 a version could not be written to the weight store for too long
-├── JobFinishedError        exit code 0: there is nothing left to train
-├── SettingsError           exit code 2: these settings cannot work, restarting will not help
-│   ├── SampleTooLongError
-│   ├── TeacherError             a teacher is not the one that is meant, or refuses
-│   └── CheckpointError          a checkpoint that this job cannot resume from
-│       └── DamagedCheckpointError   a file of it is missing, short or altered
-├── NoCheckpointError            exit code 4: steps were committed, and there is nothing to resume from
-└── UnlikeError                  exit code 6: other policy replicas cannot train with this one
+exit code 0   JobFinishedError: there is nothing left to train
+1             PolicyError and its kinds without a code of their own: a crash; restarting may help
+2             SettingsError and its kinds: these settings cannot work, restarting will not help
+4             NoCheckpointError: steps were committed, and there is nothing to resume from
+6             UnlikeError: other policy replicas cannot train with this one
 """
 
 from __future__ import annotations

@@ -137,9 +137,8 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
 def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:
     """The model with its weights, and where those come from that it has trained."""
     assert config.policy.lora is not None
-    plain = config.policy.lora.model_copy(
-        update={"init_lora_weights": True}
-    )  # others may take minutes, for nothing
+    # Other initialisers may take minutes, for nothing.
+    plain = config.policy.lora.model_copy(update={"init_lora_weights": True})
     policy = config.policy.model_copy(update={"lora": plain})
     model = load_model(config.model_copy(update={"policy": policy})).read_weights(torch.device("cpu"))
     settings = adapters_of(model.lm)

@@ -113,8 +113,7 @@ class ShutdownRequest:
     """Whether this process should leave, and why: asked for by a signal, a command or the parent's death.
 
     Training ends at the next point where the run is consistent. grace: seconds in which it should get there.
-    checkpoint_asked: save at the next such point, and go on.
-    """
+    checkpoint_asked: save at the next such point, and go on."""
 
     def __init__(self, grace: float = 30.0) -> None:
         self.grace = grace

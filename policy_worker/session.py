@@ -72,8 +72,7 @@ class Caller:
     """Sends calls from one thread. Every rank has one, since each fetches its own payloads.
 
     patience: seconds for which a lost controller is waited for. session: rank 0's, where this is for another thread
-    of it.
-    """
+    of it."""
 
     def __init__(
         self,

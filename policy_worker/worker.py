@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,6 @@ from policy_worker.session import Caller, LeaveRequestedError, Session
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training.batches.prefetch import Frames
 from policy_worker.training.batches.recording import BatchRecorder
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
@@ -50,7 +48,6 @@ from schema.config.rules.profiler import absent_ranks
 from schema.config.trained import settings_digest
 from schema.wire import messages as m
 from schema.wire import payload_file
-from schema.wire.batch import StepTable
 from schema.wire.batch_file import Facts, folder_of
 
 log = logging.getLogger(__name__)
@@ -186,17 +183,12 @@ def _algorithm(
         source.seen = caller.history.took
         if config.profiler.record_batches:
             recorder = _recorder(config, reply, trainer.group.world, resumption, payloads)
-            source.keep = partial(_keep_if_leading, replicas, recorder)
+            source.keep = lambda table, frames: recorder.keep(table, frames) if replicas.leads else None
             caller.troubles.append(recorder.trouble)
     algorithm = Grpo(config, trainer, source, replicas)
     _meet_teachers(config, algorithm.teachers, caller)
     source.prefetch(caller.client().send, algorithm.rows_needed)
     return algorithm
-
-
-def _keep_if_leading(replicas: Replicas, recorder: BatchRecorder, table: StepTable, frames: Frames) -> None:
-    if replicas.leads:
-        recorder.keep(table, frames)
 
 
 def _meet_teachers(config: Config, teachers: Teachers, caller: Caller) -> None:
@@ -234,16 +226,12 @@ def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, R
     """Register, and again with the step of a checkpoint when one is to be resumed: only then is it known."""
     reply = _tell(group, session, None)
     config = Config.model_validate(reply.config)
-    if (
-        reply.members
-    ):  # it needs the weights that they have when it joins, not those of a checkpoint that may go
+    if reply.members:  # whose weights it needs when it joins, not those of a checkpoint that may go
         return reply, None
     resumption = choose(group, config, Path(reply.run_dir))
     if session is not None:
         session.history.snapshot = lambda: newest_snapshot(Path(reply.run_dir), resumption)
-    several = (
-        config.policy.parallelism.n_init_replicas > 1
-    )  # of which the first one has to say what it begins with
+    several = config.policy.parallelism.n_init_replicas > 1  # the first one has to say what it begins with
     if resumption is None and reply.committed_steps == 0 and not several:
         return reply, None
     if resumption is None and reply.committed_steps and not config.train.ckpt.enable_checkpoint:

@@ -41,8 +41,7 @@ class Plan:
 def links_of(manifest: WeightManifest, piece: Piece) -> list[Link]:
     """The chain of a manifest with the manifest itself as its last link.
 
-    piece: the manifest's own. Raises `WeightError` when the chain does not end at the base of a delta.
-    """
+    piece: the manifest's own. Raises `WeightError` when the chain does not end at the base of a delta."""
     earlier = list(manifest.chain)
     if manifest.kind == "full":
         own = Link(version=manifest.version, content_hash=manifest.content_hash, full=piece)
@@ -56,14 +55,11 @@ def links_of(manifest: WeightManifest, piece: Piece) -> list[Link]:
 def cheapest(links: Sequence[Link], held: str | None, broken: Collection[str] = ()) -> Plan | None:
     """The way to the last link that takes the fewest bytes; of equal ones that with the fewest steps.
 
-    Args:
-        links: oldest first; the first one's delta leads from nowhere and is not used.
-        held: content hash of the weights at hand, if any.
-        broken: URIs of manifests that cannot be used.
+    links: oldest first; the first one's delta leads from nowhere and is not used. held: content hash of the weights
+    at hand, if any. broken: URIs of manifests that cannot be used.
 
     Returns:
-        The way, or None when there is none.
-    """
+        The way, or None when there is none."""
     best: Plan | None = None
     for index, link in enumerate(links):
         ways: list[Plan] = []

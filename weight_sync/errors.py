@@ -6,8 +6,7 @@ from __future__ import annotations
 class WeightError(RuntimeError):
     """A version cannot be published or used: the message names what is wrong and where.
 
-    No weight of a version that raised it has been handed out.
-    """
+    No weight of a version that raised it has been handed out."""
 
 
 class NotReadableError(WeightError):

@@ -39,15 +39,12 @@ def hub_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over (hub name, full tensor) of a transformers model.
 
-    Args:
-        model: a transformers model; other modules give their own names. FSDP2 and TP models are welcome.
-        gather: called once for each stored tensor, in the same order on every rank. dtype: floating-point
-        tensors of 16 bits or more are cast to it (`weight_sync.transfer_dtype`); None: as
-            they are.
+    model: a transformers model; other modules give their own names. FSDP2 and TP models are welcome. gather: called
+    once for each stored tensor, in the same order on every rank. dtype: floating-point. tensors of 16 bits or more
+    are cast to it (`weight_sync.transfer_dtype`); None: as they are.
 
     Yields:
-        Detached tensors on the device of the model; whole ones on every rank.
-    """
+        Detached tensors on the device of the model; whole ones on every rank."""
     yield from HubNames(model).tensors(gather, dtype=dtype)
 
 
@@ -56,8 +53,7 @@ class Unit:
     """Stored tensors that become hub tensors together.
 
     names: of the stored tensors. n_bytes: of all of them, whole. exact: whether they only move and are cast, so that
-    they may be cast before they are gathered.
-    """
+    they may be cast before they are gathered."""
 
     names: tuple[str, ...]
     n_bytes: int
@@ -69,9 +65,8 @@ class HubNames:
 
     So a copy of its weights can be named later, and by another thread, while the model itself trains on.
 
-    Args:
-        model: see `hub_tensors`; one with adapters of peft's too. lora: what is published of such a one: its weights
-            with the active adapters merged in, or the active adapter alone. without: names that are left out.
+    model: see `hub_tensors`; one with adapters of peft's too. lora: what is published of such a one: its weights with
+    the active adapters merged in, or the active adapter alone. without: names that are left out.
 
     Raises `WeightError`: adapters that cannot be published so."""
 

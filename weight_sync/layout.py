@@ -167,8 +167,7 @@ class DataFile:
     def add(self, name: str, dtype: str, shape: Sequence[int], data: memoryview, value: bytes) -> None:
         """Append one tensor, whose bytes have the digest `value` (see the module's table).
 
-        Raises `WeightError` when its name alone would overflow the header.
-        """
+        Raises `WeightError` when its name alone would overflow the header."""
         row = self._row(name, dtype, shape, len(data))
         needed = self._header_size + len(row.encode()) + 1
         if needed > self._reserved:

@@ -110,8 +110,7 @@ def sources(
 ) -> Iterator[Source]:
     """Yield what to publish of a model with adapters, in the order of its modules.
 
-    Args:
-        model: of peft's, or with adapters injected. stored: its state dict's tensors, aliases left out.
+    model: of peft's, or with adapters injected. stored: its state dict's tensors, aliases left out.
 
     Raises `WeightError`: adapters that cannot be published so; the message names the module."""
     if publishes == "adapter":

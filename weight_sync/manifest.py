@@ -107,8 +107,7 @@ def open_file(
 ) -> dict[str, memoryview]:
     """The stored bytes of the tensors of one data file, every byte of it checked.
 
-    version: the folder of the store in which it lies. Raises `NotReadableError`.
-    """
+    version: the folder of the store in which it lies. Raises `NotReadableError`."""
     key = f"{version}/{file.name}"
     data = store.read(key)
     if len(data) != file.n_bytes:

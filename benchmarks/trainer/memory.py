@@ -142,7 +142,7 @@ def make_models(place: Path, layers: int) -> None:
 
 def _train(trainer: Trainer, first: int, vocabulary: int) -> None:
     """Two optimizer steps of two micro-batches on this data rank."""
-    rng = np.random.default_rng(trainer.data_rank)
+    rng = np.random.default_rng(trainer.group.data_rank)
     mask = np.ones(TOKENS, np.uint8)
     mask[0] = 0
     for step in (first, first + 1):
@@ -150,7 +150,7 @@ def _train(trainer: Trainer, first: int, vocabulary: int) -> None:
             row: TrainSample([Segment(rng.integers(0, vocabulary, TOKENS).astype(np.int32), mask, None)])
             for row in range(4)
         }
-        n_tokens = 4 * (TOKENS - 1) * trainer.data_ranks
+        n_tokens = 4 * (TOKENS - 1) * trainer.group.data_ranks
         trainer.learn(samples, [[0, 1], [2, 3]], lambda _, found, n=n_tokens: -found.logprobs.sum() / n)
         trainer.step(step)
 

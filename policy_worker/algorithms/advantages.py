@@ -43,8 +43,7 @@ class Shaping:
 
     center, scale: over what the mean and the standard deviation (with n − 1) are taken: not at all, the group, or all
     scored samples of the step. The baseline of a sample is shaped by the same numbers as its score, and is part of
-    none of them. Source: the reward normalisation of ROLL.
-    """
+    none of them. Source: the reward normalisation of ROLL."""
 
     center: Over = "none"
     scale: Over = "none"
@@ -227,8 +226,7 @@ class AdvantageConfig:
 def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
     """(A − mean) · rsqrt(var + 1e-8) over the tokens, of which `tokens` have each value; var with N − 1.
 
-    One token alone only loses its mean.
-    """
+    One token alone only loses its mean."""
     total = sum(tokens)
     mean = mean_of(values, tokens) if total else 0.0
     squares = math.fsum(n * (value - mean) ** 2 for n, value in zip(tokens, values, strict=True))

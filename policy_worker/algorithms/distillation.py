@@ -30,8 +30,7 @@ LEAST_REST = 1e-10
 def bounded(teacher: Tensor, logprobs: Tensor) -> Tensor:
     """The teacher's log-probs, no further from the policy's than ±20: a token that it rules out is one of e^−20 of π.
 
-    Bounds without gradient, so that of log π − log q stays 1.
-    """
+    Bounds without gradient, so that of log π − log q stays 1."""
     own = logprobs.detach()
     return torch.minimum(torch.maximum(teacher, own - LOG_RATIO_BOUND), own + LOG_RATIO_BOUND)
 
@@ -55,9 +54,7 @@ def top_k_jsd(policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
     compares how much probability is outside, not where, so this is a lower bound of the divergence over the
     vocabulary, and 0 where the k probabilities agree. With k = vocabulary the tail is empty and it is exact.
 
-    Args:
-        policy, teacher: log-probs of these tokens, [K, k], of distributions over the whole vocabulary.
-    """
+    policy, teacher: log-probs of these tokens, [K, k], of distributions over the whole vocabulary."""
     q, p = _with_rest(teacher), _with_rest(policy)
     m = torch.logaddexp(q + math.log(beta), p + math.log1p(-beta))
     return beta * (q.exp() * (q - m)).sum(1) + (1 - beta) * (p.exp() * (p - m)).sum(1)

@@ -34,8 +34,7 @@ class Outcomes:
     """The scored samples of a step, n of them: score, group and generated tokens of each.
 
     baselines: the score of the greedy sample of each one's group, [n]; empty where groups have none.
-    sources: where the prompt of each comes from (`data_source`), [n]; empty where there is but one.
-    """
+    sources: where the prompt of each comes from (`data_source`), [n]; empty where there is but one."""
 
     scores: Sequence[float]
     groups: Sequence[int]
@@ -72,8 +71,7 @@ class Options:
 class TokenOutcomes:
     """Earnings of the generated tokens of each sample of this rank, [n_i] each, in the order of generation.
 
-    values: what the critic expected before each token, of the same shapes; empty without a critic.
-    """
+    values: what the critic expected before each token, of the same shapes; empty without a critic."""
 
     rewards: Sequence[Tensor]
     values: Sequence[Tensor] = ()
@@ -162,8 +160,7 @@ def grpo(outcomes: Outcomes, options: Options) -> list[float]:
     """Group-relative advantages: (s − mean) / (std + 1e-6), std with n − 1.
 
     A group of one has mean 0 and std 1. `unbiased_advantage` leaves out the division (Dr. GRPO).
-    Sources: GRPO, arXiv 2402.03300, §4.1.2; Dr. GRPO, arXiv 2503.20783, §3.1.
-    """
+    Sources: GRPO, arXiv 2402.03300, §4.1.2; Dr. GRPO, arXiv 2503.20783, §3.1."""
 
     def of_group(scores: list[float]) -> list[float]:
         centred = _centred(scores)
@@ -176,8 +173,7 @@ def grpo(outcomes: Outcomes, options: Options) -> list[float]:
 def rloo(outcomes: Outcomes, options: Options) -> list[float]:
     """The score minus the mean of the others, n / (n − 1) · (s − mean). A group of one keeps its score.
 
-    Source: RLOO, arXiv 2402.14740, eq. 6.
-    """
+    Source: RLOO, arXiv 2402.14740, eq. 6."""
 
     def of_group(scores: list[float]) -> list[float]:
         n = len(scores)
@@ -190,8 +186,7 @@ def rloo(outcomes: Outcomes, options: Options) -> list[float]:
 def reinforce_plus_plus_baseline(outcomes: Outcomes, options: Options) -> list[float]:
     """s − mean of the group (a group of one keeps its score), then whitened over the tokens of the step.
 
-    Source: REINFORCE++, arXiv 2501.03262, §3.3.
-    """
+    Source: REINFORCE++, arXiv 2501.03262, §3.3."""
     return outcomes.per_group(_centred)
 
 
@@ -199,8 +194,7 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, options: Options) -> list[f
 def opo(outcomes: Outcomes, options: Options) -> list[float]:
     """s − Σ len · s / Σ len, the baseline of least variance where a gradient's norm grows with length.
 
-    Source: OPO, arXiv 2505.23585, eq. 9.
-    """
+    Source: OPO, arXiv 2505.23585, eq. 9."""
     found = [0.0] * len(outcomes.scores)
     for rows in outcomes.rows_by_group():
         lengths = [outcomes.tokens[row] for row in rows]
@@ -214,8 +208,7 @@ def opo(outcomes: Outcomes, options: Options) -> list[float]:
 def remax(outcomes: Outcomes, options: Options) -> list[float]:
     """The score minus that of the greedy sample of the same prompt.
 
-    Source: ReMax, arXiv 2310.10505. Raises `BadBatchError`: a group has no greedy sample with a score.
-    """
+    Source: ReMax, arXiv 2310.10505. Raises `BadBatchError`: a group has no greedy sample with a score."""
     if len(outcomes.baselines) != len(outcomes.scores):
         raise BadBatchError(
             'train.train_policy.advantage_estimator = "remax" needs the greedy sample of each group, and this batch '
@@ -228,8 +221,7 @@ def remax(outcomes: Outcomes, options: Options) -> list[float]:
 def gpg(outcomes: Outcomes, options: Options) -> list[float]:
     """α (s − mean of the group), α = n / #{s ≠ mean} over the step: groups that say nothing do not dilute the rest.
 
-    Source: GPG, arXiv 2504.02546, eq. 8 and 9.
-    """
+    Source: GPG, arXiv 2504.02546, eq. 8 and 9."""
     centred = outcomes.per_group(_centred)
     alpha = len(centred) / max(sum(value != 0 for value in centred), 1)
     return [alpha * value for value in centred]
@@ -241,8 +233,7 @@ def pass_at_k(outcomes: Outcomes, options: Options) -> list[float]:
 
     Divided by (std + 1e-6) of the group, unless `unbiased_advantage`. Of several best ones none is ahead. A group of
     one has no second and gets 0.
-    Source: pass@k training, arXiv 2503.19595, §3.
-    """
+    Source: pass@k training, arXiv 2503.19595, §3."""
 
     def of_group(scores: list[float]) -> list[float]:
         found = [0.0] * len(scores)
@@ -269,8 +260,7 @@ def mean_of(values: Sequence[float], weights: Sequence[int] | None = None) -> fl
     """Σ weight · value / Σ weight, or the plain mean: exactly the value where all are equal.
 
     Rounded otherwise, equal scores of 0.7 would all be a little off their mean, and a group that says nothing would
-    seem to say something.
-    """
+    seem to say something."""
     first, weights = values[0], weights or [1] * len(values)
     moved = math.fsum(weight * (value - first) for weight, value in zip(weights, values, strict=True))
     return first + moved / sum(weights)
@@ -287,8 +277,7 @@ def reinforce_plus_plus(tokens: TokenOutcomes, options: Options) -> list[Tensor]
     """The discounted return G_t = r_t + γ G_{t+1}, then whitened over the tokens of the step.
 
     Tokens are those that the policy generated, so a return passes tool output unchanged.
-    Source: REINFORCE++, arXiv 2501.03262, §3.1.
-    """
+    Source: REINFORCE++, arXiv 2501.03262, §3.1."""
     return discounted(tokens.rewards, options.gamma)
 
 
@@ -299,8 +288,7 @@ def gae(tokens: TokenOutcomes, options: Options) -> list[Tensor]:
 
     V_t is the value of what stands before token t. The next token is the next one that the policy generated, so
     values and advantages pass tool output and the turns of others unchanged.
-    Source: GAE, arXiv 1506.02438, eq. 16. Raises `BadBatchError`: the values are missing.
-    """
+    Source: GAE, arXiv 1506.02438, eq. 16. Raises `BadBatchError`: the values are missing."""
     if len(tokens.values) != len(tokens.rewards):
         raise BadBatchError('train.train_policy.advantage_estimator = "gae" needs the values of a critic')
     deltas = [

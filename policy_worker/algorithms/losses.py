@@ -37,8 +37,7 @@ class PolicyTokens:
     that sample, floating. positive: whether its reward is above 0. ref_logprobs: of the reference model; needed where
     `kl_beta` is not 0. behaviour_logprobs: of the policy that made the tokens; None: that is π_old. weights:
     factors of the policy loss; None: 1. full_kl: to the reference over the vocabulary, if `kl_type` is "full".
-    taught: what teachers add to the loss of each token; None without teachers.
-    """
+    taught: what teachers add to the loss of each token; None without teachers."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -58,8 +57,7 @@ class PolicyTokens:
     def inside(self) -> PolicyTokens:
         """The same with 0 for every number outside of the mask, so that no formula and no gradient meets NaN there.
 
-        Masking what comes out of a formula is not enough: 0 · NaN in its backward pass is NaN again.
-        """
+        Masking what comes out of a formula is not enough: 0 · NaN in its backward pass is NaN again."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
             self,
@@ -173,8 +171,7 @@ def grpo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
 
     Sources: PPO, arXiv 1707.06347, eq. 7; dual clip, arXiv 1912.09729, eq. 5; GRPO, arXiv 2402.03300, eq. 3;
     unequal bounds (clip-higher), DAPO, arXiv 2503.14476, eq. 10. With `rho` −min(ρ, rho) A instead: AIPO, LlamaRL,
-    arXiv 2505.24034, eq. 5.
-    """
+    arXiv 2505.24034, eq. 5."""
     ratio = _ratio(tokens)
     advantages = tokens.advantages
     if clip.rho is not None:
@@ -194,8 +191,7 @@ def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
 
     whose value is the sequence's ratio and whose gradient is each token's own. Clipped, no dual clip. Its loss is a
     mean over sequences by definition, whatever `loss_type` says.
-    Source: GSPO, arXiv 2507.18071, eq. 7 and 14 to 16.
-    """
+    Source: GSPO, arXiv 2507.18071, eq. 7 and 14 to 16."""
     log_ratio = tokens.logprobs - tokens.old_logprobs
     mean = segment_mean(log_ratio, tokens.mask, tokens.sample, tokens.n_samples)[tokens.sample].detach()
     ratio = (log_ratio - log_ratio.detach() + mean).clamp(max=GSPO_LOG_RATIO_MAX).exp()
@@ -207,8 +203,7 @@ def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
 def cispo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """−sg(clip(ρ)) A log π: the weight is clipped, and every token keeps its gradient.
 
-    Source: CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
-    """
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5."""
     ratio = _ratio(tokens)
     weight = clip(ratio.detach())
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, ratio, weight != ratio)
@@ -225,8 +220,7 @@ def geo_mean(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """−A (Π ρ_t)^(1/n) of each sequence, with log ρ_t clipped to [−ε_low, ε_high] on the side that A points to.
 
     Each token of a sequence has the sequence's loss, with its mean advantage; the mean over its tokens is that again.
-    Source: GMPO, arXiv 2507.20673, eq. 4, with the clip of verl's `geo_mean`.
-    """
+    Source: GMPO, arXiv 2507.20673, eq. 4, with the clip of verl's `geo_mean`."""
     log_ratio, advantages = _log_ratio(tokens), tokens.advantages
     sign = advantages.sign()
     bounded = log_ratio.clamp(-clip.low if clip.low >= 0 else None, clip.high if clip.high >= 0 else math.inf)
@@ -245,8 +239,7 @@ SAPO_TEMPERATURES = 1.0, 1.05
 def sapo(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
     """−f(ρ) A, f(ρ) = 4 σ(τ (ρ − 1)) / τ: a soft gate in place of the clip.
 
-    Source: SAPO, arXiv 2511.20347, eq. 5 and 6.
-    """
+    Source: SAPO, arXiv 2511.20347, eq. 5 and 6."""
     ratio, advantages = _ratio(tokens), tokens.advantages
     up, down = SAPO_TEMPERATURES
     tau = torch.where(advantages > 0, torch.full_like(ratio, up), torch.full_like(ratio, down))
@@ -288,10 +281,7 @@ def masked_max(x: Tensor, mask: Tensor) -> Tensor:
 def segment_mean(x: Tensor, mask: Tensor, segment: Tensor, n_segments: int) -> Tensor:
     """Masked mean of each segment, [n_segments].
 
-    Args:
-        x: values, [K]. mask: bool, [K].
-        segment: which segment each value belongs to, int64 [K], in [0, n_segments).
-    """
+    x: values, [K]. mask: bool, [K]. segment: which segment each value belongs to, int64 [K], in [0, n_segments)."""
     kept = torch.where(mask, x, torch.zeros_like(x))
     sums = x.new_zeros(n_segments).index_add(0, segment, kept)
     counts = x.new_zeros(n_segments).index_add(0, segment, mask.to(x.dtype))

@@ -25,10 +25,7 @@ def shared_prefixes(
 
     That is the longest prefix shared with a response of another score, or 0 if that is shorter than `minimum`.
 
-    Args:
-        responses: generated tokens of the samples of one group, [n_i] each.
-        scores: one for each of them.
-    """
+    responses: generated tokens of the samples of one group, [n_i] each. scores: one for each of them."""
     found = [0] * len(responses)
     for i, mine in enumerate(responses):
         for j in range(i):
@@ -70,8 +67,7 @@ class Rejection:
     kind: single tokens, or whole samples by the product or the geometric mean of ρ over their tokens. below, above:
     bounds of ρ. off_policy: samples of a negative advantage with a mean log π_behaviour − log π_old above it.
     Sources: rejection sampling of sequences, as verl has it; off-policy sequence mask, DeepSeek-V3.2,
-    arXiv 2512.02556, eq. 9.
-    """
+    arXiv 2512.02556, eq. 9."""
 
     kind: Literal["none", "token", "sequence", "geometric"] = "none"
     below: float | None = None
@@ -113,8 +109,7 @@ class SampleMasks:
 
     truncated: answers that end at their longest. mean_score_above, mean_score_below: groups whose mean score is not
     between these, both excluded. failed_from_tokens: answers of a score of 0 or less that are at least so long.
-    Source: the masks of ROLL (max_len_mask, difficulty_mask, error_max_len_clip).
-    """
+    Source: the masks of ROLL (max_len_mask, difficulty_mask, error_max_len_clip)."""
 
     truncated: bool = False
     mean_score_above: float | None = None

@@ -80,8 +80,7 @@ class Normalizers:
     """Counts over the whole optimizer step: all micro-batches, ranks and replicas.
 
     tokens: N, tokens that count. samples: M, samples that count. positive_tokens: N⁺, tokens of those samples whose
-    reward is above 0.
-    """
+    reward is above 0."""
 
     tokens: int
     samples: int
@@ -137,8 +136,7 @@ def policy_objective(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
     """½ max((v − R)², (v_old + clip(v − v_old, ± c) − R)²) of each token, [K]; all [K].
 
-    Source: the clipped value loss of PPO's reference implementation (Engstrom et al., arXiv 2005.12729, §3).
-    """
+    Source: the clipped value loss of PPO's reference implementation (Engstrom et al., arXiv 2005.12729, §3)."""
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
 
@@ -149,8 +147,7 @@ class Correction:
 
     kind: a ratio for each token, or the product over those of its sequence that count. cap: where weights are cut.
     drops: a weight above the cap is 0 instead, so the token has no loss (it still counts in N).
-    Sources: decoupled PPO, arXiv 2505.24298 (AReaL), eq. 5; truncated importance sampling, as verl has it.
-    """
+    Sources: decoupled PPO, arXiv 2505.24298 (AReaL), eq. 5; truncated importance sampling, as verl has it."""
 
     kind: Literal["token", "sequence"]
     cap: float | None
@@ -184,13 +181,11 @@ def token_weights(
 ) -> Tensor:
     """w_k of each token, [K].
 
-    Args:
-        sample_tokens: |m_i| of the sample that each token belongs to, floating, [K].
-        max_tokens: L, with "seq-mean-token-mean" only.
+    sample_tokens: |m_i| of the sample that each token belongs to, floating, [K]. max_tokens: L, with
+    "seq-mean-token-mean" only.
 
     Sources: token-mean, DAPO, arXiv 2503.14476, eq. 12; seq-mean-token-mean, GRPO, arXiv 2402.03300, eq. 3;
-    the constant L, Dr. GRPO, arXiv 2503.20783, §3.1.
-    """
+    the constant L, Dr. GRPO, arXiv 2503.20783, §3.1."""
     if loss_type == "token-sum":
         return torch.ones_like(sample_tokens)
     if loss_type == "token-mean":
@@ -207,8 +202,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
 
     k3 is clamped at `K3_BOUND`.
     "full" is no estimate of one token's: see `policy_worker.model.logprobs.token_kl`.
-    Source: J. Schulman, "Approximating KL Divergence" (2020).
-    """
+    Source: J. Schulman, "Approximating KL Divergence" (2020)."""
     if kind == "k3":
         return k3(logprobs, ref_logprobs).clamp(max=K3_BOUND)
     d = logprobs - ref_logprobs
@@ -219,8 +213,7 @@ def adapted(beta: float, kl: float, target: float, samples: int, horizon: int) -
     """The next coefficient of an adaptive KL: β (1 + clip(kl / target − 1, ±0.2) · samples / horizon).
 
     Samples beyond the horizon count as the horizon: β stays positive, and changes by a fifth at most.
-    Source: Ziegler et al., arXiv 1909.08593, §2.2.
-    """
+    Source: Ziegler et al., arXiv 1909.08593, §2.2."""
     return beta * (1 + max(-0.2, min(kl / target - 1, 0.2)) * min(samples / horizon, 1.0))
 
 
@@ -229,7 +222,6 @@ def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     `expm1` keeps it exact near d = 0, where e^d − 1 would lose every digit in float32. d is clamped to ±20, so that
     a sum stays finite.
-    Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3.
-    """
+    Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3."""
     d = (log_q - log_p).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.expm1(d) - d

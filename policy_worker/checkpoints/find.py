@@ -60,8 +60,7 @@ def is_ancestor(older: Manifest, newer: Manifest) -> bool:
 def complete_in(directory: Path, steps: range | None = None) -> tuple[list[Found], list[str]]:
     """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there.
 
-    steps: look at no others.
-    """
+    steps: look at no others."""
     found, damage = [], []
     for step, path in named_in(directory):
         if steps is not None and step not in steps:
@@ -149,8 +148,7 @@ class Resumption:
     """The checkpoint that is resumed from, proven whole.
 
     step: committed steps of this run that its weights stand for: the checkpoint's, or 0 where only the weights are
-    taken along (see `contents`). own: of the run that continues.
-    """
+    taken along (see `contents`). own: of the run that continues."""
 
     found: Found
     step: int
@@ -185,8 +183,7 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
 def first_whole(group: Group, paths: Iterable[str], damage: list[str]) -> Found | None:
     """The first of these checkpoints of which every byte is as written; the ranks share the reading. A collective.
 
-    damage: what was seen before, if anything; what is wrong with those that are passed over is added to it.
-    """
+    damage: what was seen before, if anything; what is wrong with those that are passed over is added to it."""
     for path in map(Path, paths):
         found = look(path)
         mine = faults(path, found.manifest.files, share_of(found.manifest.files, group.rank, group.world))

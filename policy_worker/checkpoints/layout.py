@@ -58,8 +58,7 @@ class FileFacts(_Facts):
 class ScheduleFacts(_Facts):
     """The learning-rate schedule: fields of `policy_worker.trained.lr_schedule.Schedule`, and the rates at factor 1.
 
-    further_lrs: of the optimizers after the first.
-    """
+    further_lrs: of the optimizers after the first."""
 
     peak_lr: float
     further_lrs: tuple[float, ...] = ()

@@ -20,20 +20,19 @@ from policy_worker.checkpoints.state import (
     CRITIC,
     CRITIC_OPTIMIZER,
     EMA,
-    MODEL,
     OPTIMIZER,
     REFERENCE,
+    average_state,
     base_digest,
-    load_average_state,
     load_loss_scales,
     load_model_state,
-    load_optimizer_state,
-    load_reference_state,
+    load_state,
+    optimizer_state,
+    reference_state,
     restore_rng,
 )
-from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.errors import CheckpointError
-from policy_worker.model.model import Backbone
+from policy_worker.model.model import Backbone, PolicyModel
 from policy_worker.parallel.group import Group
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.lr_schedule import Schedule
@@ -167,12 +166,10 @@ def load(resumption: Resumption, trainer: Trainer, config: Config, rows: DataFac
         if parts.extra and resumption.step:
             check_data(manifest.data, None if rows is None else rows.at(resumption.step))
         if parts.weights == "state":
-            with StateFiles(state_files(resumption.path, MODEL)) as files:
-                load_model_state(trainer.model, files)
+            load_model_state(trainer.model, resumption.path)
         check_base("policy", manifest, trainer.model, config, trainer.group)
         if parts.optimizer:
-            with StateFiles(state_files(resumption.path, OPTIMIZER)) as files:
-                load_optimizer_state(trainer, files)
+            load_state(resumption.path, optimizer_state(trainer), OPTIMIZER, trainer.model)
             load_loss_scales(trainer, manifest.loss_scales)
         if parts.extra and resumption.step:
             _restore_reference(resumption, trainer)
@@ -211,8 +208,10 @@ def _restore_reference(resumption: Resumption, trainer: Trainer) -> None:
             f"{trainer.reset_interval} has reset it before step {resumption.step}: leave the key out, or begin the "
             f"run anew from its export"
         )
-    with StateFiles(files) as opened:
-        load_reference_state(trainer, opened)
+    if isinstance(trainer.reference, PolicyModel):
+        load_model_state(trainer.reference, resumption.path, REFERENCE)
+    else:
+        load_state(resumption.path, reference_state(trainer), REFERENCE, trainer.model)
 
 
 def _restore_critic(resumption: Resumption, trainer: Trainer, config: Config, optimizer: bool) -> None:
@@ -225,12 +224,10 @@ def _restore_critic(resumption: Resumption, trainer: Trainer, config: Config, op
         if trainer.group.leads:
             log.warning("checkpoint %s holds no critic: it begins anew", resumption.path)
         return
-    with StateFiles(weights) as files:
-        load_model_state(critic.model, files, CRITIC)
+    load_model_state(critic.model, resumption.path, CRITIC)
     check_base("critic", resumption.found.manifest, critic.model, config, critic.group)
     if optimizer and moments:
-        with StateFiles(moments) as files:
-            load_optimizer_state(critic, files, CRITIC_OPTIMIZER)
+        load_state(resumption.path, optimizer_state(critic, CRITIC_OPTIMIZER), CRITIC_OPTIMIZER, critic.model)
 
 
 def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -> None:
@@ -243,8 +240,7 @@ def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -
             )
         return
     if files:
-        with StateFiles(files) as opened:
-            load_average_state(trainer, opened)
+        load_state(resumption.path, average_state(trainer), EMA, trainer.model)
         return
     trainer.ema.reset()
     if trainer.group.leads:

@@ -40,10 +40,8 @@ def expired(
 ) -> list[Found]:
     """List what to delete.
 
-    Args:
-        complete: all complete checkpoints. newest: the one that `latest` names. preferred: the best validated one.
-        held: those being read right now. max_keep: how many stay; -1: all.
-    """
+    complete: all complete checkpoints. newest: the one that `latest` names. preferred: the best validated one. held:
+    those being read right now. max_keep: how many stay; -1: all."""
     if max_keep < 0:
         return []
     protected = [found for found in complete if found in (newest, preferred) or found in held]
@@ -60,7 +58,7 @@ def order(found: Found, newest: Found) -> tuple[bool, int, int]:
 class Housekeeper:
     """Rank 0's. Nothing here ends a run: what cannot be deleted is said, and stays."""
 
-    def __init__(self, root: Path, settings: CheckpointConfig, uploader: Uploader | None = None) -> None:
+    def __init__(self, root: Path, settings: CheckpointConfig, uploader: Uploader) -> None:
         self._root, self._settings = root, settings
         self.uploader = uploader
         """It holds what it has not uploaded yet."""
@@ -80,19 +78,16 @@ class Housekeeper:
     def _tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
         complete = complete_in(self._root)[0]
         preferred = self._preferred(complete, newest, scores)
-        held = [one for one in complete if self._is_held(one.path)]
+        held = [one for one in complete if self.uploader.holds(one.path)]
         for one in expired(complete, newest, preferred, held, self._settings.max_keep):
             directory.remove(one.path)
             log.info("deleted checkpoint %s: max_keep = %d", one.path, self._settings.max_keep)
         path = self._resumed_from
-        if path is not None and path != newest.path and not self._is_held(path):
+        if path is not None and path != newest.path and not self.uploader.holds(path):
             self._resumed_from = None
             if path.exists() and (preferred is None or path != preferred.path):
                 directory.remove(path)
                 log.info("deleted checkpoint %s: delete_after_load = true", path)
-
-    def _is_held(self, path: Path) -> bool:
-        return self.uploader is not None and self.uploader.holds(path)
 
     def _preferred(self, complete: list[Found], newest: Found, scores: Mapping[int, float]) -> Found | None:
         """The best validated one, by what the controller knows and, where that has begun anew, by the note."""

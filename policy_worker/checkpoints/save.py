@@ -60,8 +60,7 @@ class Rhythm:
         """Whether to save after `step` committed steps.
 
         last: no step follows. epochs, epochs_before: passes over the data that are complete now, and were when this
-        was asked last.
-        """
+        was asked last."""
         if not self.enabled:
             return False
         by_epoch = self.epochs > 0 and epochs // self.epochs > epochs_before // self.epochs
@@ -108,8 +107,8 @@ class Checkpointer:
         patience = config.controller.controller_lost_timeout
         self._group = trainer.group.sibling(patience) if asynchronous else trainer.group
         self._caller: Caller | None = None if session is None else session.another()
-        self._uploader: Uploader | None = None
-        self._housekeeper = Housekeeper(self._directory, self._settings)
+        self._uploader = Uploader((), Path(reply.run_dir))
+        self._housekeeper = Housekeeper(self._directory, self._settings, self._uploader)
         self._reply, self._leads = reply, False
         self._template: str | None = None
         self.export_files: Files = {}
@@ -179,8 +178,7 @@ class Checkpointer:
         """Whether to save now: by frequency, at the end, or because it was asked for. A collective.
 
         epochs: passes over the data that are complete after `step` committed steps; None: as many as so many batches
-        of rows make.
-        """
+        of rows make."""
         if epochs is None:
             epochs = 0 if self._data is None else self._data.at(step).position // self._data.rows
         before, self._epochs = self._epochs, max(self._epochs, epochs)
@@ -290,8 +288,7 @@ class Checkpointer:
         assert self._caller is not None
         request = m.CheckpointRequest(**self._session.identity(), step=found.step, path=str(found.path))
         reply = self._caller.call(api.checkpoint(request))
-        if self._uploader is not None:
-            self._uploader.offer(found.path, found.step, final=False)
+        self._uploader.offer(found.path, found.step, final=False)
         self._housekeeper.tidy(found, reply.scores)
 
     # ---- look after it ----------------------------------------------------------------------------------------
@@ -305,8 +302,7 @@ class Checkpointer:
         if self._background.busy and self._trainer.group.any(self._background.failed):
             self.wait()
             raise CheckpointSaveError("another rank could not finish its checkpoint: its log says why")
-        if self._uploader is not None:
-            self._uploader.raise_if_failed()
+        self._uploader.raise_if_failed()
 
     def wait(self) -> None:
         """Wait for the save that is under way. Raises as `check`."""
@@ -316,17 +312,14 @@ class Checkpointer:
         """Rank 0 hands the final export to the uploader, if there is one; it comes last, after the last checkpoint.
 
         Raises `CheckpointSaveError`: see `check`."""
-        if self._uploader is not None:
-            self.wait()
-            self._uploader.offer(export, step, final=True)
+        self.wait()
+        self._uploader.offer(export, step, final=True)
 
     def finish(self) -> bool:
         """Before leaving: whether everything that was begun is complete; what is not goes on with the next start.
 
         Raises `CheckpointSaveError`, `UploadFailedError`: see `check`."""
         self.wait()
-        if self._uploader is None:
-            return True
         return self._uploader.finish(leaving=lambda: bool(self._shutdown))
 
     def close(self, seconds: float) -> None:
@@ -336,7 +329,6 @@ class Checkpointer:
                 log.error("a checkpoint is still being written after %.0f s: left unfinished", seconds)
         except Exception:
             log.exception("the checkpoint that was being written has failed")
-        if self._uploader is not None:
-            self._uploader.close()
+        self._uploader.close()
         if self._caller is not None:
             self._caller.close()

@@ -195,9 +195,8 @@ def _code(name: str, revision: str | None, settings: str, find: FindFile) -> dic
     path = find(name, revision, settings)
     data = None if path is None else _object(path.read_bytes())
     references = _texts((data or {}).get("auto_map"))
-    modules = [
-        each.partition(".")[0] for each in references if "--" not in each
-    ]  # else it is another repository's
+    # With "--" it is another repository's.
+    modules = [each.partition(".")[0] for each in references if "--" not in each]
     files: dict[str, bytes] = {}
     while modules:
         module = modules.pop()

@@ -38,12 +38,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from policy_worker.checkpoints.layout import rng_file
+from policy_worker.checkpoints.layout import rng_file, state_files
 from policy_worker.checkpoints.storage import State, StateFiles, differences
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
+from policy_worker.memory.offload import local_of
 from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import Backbone
-from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.model import TrainedModel
@@ -163,8 +163,7 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
     """By kind, what this rank has to write: of what several ranks hold alike the first one writes it.
 
     A reference model that is reset, or within the policy, and a moving average come with `extra`; a critic always,
-    since no export holds it, and its optimizer with that of the policy.
-    """
+    since no export holds it, and its optimizer with that of the policy."""
     found: dict[str, State] = {}
     if MODEL in contents:
         found[MODEL] = model_state(trainer.model)
@@ -198,33 +197,24 @@ def _is_first(model: Backbone, group: Group | None, key: str, tensor: Tensor) ->
     return all(at == 0 for p, at in zip(tensor.placements, place, strict=True) if isinstance(p, Replicate))
 
 
-def load_model_state(model: Backbone, files: StateFiles, prefix: str = MODEL) -> None:
-    """Raises `CheckpointError`: the weights are of another model."""
+def load_model_state(model: Backbone, directory: Path, prefix: str = MODEL) -> None:
+    """Read a model's weights from a checkpoint. Raises `CheckpointError`: they are of another model."""
     state = model_state(model, prefix)
-    _load(files, state, prefix, model)
+    load_state(directory, state, prefix, model)
     loaded = {key.removeprefix(f"{prefix}."): tensor for key, tensor in state.items()}
     set_model_state_dict(model, get_model_state_dict(model) | loaded)
 
 
-def load_reference_state(trainer: Trainer, files: StateFiles) -> None:
-    """Raises `CheckpointError`: it is of another model."""
-    if isinstance(trainer.reference, EarlierPolicy):
-        _load(files, reference_state(trainer), REFERENCE, trainer.model)
-    elif trainer.reference is not None:
-        load_model_state(trainer.reference, files, REFERENCE)
+def load_state(directory: Path, state: State, prefix: str, model: Backbone) -> None:
+    """Fill the tensors of a state of a model from a checkpoint. prefix: the kind of state.
+
+    Raises `CheckpointError`: what was saved is of another model or optimizer."""
+    with StateFiles(state_files(directory, prefix)) as files:
+        _check_same(files, state, prefix, model)
+        files.load(state)
 
 
-def load_average_state(trainer: Trainer, files: StateFiles) -> None:
-    """Raises `CheckpointError`: it is of another model."""
-    _load(files, average_state(trainer), EMA, trainer.model)
-
-
-def load_optimizer_state(trained: TrainedModel, files: StateFiles, prefix: str = OPTIMIZER) -> None:
-    """A collective. Raises `CheckpointError`: the state is of another model or optimizer."""
-    _load(files, optimizer_state(trained, prefix), prefix, trained.model)
-
-
-def _load(files: StateFiles, state: State, prefix: str, model: Backbone) -> None:
+def _check_same(files: StateFiles, state: State, prefix: str, model: Backbone) -> None:
     stages = model.stages
     saved = {
         key: meta
@@ -247,7 +237,6 @@ def _load(files: StateFiles, state: State, prefix: str, model: Backbone) -> None
             f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
             f"from with {owner}.model_name_or_path{optimizer}{adapters}{frozen}"
         )
-    files.load(state)
 
 
 def weights_from(files: StateFiles, prefix: str = "lm.") -> Callable[[str, Tensor], Tensor]:

@@ -114,8 +114,7 @@ def write_pieces(path: Path, pieces: list[Piece]) -> FileFacts:
 class Staging:
     """Copies of pieces in host memory, so that training may go on while they are written.
 
-    The memory is kept for the next save: the first touch of fresh pages costs more than the copy itself.
-    """
+    The memory is kept for the next save: the first touch of fresh pages costs more than the copy itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._pin, self._copies = device.type == "cuda", dict[str, Tensor]()

@@ -54,8 +54,7 @@ class Draft:
 
     pieces: by kind; the model's also where only its export is kept, those of a frozen base only for an export.
     manifest: without its files. ledger, exporter: rank 0's alone. template: the job's own chat template, if it has
-    one.
-    """
+    one."""
 
     unfinished: Path
     lock: IO[bytes]

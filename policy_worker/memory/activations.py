@@ -105,8 +105,7 @@ def _kept_on_host(kind: Any) -> type[nn.Module]:
 class _Kept:
     """The tensors that one call of a layer keeps: each storage once, however many tensors view it.
 
-    Left where they are: weights, what the layer is given without gradient (positions, masks), and small tensors.
-    """
+    Left where they are: weights, what the layer is given without gradient (positions, masks), and small tensors."""
 
     def __init__(self, layer: nn.Module, given: list[Tensor]) -> None:
         self._weights = [module._parameters for module in layer.modules() if module._parameters]

@@ -26,8 +26,7 @@ NUMBERS = 2**24
 def mapped(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
     """The same tensor of moved parts: those of ranks (DTensor), codes and scales (8 bits), or the tensor itself.
 
-    `DTensor.from_local` would bring a part to the device of its mesh, wherever it is meant to be.
-    """
+    `DTensor.from_local` would bring a part to the device of its mesh, wherever it is meant to be."""
     tensor = tensor.detach()
     if not is_traceable_wrapper_subclass(tensor):
         return move(tensor)
@@ -58,7 +57,8 @@ def synchronise(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _local(tensor: Any) -> Tensor:
+def local_of(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor, or all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -78,15 +78,15 @@ class Gradients:
         if kept is None:
             self.kept[parameter] = on_host(gradient)
         else:  # of an earlier micro-batch
-            _local(kept).add_(_local(gradient).to("cpu"))
+            local_of(kept).add_(local_of(gradient).to("cpu"))
 
     def bring_back(self) -> None:
         """Give each parameter its gradient."""
-        for device in {_local(parameter).device for parameter in self.kept}:
+        for device in {local_of(parameter).device for parameter in self.kept}:
             synchronise(device)
         while self.kept:  # each leaves the host as it arrives
             parameter, kept = self.kept.popitem()
-            parameter.grad = on_device(kept, _local(parameter).device)
+            parameter.grad = on_device(kept, local_of(parameter).device)
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def states_here(
     for parameter in parameters:
         for name, value in _moments(states, parameter):
             kept[parameter, name] = value
-            states[parameter][name] = on_device(value, _local(parameter).device)
+            states[parameter][name] = on_device(value, local_of(parameter).device)
     yield
     for parameter in parameters:
         for name, value in _moments(states, parameter):
@@ -130,7 +130,7 @@ def in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     numbers = 0
     for parameter in parameters:
         part.append(parameter)
-        numbers += _local(parameter).numel()
+        numbers += local_of(parameter).numel()
         if numbers >= NUMBERS:
             yield part
             part, numbers = [], 0

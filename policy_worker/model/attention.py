@@ -52,16 +52,14 @@ class Context(Protocol):
     def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
         """From outputs of its tokens [k, …], a tensor or tuples, to those of all tokens [K, …], with gradient.
 
-        pieces: int64 [k] for each process, which of the K tokens are its own.
-        """
+        pieces: int64 [k] for each process, which of the K tokens are its own."""
 
 
 class Scattered:
     """One process with all of a row, whose positions are scattered among others: a context for probes.
 
     A model that acts on single positions outside of its attention computes the same of them as of the row itself.
-    heads: how many its layers were seen to have. places: where the positions are among `length`.
-    """
+    heads: how many its layers were seen to have. places: where the positions are among `length`."""
 
     def __init__(self, places: Tensor, length: int) -> None:
         self.places, self._length, self.heads = places, length, set[int]()
@@ -86,8 +84,7 @@ class Block(NamedTuple):
     """One block: it begins at `start` of the row, with `shared` positions; then come those of `samples` samples.
 
     own: [samples · width], where in the row the positions of each sample are, padded with any. back: where in that
-    each own position is, in the order of the row. mask: [width, shared + width]; None without shared positions.
-    """
+    each own position is, in the order of the row. mask: [width, shared + width]; None without shared positions."""
 
     start: int
     shared: int
@@ -257,8 +254,7 @@ def flash_of(function: Callable[..., Any], version: int) -> Flash:
     """`flash_attn_func` of a version's module, under the arguments that they have in common.
 
     From 2.1 on causal queries are the last ones of the keys' positions (Dao-AILab/flash-attention, README), which is
-    how own positions see those that they share. No window is (-1, -1) in versions 2 and 3, (None, None) in 4.
-    """
+    how own positions see those that they share. No window is (-1, -1) in versions 2 and 3, (None, None) in 4."""
     endless = None if version == 4 else -1
 
     def attention(

@@ -67,8 +67,7 @@ class Answer(NamedTuple):
     """Tokens `first` to `last` of the K: one uninterrupted answer; its prompt and itself in `Drawn.ids`.
 
     begin: where among the K it would begin if all of it were there: `first`, or before. held: ids that may not be
-    among its first `min_tokens`.
-    """
+    among its first `min_tokens`."""
 
     first: int
     last: int
@@ -84,8 +83,7 @@ class Drawn:
 
     ids: int64, the tokens of prompts and answers. kept_ids, kept_rows: int64 [N], an id and which of the K tokens may
     be it. starts: int64 [K + 1], where the entries of each begin. whole: bool [K], tokens that may be any id.
-    first_id: what the first column of the logits is of; see `among`.
-    """
+    first_id: what the first column of the logits is of; see `among`."""
 
     reshaping: Reshaping
     answers: Sequence[Answer]
@@ -146,8 +144,7 @@ class Drawn:
     def apply(self, logits: Tensor, first: int, temperature: float, with_slope: bool) -> Tensor | None:
         """Turn logits [c, V] of the tokens from `first` on into z, in place.
 
-        Returns: ∂z/∂x T where it is asked for and is not 1 everywhere, [c, V].
-        """
+        Returns: ∂z/∂x T where it is asked for and is not 1 everywhere, [c, V]."""
         how, rows, slope = self.reshaping, slice(first, first + len(logits)), None
         self._forbid_ends(logits, rows)
         if how.repetition != 1.0:
@@ -180,8 +177,7 @@ class Drawn:
     def _counts(self, logits: Tensor, rows: slice, *, with_prompt: bool) -> Tensor:
         """How often each id precedes each of these tokens in its answer, and in its prompt too if asked for.
 
-        int32 [c, V]: integers add up to the same in any order, on a GPU too.
-        """
+        int32 [c, V]: integers add up to the same in any order, on a GPU too."""
         found = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
         for answer in self.answers:
             first, last = max(answer.first, rows.start), min(answer.last, rows.stop)

@@ -17,8 +17,7 @@ from torch import Tensor
 class VocabularyShard(NamedTuple):
     """Which ids the rows of an output matrix are of, on this rank of a group: those from `first` on.
 
-    Ranks have rows in their order, at least one each; how many may differ.
-    """
+    Ranks have rows in their order, at least one each; how many may differ."""
 
     group: dist.ProcessGroup
     first: int
@@ -28,8 +27,7 @@ class Head(NamedTuple):
     """How a model makes logits of hidden states: weight [V, D], bias [V], factor s and cap c of the formula above.
 
     vocabulary: where weight and bias have the rows of some ids only. Whatever is computed of hidden states, which are
-    the same on all ranks of its group, is over all ids then, and the same on all ranks.
-    """
+    the same on all ranks of its group, is over all ids then, and the same on all ranks."""
 
     weight: Tensor
     bias: Tensor | None = None

@@ -45,8 +45,7 @@ class TokenOutputs(NamedTuple):
     """Per token, [K]: log-prob of the label, entropy of the distribution, whether the label was the likeliest.
 
     kl: to `Beside`, where there is one. hidden: the states that all of it comes from, [K, D], where asked for.
-    more: what the caller computes of states and output head (see `PolicyModel.forward`).
-    """
+    more: what the caller computes of states and output head (see `PolicyModel.forward`)."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -116,8 +115,7 @@ def logprobs_at(
 ) -> Tensor:
     """Log-probs, with gradient, of several tokens at each position, [K, k].
 
-    ids: int64 [K, k], different ones at each position. Other arguments as of `token_logprobs`.
-    """
+    ids: int64 [K, k], different ones at each position. Other arguments as of `token_logprobs`."""
     return _outputs(hidden, head, ids, temperature, chunk_elements)[0]
 
 
@@ -243,8 +241,7 @@ class _Outputs(torch.autograd.Function):
 class _Slopes(NamedTuple):
     """Gradients of z, but for what 1[y] adds: exp(z − m) (level + tilt (z − m) + lean (z − m − z' + m')).
 
-    All [K], m and m' the largest z and z'.
-    """
+    All [K], m and m' the largest z and z'."""
 
     largest: Tensor
     largest_other: Tensor | None
@@ -397,8 +394,7 @@ def _scores(
 ) -> tuple[Tensor, Tensor | None]:
     """z of the tokens of a part, [chunk, V], in the beginning of the buffer.
 
-    With `slopes` also the derivative of z by s (h Wᵀ + b) / T, [chunk, V], where it is not 1 everywhere.
-    """
+    With `slopes` also the derivative of z by s (h Wᵀ + b) / T, [chunk, V], where it is not 1 everywhere."""
     temperature = how.temperature if how.drawn is None else 1.0
     z, slope = logits_into(hidden, head, temperature, buffer[: len(hidden)]), None
     if slopes and head.softcap is not None:  # 1 − tanh²

@@ -82,8 +82,7 @@ class TrainSample:
     versions: which weight version made each of its learned tokens, [n]; empty in SFT, where none did.
     earned: what of its score each of them earned beyond the rest of it, which is the last one's, [n]; sums to 0.
     None: the last one earned all of it.
-    held: ids that could not be drawn as one of the first `min_tokens`; None: there was no such number.
-    """
+    held: ids that could not be drawn as one of the first `min_tokens`; None: there was no such number."""
 
     segments: list[Segment]
     versions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -186,8 +185,7 @@ class MicroBatch:
     blocks: of the attention, where all sequences are in one row. drawn: what the tokens of this rank's piece were
     drawn from, where that is not the model's softmax. pieces: int64 [k] each, which of the K tokens each piece
     predicts, rising; empty where rows are whole. piece: this rank's. routing: what the engine's routers chose for the
-    positions, where it is replayed.
-    """
+    positions, where it is replayed."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -220,8 +218,7 @@ class Layout:
     models whose attention takes no blocks. reshaping: what changes the distribution that tokens are drawn from.
     pieces: into how many the rows are cut. piece: this rank's. parts: into how many a piece is cut within the model.
     The length of rows is a multiple of both together. mixtures: of the model that chooses experts as the engine did;
-    None: it chooses for itself.
-    """
+    None: it chooses for itself."""
 
     packed: bool
     vocabulary: int
@@ -358,8 +355,7 @@ def _prompts(segments: Sequence[Segment], replays: bool) -> list[tuple[int, list
 
     Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts; and
     where experts are replayed by these, too. Their weights may differ at the last token of a prompt, which engines
-    compute for each answer and round differently.
-    """
+    compute for each answer and round differently."""
     found: dict[bytes, list[int]] = {}
     sizes = []
     for number, segment in enumerate(segments):

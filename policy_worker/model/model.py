@@ -76,8 +76,7 @@ class Backbone(nn.Module):
         No mask and no cache: sequences in a row are kept apart by blocks, or by their positions.
 
         entry: the stage that runs, of a model that is cut into some; those before the last end before the norm, and
-        have a part of the positions alone where these are split between layers.
-        """
+        have a part of the positions alone where these are split between layers."""
         more: dict[str, Any] = {"blocks": Blocks(blocks)} if blocks and self.takes_blocks else {}
         if self.context is not None:
             input_ids, position_ids = self.context.cut(input_ids), self.context.cut(position_ids)
@@ -183,8 +182,7 @@ class ValueModel(Backbone):
     def forward(self, batch: MicroBatch, entry: Entry | None = None) -> Tensor:
         """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64).
 
-        entry: see `PolicyModel.forward`.
-        """
+        entry: see `PolicyModel.forward`."""
         picked = self._of_batch(batch, entry)
         if not goes_to_head(entry):
             return picked
@@ -217,8 +215,7 @@ class PolicyModel(Backbone):
 
         more: computes `TokenOutputs.more` of the hidden states and the output head, which are whole nowhere else;
             where rows are cut, of the tokens of this process' piece.
-        entry: the stage that runs, of a model that is cut into some; one before the last gives its states.
-        """
+        entry: the stage that runs, of a model that is cut into some; one before the last gives its states."""
         picked = self._of_batch(batch, entry)
         if not goes_to_head(entry):
             return picked

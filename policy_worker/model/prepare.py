@@ -119,7 +119,7 @@ def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, rando
         _check_packing(model)
     if isinstance(model, PolicyModel):
         if random:  # at last, since with a tied head embeddings become larger too
-            ids, positions = _probe(model, 8)
+            ids, positions = probe_of(model, 8)
             logits = lm(ids, position_ids=positions, use_cache=False).logits
             probe.enlarge_logits(lm.get_output_embeddings(), logits)
         _check_head(model)
@@ -129,7 +129,7 @@ def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, rando
 @torch.no_grad()
 def _check_head(model: PolicyModel) -> None:
     """Refuse an architecture that does more to its logits than `Head`: this trainer would not do it."""
-    ids, positions = _probe(model, 8)
+    ids, positions = probe_of(model, 8)
     expected = model.lm(input_ids=ids, position_ids=positions, use_cache=False).logits
     found = model._head().logits(model._hidden(ids, positions)[0])
     _compare(model, found, expected[0], "logits of this architecture are not those of a linear output head")
@@ -139,7 +139,7 @@ def _check_head(model: PolicyModel) -> None:
 def _use_blocks(model: Backbone) -> str:
     """Let the model's attention take blocks, if it then computes the same; else why it does not."""
     lm, usual = model.lm, model.lm.config._attn_implementation
-    ids, positions = _probe(model, 8)
+    ids, positions = probe_of(model, 8)
     try:
         if usual not in (attention.NAME, attention.USUAL):
             raise ValueError(f"its attention is {usual}")
@@ -187,7 +187,7 @@ def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
         raise SettingsError(
             f"{key} = {pieces}: sequences of {name} cannot be cut: {refused:.300}; write {key} = 1"
         )
-    ids, positions = _probe(model, 8)
+    ids, positions = probe_of(model, 8)
     expected = model._hidden(ids, positions)
     model.context = probe = attention.Scattered(torch.tensor([5, 1, 9, 7, 3, 11, 8, 2]), 12)
     try:
@@ -207,7 +207,7 @@ def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
 def _check_parts(model: Backbone, refused: str) -> None:
     """Between layers each rank has a part of the positions: there, a position may not depend on others."""
     name, remedy = type(model.lm).__name__, f"write {sequence.KEY} = false"
-    (ids, positions), places = _probe(model, 8), torch.tensor([5, 1, 9, 7, 3, 11, 8, 2])
+    (ids, positions), places = probe_of(model, 8), torch.tensor([5, 1, 9, 7, 3, 11, 8, 2])
     expected = model._hidden(ids, positions)
     if not refused:
         try:
@@ -225,7 +225,7 @@ def _check_parts(model: Backbone, refused: str) -> None:
 @torch.no_grad()
 def _check_packing(model: Backbone) -> None:
     """State-space and convolution layers carry state across sequences in a row, positions or not."""
-    ids, positions = _probe(model, 8)
+    ids, positions = probe_of(model, 8)
     packed = model._hidden(ids.repeat(1, 2), positions.repeat(1, 2))[:, 8:]
     _compare(
         model, packed, model._hidden(ids, positions), "sequences in one row see each other; write "
@@ -233,7 +233,8 @@ def _check_packing(model: Backbone) -> None:
     )  # fmt: skip
 
 
-def _probe(model: Backbone, length: int) -> tuple[Tensor, Tensor]:
+def probe_of(model: Backbone, length: int) -> tuple[Tensor, Tensor]:
+    """Make token ids of a row, and their positions."""
     ids = torch.arange(1, length + 1)[None] * 7919 % model.vocabulary
     return ids, torch.arange(length)[None]
 
@@ -242,11 +243,14 @@ def _compare(model: Backbone, found: Tensor, expected: Tensor, fault: str) -> No
     if found.shape != expected.shape:
         shapes = f"{tuple(found.shape)} for {tuple(expected.shape)}"
         raise SettingsError(f"{type(model.lm).__name__} cannot be trained here: {fault} ({shapes})")
-    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0)
+    error = distance(found, expected)
     if not error <= PROBE_TOLERANCE[expected.dtype]:
-        raise SettingsError(
-            f"{type(model.lm).__name__} cannot be trained here: {fault} (off by {float(error):.3g})"
-        )
+        raise SettingsError(f"{type(model.lm).__name__} cannot be trained here: {fault} (off by {error:.3g})")
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest entry."""
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0))
 
 
 def replay_in(model: AnyModel, wanted: Replayed, lead: Lead = alone) -> AnyModel:
@@ -265,7 +269,7 @@ def replay_in(model: AnyModel, wanted: Replayed, lead: Lead = alone) -> AnyModel
 def _prove_replay(model: Backbone, replay: Replay) -> bool:
     """Experts get what a record says, which is not what their routers choose; and weights of these, which a router
     that leaves out groups of experts before its top k does not have."""
-    ids = torch.arange(1, 9)[None] * 7919 % model.vocabulary
+    ids, _ = probe_of(model, 8)
     seen: list[tuple[Tensor, ...]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:])) for layer in replay.layers

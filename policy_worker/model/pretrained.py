@@ -61,8 +61,7 @@ def skeleton(
 ) -> PreTrainedModel:
     """The model of a configuration on the meta device, tensors that are to be tied still apart.
 
-    revision: of its own code. trust: whether that may run.
-    """
+    revision: of its own code. trust: whether that may run."""
     its_own = trust and auto.__name__ in (getattr(config, "auto_map", None) or {})
     more = {"code_revision": revision} if its_own and revision is not None else {}
     with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
@@ -130,8 +129,7 @@ class Weights:
     def fill(self, lm: nn.Module, device: torch.device) -> None:
         """Make what is on the meta device on this one, and read this rank's part of it.
 
-        lm: the model of the skeleton, sharded or not, cut or not, with adapters that have numbers or without.
-        """
+        lm: the model of the skeleton, sharded or not, cut or not, with adapters that have numbers or without."""
         tensors = itertools.chain(lm.named_parameters(), lm.named_buffers())
         with torch.no_grad():
             for name, tensor in [(name, tensor) for name, tensor in tensors if tensor.is_meta]:

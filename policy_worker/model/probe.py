@@ -94,8 +94,7 @@ def enlarge_logits(head: Any, logits: torch.Tensor) -> None:
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """Describe what layers that compute alike share: their modules, and what those say of themselves in words.
 
-    Modules that adapters were put around count as they were without.
-    """
+    Modules that adapters were put around count as they were without."""
     return tuple(
         (name, type(module).__name__, *((key, _word(value)) for key, value in sorted(_facts(module).items())))
         for name, module in _without_adapters(layer)

@@ -22,8 +22,7 @@ class Entry:
     """A stage in one forward.
 
     received: the states before its layers; None: it begins with the embeddings. passed: those behind its layers, once
-    it has run; the last stage goes on to the norm instead.
-    """
+    it has run; the last stage goes on to the norm instead."""
 
     layers: range
     is_last: bool
@@ -94,8 +93,7 @@ class Stages:
 
     parts: the layers of each stage of the model. holders: by name of a parameter or buffer, the rank that answers for
     it. tied: the parameter that the first and the last stage have both; "": there is none. width, dtype: of the
-    states between stages. whole: the transformers model as it was, without its numbers.
-    """
+    states between stages. whole: the transformers model as it was, without its numbers."""
 
     rank: int
     ranks: int

@@ -72,8 +72,7 @@ class Ulysses:
 class _Exchange(Function):
     """Scatters the second dimension of tensors over the ranks, and gathers the third.
 
-    [R, A, B / n, …] → [R, A / n, B, …]
-    """
+    [R, A, B / n, …] → [R, A / n, B, …]"""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

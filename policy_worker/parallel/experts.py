@@ -80,8 +80,7 @@ class _Ahead:
     """A shared expert, which computes when the layer of experts says so instead of when the model calls it.
 
     A model that calls it before the layer of experts gets what it will say, which is NaN until then; one that calls
-    it afterwards what it has said.
-    """
+    it afterwards what it has said."""
 
     def __init__(self, shared: nn.Module) -> None:
         self._call: Callable[[Tensor], Tensor] = shared._call_impl

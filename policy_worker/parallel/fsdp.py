@@ -81,8 +81,7 @@ def _eligible(model: Backbone) -> Iterator[nn.Module]:
     """Modules within the model that can be units, inner ones first: called as modules, with all that is tied.
 
     The output head is not, since log-probs are computed from its weight, nor what is within an adapted layer: an
-    adapter may use its weight.
-    """
+    adapter may use its weight."""
     head, adapted_layers = model.lm.get_output_embeddings(), [m for m in model.modules() if adapted(m)]
     within = {inner for layer in adapted_layers for inner in layer.modules() if inner is not layer}
     users: dict[nn.Parameter, int] = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
@@ -125,8 +124,7 @@ def apply_fsdp(
     read it there.
 
     frozen: nothing of it trains, so it is gathered for its forward alone. offload: weights are in host memory, and so
-    gradients and optimizer of what trains; each unit comes to the device for its own forward and backward.
-    """
+    gradients and optimizer of what trains; each unit comes to the device for its own forward and backward."""
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[keys.param_dtype], reduce_dtype=DTYPES[keys.fsdp_reduce_dtype]
@@ -158,11 +156,6 @@ def _has_experts(layer: nn.Module) -> bool:
     return any(isinstance(p, DTensor) and EP in (p.device_mesh.mesh_dim_names or ()) for p in own)
 
 
-def local_of(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, or all of one that is not sharded."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def whole(parameter: Tensor) -> Tensor:
     """All of a parameter on every rank. A collective if it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -181,8 +174,7 @@ def reduce_gradients(model: Backbone) -> None:
     """Reduce gradients of all micro-batches, where their backwards have left that. A collective.
 
     FSDP2 has no call for it but what its backward ends with, which torch's own pipelines call as well
-    (`torch.distributed.pipelining.stage`): it reduces each unit that has not been.
-    """
+    (`torch.distributed.pipelining.stage`): it reduces each unit that has not been."""
     if isinstance(model, FSDPModule) and model.reduces_late:
         cast(FSDPModule, model).set_requires_gradient_sync(True)
         fully_shard.state(model)._root_post_backward_final_callback()

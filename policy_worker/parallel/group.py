@@ -191,8 +191,7 @@ class Group:
     ) -> Sequence[bytes | memoryview] | None:
         """In each unit what its leader has, on all its ranks. A collective of the unit; the others pass None.
 
-        source: the rank of the unit that has it instead.
-        """
+        source: the rank of the unit that has it instead."""
         if self._unit is None:
             return frames
         own = json.dumps(None if frames is None else [len(frame) for frame in frames]).encode()
@@ -234,8 +233,7 @@ class Group:
         """By row a number for each of its tokens, from the rank that counts for its share, on all ranks: bit for bit,
         as one rank adds them to zeros. A collective.
 
-        found: [n_i] each, of this rank's share; no row is in two of them. lengths: n_i of the rows of all shares.
-        """
+        found: [n_i] each, of this rank's share; no row is in two of them. lengths: n_i of the rows of all shares."""
         numbers = torch.zeros(sum(lengths.values()), dtype=dtype)
         of_rows = dict(zip(lengths, numbers.split([*lengths.values()]), strict=True))
         if self.counts:
@@ -258,8 +256,7 @@ class Group:
         """Sum each number over data ranks ("sum"), or take over all ranks the sum ("total") or maximum ("max"), in
         float64.
 
-        The ranks of a unit have summed the same samples: one of them counts, which is exact.
-        """
+        The ranks of a unit have summed the same samples: one of them counts, which is exact."""
         if self.world == 1:
             return values
         if how == "sum" and not self.counts:

@@ -35,13 +35,11 @@ def compile_layers(model: Backbone) -> None:
     """Compile each decoder layer, for rows of any length.
 
     One layer at a time, since hooks of FSDP2 are between them, and since layers that are alike then share one
-    compiled code; those that tensor parallelism has cut have code of their own.
-    """
+    compiled code; those that tensor parallelism has cut have code of their own."""
     attention.hide_from_compiler()
     layers, config = model.decoder_layers(), torch._dynamo.config
-    config.recompile_limit += VARIANTS * len(
-        layers
-    )  # layers of one class share them, whatever model they are of
+    # Layers of one class share them, whatever model they are of.
+    config.recompile_limit += VARIANTS * len(layers)
     config.accumulated_recompile_limit += VARIANTS * len(layers)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import NonFiniteGradientError
-from policy_worker.parallel.fsdp import local_of
+from policy_worker.memory.offload import local_of
 from policy_worker.parallel.group import Group
 from schema.config.sections.optimizer import PrecisionKeys
 
@@ -41,8 +41,7 @@ def scaled_by(keys: PrecisionKeys) -> str | None:
 class LossScaler:
     """The loss scaler of one model. key: the one that says float16, for messages.
 
-    state: the scale, and how many steps were made since it changed; the same on all ranks.
-    """
+    state: the scale, and how many steps were made since it changed; the same on all ranks."""
 
     def __init__(self, group: Group, key: str) -> None:
         self._group, self._key = group, key

@@ -36,8 +36,7 @@ PP, DP_REPLICATE, DP_SHARD, EP, CP, TP = "pp", "dp_replicate", "dp_shard", "ep",
 class MeshSizes:
     """Ranks along each dimension, in the order of the mesh. ep: of those of dp_shard, how many share the experts.
 
-    sequence: whether those of tp have a part of the positions each between layers.
-    """
+    sequence: whether those of tp have a part of the positions each between layers."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -120,8 +119,7 @@ class MeshSizes:
 def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
     """The mesh of all ranks: the dimensions of more than one rank, and `dp_shard` in any case. A collective.
 
-    The others are left out, since each would cost as many process groups as there are ranks.
-    """
+    The others are left out, since each would cost as many process groups as there are ranks."""
     shape = {**asdict(sizes), DP_SHARD: sizes.dp_shard // sizes.ep}
     order = (PP, DP_REPLICATE, DP_SHARD, EP, CP, TP)
     found = {name: shape[name] for name in order if shape[name] > 1 or name == DP_SHARD}
@@ -131,8 +129,7 @@ def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
 def sharding_mesh(mesh: DeviceMesh, *, experts: bool = False) -> DeviceMesh:
     """The dimensions of FSDP: over the copies, if there are any, and over shards and pieces of a sequence as one.
 
-    experts: of what is cut over the `ep` dimension, which otherwise holds shards too.
-    """
+    experts: of what is cut over the `ep` dimension, which otherwise holds shards too."""
     names = mesh.mesh_dim_names or ()
     cut = [name for name in (DP_SHARD, EP, CP) if name in names and not (experts and name == EP)]
     shards = mesh[*cut]._flatten("_".join(cut)) if len(cut) > 1 else mesh[DP_SHARD]

@@ -46,8 +46,7 @@ def cut(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
 def wrap(layer: nn.Module, compute: Callable[..., Any], *, partial: bool = False) -> None:
     """Let `compute` call the layer's forward, for which its parameters are this rank's parts.
 
-    partial: what flows back to them is this rank's share of their gradients.
-    """
+    partial: what flows back to them is this rank's share of their gradients."""
     forward = layer.forward
 
     def computed(*inputs: Any, **named: Any) -> Any:
@@ -75,8 +74,7 @@ def finish_gradients(model: nn.Module) -> None:
     """Make whole gradients of partial ones, before an optimizer step. A collective.
 
     What is used for a part of the work is a sum over ranks. FSDP averages over the ranks that hold a parameter, and
-    experts have seen the tokens of more: of all those that share them.
-    """
+    experts have seen the tokens of more: of all those that share them."""
     for parameter in model.parameters():
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
@@ -86,49 +84,6 @@ def finish_gradients(model: nn.Module) -> None:
         mesh = gradient.device_mesh
         if EP in (mesh.mesh_dim_names or ()):
             gradient.to_local().div_(mesh[EP].size())
-
-
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class Add(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _joined(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _part(grad, ctx.group), None
-
-
-class Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _part(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(grad, ctx.group), None
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -148,37 +103,46 @@ def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size(), -1)[group.rank()]
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.group), None
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, as many of each."""
+    found = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    dist.all_gather_single(found, x.contiguous(), group=group)
+    return found
 
 
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
+def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter_single(found, x.contiguous(), group=group)
+    return found
 
 
-class Unite(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
+def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+Exchanged = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+def _function(forward: Exchanged, backward: Exchanged) -> type[torch.autograd.Function]:
+    """A function of (x, group) with the exchange that its gradient takes."""
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            return forward(x, group)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return backward(grad, ctx.group), None
+
+    return Exchange
+
+
+Copy, Add = _function(lambda x, _: x.view_as(x), _summed), _function(_summed, lambda grad, _: grad)
+Join, Part = _function(_joined, _part), _function(_part, _joined)
+Gather, Scatter = _function(gathered, _scattered), _function(_scattered, gathered)
+Unite = _function(gathered, _own_rows)
 
 
 def travel(
@@ -191,8 +155,7 @@ def travel(
     """Rows to the ranks that they are for. sent, received: how many go to each rank, and come from it.
 
     meanwhile: computes while they are on their way; its backward runs while their gradients travel back, since of
-    what is ready in a backward that comes first which came last.
-    """
+    what is ready in a backward that comes first which came last."""
     way = _Way(sent, received, group)
     arriving = _Leave.apply(x, way)
     meanwhile()
@@ -247,16 +210,3 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.way.begin(grad, back=True)
         return grad, None
-
-
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, as many of each."""
-    found = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    dist.all_gather_single(found, x.contiguous(), group=group)
-    return found
-
-
-def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    dist.reduce_scatter_single(found, x.contiguous(), group=group)
-    return found

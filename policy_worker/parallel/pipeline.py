@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from policy_worker.memory.offload import local_of
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import Backbone
 from policy_worker.model.stages import Stages
-from policy_worker.parallel.fsdp import local_of, set_last_micro_batch
+from policy_worker.parallel.fsdp import set_last_micro_batch
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import PP
 from policy_worker.parallel.pipeline_schedule import Action, Pipe, Tick
@@ -120,8 +121,7 @@ class Pipeline:
 
     def to_first(self, model: Backbone, gather: Gather) -> Gather:
         """By name of a tensor of the whole transformers model, that tensor on the first rank of the pipeline; on the
-        others without its numbers. A collective. gather: of the tensors of this rank.
-        """
+        others without its numbers. A collective. gather: of the tensors of this rank."""
         stages, held = _stages_of(model.stages), model.lm.state_dict(keep_vars=True)
 
         def gather_stages(name: str, empty: Tensor) -> Tensor:

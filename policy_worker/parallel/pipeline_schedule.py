@@ -56,8 +56,7 @@ class Pipe:
     def schedule(self, batches: int, *, learns: bool = True) -> list[Tick]:
         """All that is done of so many micro-batches. learns: else there are no backwards.
 
-        Micro-batches go through the stages of a rank in rounds of as many as there are ranks.
-        """
+        Micro-batches go through the stages of a rank in rounds of as many as there are ranks."""
         forward, backward = (self._order(batches, backward=backward) for backward in (False, True))
         queues = [([*forward[rank]], [*backward[rank]] if learns else []) for rank in range(self.ranks)]
         open_ = [0] * self.ranks  # forwards of each rank whose backward is still to come

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import Backbone
-from policy_worker.model.prepare import PROBE_TOLERANCE, Lead, alone, on_copy
+from policy_worker.model.prepare import PROBE_TOLERANCE, Lead, alone, distance, on_copy, probe_of
 from policy_worker.model.stages import Elsewhere, Entry, StageLayers, Stages, parts_of
 from weight_sync import HubNames
 from weight_sync.lora import Publishes
@@ -154,8 +154,7 @@ def _install(model: Backbone, form: _Form, layers: StageLayers) -> None:
 def _width_of_copy(copy: Backbone) -> int:
     """Prove a small model, each layer of which is a stage; the width of its states, which is that of the large one.
 
-    Raises `SettingsError` as `_proven`.
-    """
+    Raises `SettingsError` as `_proven`."""
     form = _Form.of(copy)
     layers = StageLayers(form.layers)
     return int(_proven(copy, form, layers, parts_of(len(layers), len(layers))).shape[-1])
@@ -166,12 +165,10 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
     """Put the layers into the model, and show that its stages in a row compute what it did; the last states.
 
     Each again after others have seen other tokens: what a layer leaves for one of another stage would not be there.
-    Sliding windows are shorter than the probe meanwhile, so that kinds of layers differ. Raises `SettingsError`.
-    """
+    Sliding windows are shorter than the probe meanwhile, so that kinds of layers differ. Raises `SettingsError`."""
     training, facts = model.training, model.lm.config.get_text_config()
     window = getattr(facts, "sliding_window", None)
-    positions, others = torch.arange(LENGTH)[None], torch.arange(2, LENGTH + 2)[None] % model.vocabulary
-    ids = torch.arange(1, LENGTH + 1)[None] * 7919 % model.vocabulary
+    (ids, positions), others = probe_of(model, LENGTH), torch.arange(2, LENGTH + 2)[None] % model.vocabulary
 
     def run(ids: Tensor, stage: int, received: Tensor | None) -> Tensor:
         layers.entry = Entry(parts[stage], stage == len(parts) - 1, received)
@@ -187,10 +184,10 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
         for stage in range(len(parts)):
             states.append(run(ids, stage, states[-1]))
         found = cast(Tensor, states[-1])
-        error = _distance(found, expected)
+        error = distance(found, expected)
         for stage in reversed(range(len(parts))):
             run(others, 0, None)
-            error = max(error, _distance(run(ids, stage, states[stage]), cast(Tensor, states[stage + 1])))
+            error = max(error, distance(run(ids, stage, states[stage]), cast(Tensor, states[stage + 1])))
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError, AssertionError) as fault:
         raise SettingsError(
             f"{form.kind} cannot be cut into stages: its forward does not go through its layers alone "
@@ -206,8 +203,3 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
             f"{error:.3g}); write {KEY} = 1"
         )
     return found
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest entry."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0))

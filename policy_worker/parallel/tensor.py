@@ -9,10 +9,7 @@ are never cut: each rank has some of them. Whatever is not cut is a copy on each
 
 Every parameter becomes a DTensor of the tp dimension, so that what comes after (FSDP2, optimizer, publishing,
 checkpoints) needs no knowledge of this module. A layer computes with its own part as a plain tensor. Activations are
-exchanged by four functions, in pairs that are each other's transposes:
-
-    copy      x, alike on every rank     backward: add         join      the ranks' parts side by side
-    add       the sum over the ranks     backward: copy        part      own part of x, alike on every rank
+exchanged by the functions of `policy_worker.parallel.parts`.
 
 With sequence parallelism (`policy_worker.model.sequence`) what passes between blocks is cut by positions: a block
 gathers them where `copy` stands here, and where `add` stands each rank gets its part of the sum. That is as much to
@@ -38,6 +35,7 @@ from transformers import PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
+from policy_worker.memory.offload import local_of
 from policy_worker.model.head import VocabularyShard
 from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
@@ -230,8 +228,7 @@ class _Ranks:
         """One matrix, with its adapter if it has one; its bias is added once.
 
         An adapter's matrix at the side that is cut is cut likewise. The other one is a copy, to which a share of its
-        gradient flows back: that of the rank's rows or columns.
-        """
+        gradient flows back: that of the rank's rows or columns."""
         base = layer.base_layer if adapted(layer) else layer
         if base.weight.shape[style.cut.dim] % self._size:
             raise SettingsError(
@@ -256,15 +253,11 @@ class _Ranks:
             if style.after:
                 y = self.add(y) if style.after is Add else style.after.apply(y, self._group)
             if adds_bias:
-                bias = _local(base.bias)
+                bias = local_of(base.bias)
                 y = y + (self.copy(bias) if self.sequence else bias)
             return y
 
         wrap(layer, compute)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _plain(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -300,8 +293,7 @@ class _Block:
 
     What several of its layers read is one copy, whose gradients are then added up in one exchange. Where it gathers
     positions and is all cut, these are added up where it gathered. keeps: what it gathered stays for its backward,
-    which is near where it is computed again, or in host memory; else it is gathered again.
-    """
+    which is near where it is computed again, or in host memory; else it is gathered again."""
 
     def __init__(self, block: nn.Module, ranks: _Ranks, is_all_cut: bool, *, keeps: bool) -> None:
         self._source: Tensor | None = None

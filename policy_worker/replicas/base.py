@@ -77,14 +77,12 @@ class Replicas(Protocol):
     def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
         """Leave the gradients of all parts in a model. A collective. Raises as `columns`.
 
-        compute: forward and backward of a part.
-        """
+        compute: forward and backward of a part."""
 
     def trained(self, step: int, commit: Commit) -> m.CommitReply | None:
         """Wait until a trained step counts. None: this replica was asked to leave meanwhile.
 
-        commit: does it, where this replica leads.
-        """
+        commit: does it, where this replica leads."""
 
     def close(self) -> None:
         """Leave the others."""

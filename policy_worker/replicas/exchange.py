@@ -65,8 +65,7 @@ class Exchange(Protocol):
         own: the rows of this member's parts, [n] each, at least one unless it has none; all of one type. A member
         without parts has to know n: it hands in any row under -1.
 
-        Raises `ExchangeEnded`.
-        """
+        Raises `ExchangeEnded`."""
 
     def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
         """Return the notes of this member and the others on all parts, in order. Raises `ExchangeEnded`."""

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from policy_worker.memory.offload import local_of
 from policy_worker.replicas.exchange import Exchange, Round
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class PartGradients:
@@ -29,13 +26,13 @@ class PartGradients:
         self._parameters = list(parameters)
         kinds = {parameter.dtype for parameter in self._parameters}
         assert len(kinds) <= 1, f"gradients of several types: {kinds}"
-        self._sizes = [_local(parameter).numel() for parameter in self._parameters]
+        self._sizes = [local_of(parameter).numel() for parameter in self._parameters]
         self._rows: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
         """Where rows are."""
-        return _local(self._parameters[0]).device
+        return local_of(self._parameters[0]).device
 
     @property
     def numbers(self) -> int:
@@ -45,7 +42,7 @@ class PartGradients:
     @property
     def bytes_of_part(self) -> int:
         """Size of a row."""
-        return self.numbers * _local(self._parameters[0]).element_size()
+        return self.numbers * local_of(self._parameters[0]).element_size()
 
     @torch.no_grad()
     def take(self, part: int) -> None:
@@ -57,7 +54,7 @@ class PartGradients:
             if parameter.grad is None:
                 place.zero_()
             else:
-                place.copy_(_local(parameter.grad).reshape(-1))
+                place.copy_(local_of(parameter.grad).reshape(-1))
             parameter.grad = None
         self._rows[part] = row
 
@@ -65,8 +62,7 @@ class PartGradients:
     def add_up(self, exchange: Exchange, round_: Round) -> None:
         """Give each parameter the sum over all parts; those that were taken stay, for another attempt.
 
-        Raises `ExchangeEnded`: parameters have no gradients.
-        """
+        Raises `ExchangeEnded`: parameters have no gradients."""
         own = {part: self._rows[part] for part in round_.mine} or {-1: self._empty()}
         total = torch.empty_like(next(iter(own.values())))
         for where, rows in exchange.pieces(round_, own):
@@ -84,7 +80,7 @@ class PartGradients:
         self._rows.clear()
 
     def _empty(self) -> Tensor:
-        first = _local(self._parameters[0])
+        first = local_of(self._parameters[0])
         return torch.empty(self.numbers, dtype=first.dtype, device=first.device)
 
     def _places(self, rest: Tensor) -> Iterator[Tensor]:
@@ -92,7 +88,7 @@ class PartGradients:
 
 
 def _like(parameter: nn.Parameter, numbers: Tensor) -> Any:
-    local = numbers.view(_local(parameter).shape)
+    local = numbers.view(local_of(parameter).shape)
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

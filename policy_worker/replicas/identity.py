@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from policy_worker.parallel.fsdp import local_of
+from policy_worker.memory.offload import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.trained.model import TrainedModel
 

@@ -163,7 +163,7 @@ class Membership:
             if self._group.any(bool(self._shutdown)):
                 give_up = give_up or time.monotonic() + LEAVING_SHARE * self._shutdown.grace
                 if self._group.any(time.monotonic() > give_up):
-                    raise LeaveRequestedError(self._shutdown.reason or "asked to leave on another rank")
+                    self._leave_if_asked()
 
     # ---- the controller ---------------------------------------------------------------------------------------
 

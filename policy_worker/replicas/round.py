@@ -75,29 +75,21 @@ class Peers(Membership):
     def batch(self, digest: str) -> None:
         self._batch = digest
 
-    def collect(self, find: Callable[[int], bytes]) -> list[bytes]:
-        """A round: what was found of all parts, in order. A collective. Raises as `columns`."""
-        found: dict[int, bytes] = {}
+    def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
+        columns: dict[str, dict[int, Tensor]] = {name: {} for name in types}
+        computed: dict[int, bytes] = {}
 
         def compute(part: int) -> None:
-            found[part] = find(part)
+            of_part = find(part)
+            computed[part] = packed({name: of_part[name] for name in types})
 
         def exchange(transport: Exchange, round_: Round) -> list[bytes]:
-            return transport.notes(round_, {part: found[part] for part in self._order.parts})
+            return transport.notes(round_, {part: computed[part] for part in self._order.parts})
 
-        return self._round(compute, exchange)
-
-    def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
-        found: dict[str, dict[int, Tensor]] = {name: {} for name in types}
-
-        def chosen(part: int) -> bytes:
-            columns = find(part)
-            return packed({name: columns[name] for name in types})
-
-        for part, data in enumerate(self.collect(chosen)):
+        for part, data in enumerate(self._round(compute, exchange)):
             for name, column in unpacked(data, types, lengths(part)).items():
-                found[name].update(column)
-        return found
+                columns[name].update(column)
+        return columns
 
     def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
         """A round; notes of all parts are put. See `Replicas.learn`."""

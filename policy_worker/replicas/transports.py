@@ -60,9 +60,8 @@ class CollectiveExchange:
         self._store = store  # the group needs it for as long as it lives
         limit = timedelta(seconds=seconds)
         try:
-            store.set(
-                f"here/{me}", b""
-            )  # else the group would wait for the others, whatever happens meanwhile
+            # Else the group would wait for the others, whatever happens meanwhile.
+            store.set(f"here/{me}", b"")
             others = [f"here/{other}" for other in range(members)]
             watch.until(lambda: store.check(others), f"the {members} members")
             if device.type == "cuda":

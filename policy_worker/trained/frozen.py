@@ -14,12 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from policy_worker.errors import SettingsError
+from policy_worker.memory.offload import local_of
 from policy_worker.model.head import Head
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.distribute import distribute
-from policy_worker.parallel.fsdp import Units, local_of, whole
+from policy_worker.parallel.fsdp import Units, whole
 from policy_worker.parallel.pipeline import Pipeline
 from policy_worker.parallel.pipeline_schedule import Pipe
 from policy_worker.trained.place import ModelMesh, arranged, check_experts
@@ -34,8 +35,7 @@ class EarlierPolicy:
     place of the present weights while it is called.
 
     It takes the memory of the weights that train, and is exact whatever these are: adapters, modules that are trained
-    whole, adapters that began with a part of the base. kept: by the parameter's name in the model.
-    """
+    whole, adapters that began with a part of the base. kept: by the parameter's name in the model."""
 
     def __init__(self, model: PolicyModel) -> None:
         self._model, self.takes_blocks = model, model.takes_blocks
@@ -87,8 +87,7 @@ class EarlierPolicy:
 def reference_mesh(config: Config, policy: ModelMesh) -> ModelMesh:
     """Return where the reference model is computed: as the policy, or on devices or with a mesh of its own.
 
-    policy: where the policy is computed. A collective.
-    """
+    policy: where the policy is computed. A collective."""
     if reference_layout(config) is not None:
         return policy._replace(layout=replace(policy.layout, device=policy.group.other_device(1)))
     mesh = mesh_of(config, "reference")
@@ -120,8 +119,7 @@ def spread(
 ) -> PolicyModel:
     """Freeze a model, and cut and shard it as `place` has it. A collective.
 
-    offload: its weights are in host memory between its passes. units: see `fsdp.Units`; None: the decoder layers.
-    """
+    offload: its weights are in host memory between its passes. units: see `fsdp.Units`; None: the decoder layers."""
     model.requires_grad_(False).eval()
     if place.pipeline is not None:
         place.pipeline.cut(model)

@@ -90,8 +90,7 @@ class Schedule:
         """Share of the way from minimum to peak that is left at share p of the decay.
 
         sqrt: arXiv 2405.18392, eq. 1 ("1-sqrt"). wsd: warm-up, stable, decay, arXiv 2404.06395; its exponential is
-        2^(1 - p) - 1, a half-life that is shifted to end at 0 (Megatron-LM).
-        """
+        2^(1 - p) - 1, a half-life that is shifted to end at 0 (Megatron-LM)."""
         kind = self.wsd_decay_type if self.decay_type == "wsd" else self.decay_type
         if kind == "linear":
             return 1 - p

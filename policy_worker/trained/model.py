@@ -25,7 +25,6 @@ from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
 from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More
-from policy_worker.model.routing import Replay
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.fsdp import Units, reduce_gradients, set_last_micro_batch
 from policy_worker.parallel.group import Group
@@ -52,8 +51,7 @@ class TrainedModel(ABC):
 
     group: the ranks as they stand for it. mesh: its own. takes_blocks: whether every model that the layout serves
     does. device: where it is; None: that of the rank. reshaping: what its log-probs are of. dispatcher: see
-    `policy_worker.parallel.experts`.
-    """
+    `policy_worker.parallel.experts`."""
 
     def __init__(
         self,
@@ -100,26 +98,6 @@ class TrainedModel(ABC):
             self.optimizer.copies = copies_in(self.model)
             self.optimizer.total_norm = self._pipeline.total_norm
 
-    @property
-    def replay(self) -> Replay | None:
-        """Replays the experts that the engine chose; None: the model chooses."""
-        return self.model.replay
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of a batch this rank trains on."""
-        return self.group.data_rank
-
-    @property
-    def has_outputs(self) -> bool:
-        """See `ModelMesh.has_outputs`."""
-        return self.place.has_outputs
-
-    @property
-    def data_ranks(self) -> int:
-        """Into how many shares a batch is cut."""
-        return self.group.data_ranks
-
     def micro_batches(
         self,
         samples: Mapping[int, TrainSample],
@@ -129,8 +107,7 @@ class TrainedModel(ABC):
         """Tensors of this rank's micro-batches of one optimizer step (at least one, the same number on each rank).
 
         batches: the rows of each, out of `samples`. columns: what `score` found for them. Gradients are reduced in
-        the backward of the last one.
-        """
+        the backward of the last one."""
         for number, rows in enumerate(batches, 1):
             set_last_micro_batch(self.model, number == len(batches))
             yield collate([samples[row] for row in rows], rows, self.place.layout, columns)
@@ -146,8 +123,7 @@ class TrainedModel(ABC):
         """Add up the gradients of an optimizer step. A collective.
 
         samples, batches, columns: see `micro_batches`. loss_of: called once for each micro-batch, in order. asked:
-        further arguments of `forward`. Only where the last stage of a pipeline is there are outputs, and losses.
-        """
+        further arguments of `forward`. Only where the last stage of a pipeline is there are outputs, and losses."""
         if self._pipeline is None:
             for batch in self.micro_batches(samples, batches, columns):
                 outputs = self.forward(batch, **asked)

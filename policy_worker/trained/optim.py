@@ -43,8 +43,7 @@ class OptimizerSettings:
 
     lrs: peak of each optimizer; one is for all. impl: of torch's own. weight_decay: at the end of its ramp, which
     begins at weight_decay_start. momentum None: the optimizer's usual. grad_norm_clip 0: gradients are not clipped.
-    offload: state is in host memory between steps.
-    """
+    offload: state is in host memory between steps."""
 
     lrs: tuple[float, ...]
     betas: tuple[float, float]
@@ -325,8 +324,7 @@ class Muon(torch.optim.Muon):
         update in bfloat16               gathered, one matrix at a time; orthogonalised alike on every rank
 
     K. Jordan 2024. A step is scaled by 0.2 √(larger side), so that its root mean square is that of AdamW's and both
-    take the same learning rate and weight decay (arXiv 2502.16982, eq. 4).
-    """
+    take the same learning rate and weight decay (arXiv 2502.16982, eq. 4)."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -37,8 +37,7 @@ class ModelMesh(NamedTuple):
     """Where a model is computed. All its ranks call alike.
 
     group: the ranks, with the coordinates that they have for it. layout: of its micro-batches on this rank. pipeline:
-    of its stages; None: all ranks have all of it. numbers: the type of what it says of a token.
-    """
+    of its stages; None: all ranks have all of it. numbers: the type of what it says of a token."""
 
     group: Group
     layout: Layout
@@ -86,11 +85,6 @@ class ModelMesh(NamedTuple):
         mine = [torch.cat([found[row] for row in rows])] if self.group.counts else []
         (numbers,) = self.group.tensors_from_last_stage(mine)
         return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
-
-    def to_all_ranks(self, found: Mapping[int, Tensor], lengths: Mapping[int, int]) -> dict[int, Tensor]:
-        """By row a number for each learned token, on ranks that have another model's share too. lengths: how many
-        tokens each row has, of all rows of the pass."""
-        return self.group.to_all_ranks(found, lengths, self.numbers)
 
 
 def arranged(config: Config, role: str, group: Group) -> Group:

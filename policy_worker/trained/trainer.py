@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from policy_worker.errors import SettingsError
+from policy_worker.memory.offload import local_of
 from policy_worker.model.drawn import Reshaping
 from policy_worker.model.head import Head
 from policy_worker.model.logprobs import TokenOutputs
@@ -31,7 +32,6 @@ from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import use_liger
 from policy_worker.ranges import span
 from policy_worker.trained.critic import Critic
-from policy_worker.trained.ema import Ema
 from policy_worker.trained.frozen import (
     EarlierPolicy,
     check_alike,
@@ -165,14 +165,13 @@ class Trainer(TrainedModel):
     @torch.no_grad()
     def head_of(self, model: PolicyModel) -> Head | None:
         """A frozen model's output head, whole; None where outputs are elsewhere. A collective if it is sharded."""
-        return model.whole_head().to(self.group.device) if self.has_outputs else None
+        return model.whole_head().to(self.group.device) if self.place.has_outputs else None
 
     @torch.no_grad()
     def reset_reference(self, optimizer: bool) -> None:
         """The reference model becomes a copy of the present one; optimizer: whose state is forgotten too.
 
-        A collective if it has devices of its own.
-        """
+        A collective if it has devices of its own."""
         assert self.reference is not None
         if isinstance(self.reference, EarlierPolicy):
             self.reference.keep()
@@ -197,8 +196,7 @@ class Trainer(TrainedModel):
 
         batches: the rows of each micro-batch, equally many on each rank. fields: dotted where they are parts of
         `more`; those of several numbers a token only where the last stage of a pipeline is. columns, head, more: see
-        `forward`.
-        """
+        `forward`."""
         found: list[dict[int, Tensor]] = [{} for _ in fields]
         place = self.place_of(model)
 
@@ -236,10 +234,37 @@ class Trainer(TrainedModel):
     ) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 
-        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`.
-        """
+        head: that of the reference model; then also the KL to it, of the states in column `HIDDEN`."""
         with span("forward"):
             outputs: TokenOutputs = self.model(
                 batch, temperature, reference_distributions(batch, head), more=more_of(batch), entry=entry
             )
         return outputs
+
+
+class Ema:
+    """A moving average of the weights that are trained: a ← decay · a + (1 − decay) · w after each optimizer step.
+
+    In float32 whatever the type of the weights: with a decay near 1 a bfloat16 average would never move. It is
+    sharded as they are, and begins as they begin. average: by the parameter's name in the model, those that train."""
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self.average: dict[str, Tensor] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self.average = {}  # not two of them at once
+        self.average = {
+            name: parameter.detach().to(torch.float32, copy=True)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take one step towards the present weights. Nothing is communicated."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                local_of(self.average[name]).lerp_(local_of(parameter).float(), 1 - self._decay)

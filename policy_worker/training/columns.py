@@ -28,8 +28,7 @@ class Scores:
     """Results of the passes over a step's samples before any is trained on.
 
     columns: by name and row. values: the critic's, by row; None without one. head: the reference model's, where a KL
-    is over the whole vocabulary. metrics: of the passes.
-    """
+    is over the whole vocabulary. metrics: of the passes."""
 
     columns: dict[str, dict[int, Tensor]]
     values: dict[int, Tensor] | None

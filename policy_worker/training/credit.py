@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 class Credit:
     """The worth of a step's samples.
 
-    tokens: of each row of the table, those that count. kl: in the reward, of each token by row; None: it has none.
-    """
+    tokens: of each row of the table, those that count. kl: in the reward, of each token by row; None: it has none."""
 
     advantages: Advantages
     tokens: list[int]
@@ -39,8 +38,7 @@ class Credit:
 class Lesson:
     """Everything that critic and policy learn from in a step.
 
-    fetched: the samples of this rank's shares, and those that other models of its unit or comparisons need.
-    """
+    fetched: the samples of this rank's shares, and those that other models of its unit or comparisons need."""
 
     plan: StepPlan
     fetched: Mapping[int, TrainSample]
@@ -93,8 +91,7 @@ class CreditAssignment:
     def adapt(self, lesson: Lesson) -> Metrics:
         """Report β of this step and its KL, and adapt β. A collective if there is a KL in the reward.
 
-        Called once the step is learnt: one whose batch has changed is begun anew with the same β.
-        """
+        Called once the step is learnt: one whose batch has changed is begun anew with the same β."""
         trainer, term, kl_of_rows = self._trainer, self._kl_in_reward, lesson.credit.kl
         if kl_of_rows is None:
             return {}

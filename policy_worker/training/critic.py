@@ -81,7 +81,7 @@ class CriticTraining:
         assert trainer.critic is not None
         self._critic, self._keys, self._policy = trainer.critic, config.critic, trainer.group
         self._replicas = replicas
-        self._shares = Shares(replicas.parts, self._critic.data_ranks, self._critic.data_rank)
+        self._shares = Shares(replicas.parts, trainer.critic.group.data_ranks, trainer.critic.group.data_rank)
         self._batching = batching_of(config, Batching.of_config(config))
         self._pass = self._batching.cut_to(config.critic.forward_mini_batch, None)
 
@@ -99,7 +99,7 @@ class CriticTraining:
         return [(self._critic.group, [rows.union(rows_of(own, rank)) for rank, rows in enumerate(shares)])]
 
     def _planned_pass(self, plan: StepPlan) -> list[list[Rows]]:
-        ranks = self._critic.data_ranks if self._is_own else None
+        ranks = self._critic.group.data_ranks if self._is_own else None
         return plan_pass(plan.mini_batches, plan.table.total_tokens, self._pass, plan.alike, ranks)
 
     def _planned(self, plan: StepPlan) -> list[MiniBatch]:
@@ -123,10 +123,10 @@ class CriticTraining:
                 own = batches[self._shares.of(part)] if batches else []
                 return {VALUE: self._critic.values(samples, own)}
 
-            types = {VALUE: self._critic.place.numbers}
+            numbers = self._critic.place.numbers
             lengths = partial(plan.lengths_in, samples)
-            values = self._replicas.columns(find, types, lengths)[VALUE]
-            return self._critic.place.to_all_ranks(values, plan.lengths) if self._is_own else values
+            values = self._replicas.columns(find, {VALUE: numbers}, lengths)[VALUE]
+            return self._critic.group.to_all_ranks(values, plan.lengths, numbers) if self._is_own else values
 
     def learn(self, lesson: Lesson) -> Metrics:
         """The critic's optimizer steps of a training step, and its metrics. A collective.

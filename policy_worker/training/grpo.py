@@ -43,7 +43,7 @@ class Grpo:
 
         Raises `SettingsError`: for an estimator or a loss that is not registered."""
         self._trainer, self._source, self._replicas = trainer, source, replicas or Alone()
-        shares = Shares(self._replicas.parts, trainer.data_ranks, trainer.data_rank)
+        shares = Shares(self._replicas.parts, trainer.group.data_ranks, trainer.group.data_rank)
         self.teachers = Teachers(config, trainer)
         has_critic = trainer.critic is not None
         self._critic = CriticTraining(config, trainer, self._replicas) if has_critic else NoCritic()

@@ -196,8 +196,7 @@ class Loop:
     def _lead(self, step: int) -> None:
         """Begin to publish and to save, if this replica leads since a moment ago. A collective.
 
-        Raises LeftBehindError: another one has led meanwhile, which a store without its last writes did not show.
-        """
+        Raises LeftBehindError: another one has led meanwhile, which a store without its last writes did not show."""
         if self._leads and not self._replicas.leads:
             raise LeftBehindError("another policy replica leads by now: this one has to begin anew")
         if self._replicas.leads and not self._leads:
@@ -359,8 +358,7 @@ class Commits:
 
     Reinforcement waits for the answer: the next batch and the publication depend on it. Supervised training needs
     neither, so there a commit is on its way while the next step is trained; commits stay in order, one at a time, and
-    each is awaited before the next is sent, so a crash loses at most the step whose commit had not been answered.
-    """
+    each is awaited before the next is sent, so a crash loses at most the step whose commit had not been answered."""
 
     def __init__(self, group: Group, session: Session | None) -> None:
         self._group, self._session = group, session

@@ -132,8 +132,7 @@ class StepMetrics:
 
     ages: see `age_sums`, of samples that are computed. bound: S, the most steps by which a sample may be older than
     the step.
-    names: short ones of the rewards.
-    """
+    names: short ones of the rewards."""
 
     def __init__(
         self,
@@ -194,8 +193,7 @@ def _of_updates(steps: Sequence[Metrics], tokens: Sequence[int]) -> Metrics:
     """Metrics of the optimizer steps of a training step; nothing without one.
 
     tokens: of each optimizer step, those that were computed and that count. Means per token weigh each of them alike,
-    whatever step it was in; without any token there are none.
-    """
+    whatever step it was in; without any token there are none."""
     if not steps:
         return {}
     found = {"loss": math.fsum(step["loss"] for step in steps) / len(steps), **mean_norm(steps)}
@@ -288,8 +286,7 @@ def _baselines(table: StepTable) -> dict[int, float]:
 def age_sums(step: int, samples: Iterable[TrainSample], bound: int) -> list[float]:
     """Return what ranks add up of the ages of generated tokens in steps: by age, then the sum of all ages.
 
-    Returns [n + 2] numbers for ages 0 to n = min(bound, `MOST_STALENESS`); the last age has all older tokens too.
-    """
+    Returns [n + 2] numbers for ages 0 to n = min(bound, `MOST_STALENESS`); the last age has all older tokens too."""
     by_version: Counter[int] = Counter()
     for sample in samples:
         by_version.update(sample.tokens_by_version)
@@ -317,8 +314,7 @@ class KeptSamples:
 
     Nothing shown stops a training: samples with a number that is not finite are left out, it could not travel; and so
     that their commit takes at most half of a request of `max_request_bytes`, those that come last may lack log-probs,
-    or be left out as well. Every rank comes to the same.
-    """
+    or be left out as well. Every rank comes to the same."""
 
     def __init__(self, table: StepTable, groups_per_step: int, wanted: int, max_request_bytes: int) -> None:
         self._table = table
@@ -363,8 +359,7 @@ class KeptSamples:
     ) -> list[TrainedSample]:
         """Gather the samples of all ranks, on the first one; empty on the others. A collective if there are any.
 
-        idle: rows that no rank computed (or few of them): they have no log-probs.
-        """
+        idle: rows that no rank computed (or few of them): they have no log-probs."""
         if not self._rows:
             return []
         mine = [

@@ -108,7 +108,7 @@ class Passes:
             hidden.update(states)
 
     def _check_routing(self, table: StepTable, samples: Samples) -> None:
-        replay = self._trainer.replay
+        replay = self._trainer.model.replay
         if replay is None:
             return
         for row, sample in samples.items():
@@ -122,13 +122,12 @@ class Passes:
     def _unreplayed(self, plan: StepPlan, samples: Samples) -> Metrics:
         """Now and then the mismatch of one micro-batch of each rank as it is without the engine's experts.
 
-        A collective.
-        """
+        A collective."""
         trainer, step = self._trainer, plan.table.step
-        if trainer.replay is None or step % UNREPLAYED_EVERY or not plan.mini_batches:
+        if trainer.model.replay is None or step % UNREPLAYED_EVERY or not plan.mini_batches:
             return {}
         batches = plan.mini_batches[0].ranks[plan.shares.of(0)][:1]
-        with trainer.replay.off(), span("unreplayed"):
+        with trainer.model.replay.off(), span("unreplayed"):
             (logprobs,) = trainer.score(trainer.model, samples, batches, self._temperature)
         rows = [row for row in logprobs if len(logprobs[row])]
         columns = [torch.zeros(0), torch.zeros(0), torch.zeros(0)]
@@ -181,7 +180,9 @@ class Passes:
                 own = batches[share] if batches else []
                 scored = trainer.score(model, samples, own, self._temperature, list(names.values()), **more)
                 if apart:
-                    scored = [place.to_all_ranks(column, plan.lengths) for column in scored]
+                    scored = [
+                        place.group.to_all_ranks(column, plan.lengths, place.numbers) for column in scored
+                    ]
                 columns.update(zip(names, scored, strict=True))
 
         if trainer.reference:

@@ -252,8 +252,7 @@ class Profiles:
     def reach(self, step: int, signals: Sequence[float]) -> None:
         """This step is about to begin; called as often as its batch is asked for.
 
-        signals: the maximum over all ranks; a collective if they say that there is an order.
-        """
+        signals: the maximum over all ranks; a collective if they say that there is an order."""
         ordered, running, failed = signals
         if ordered:
             self._take(step)
@@ -289,8 +288,7 @@ class Profiles:
     def settle(self, patience: float) -> None:
         """Wait for what is being written. A collective.
 
-        patience: seconds to wait on once this replica was asked to leave.
-        """
+        patience: seconds to wait on once this replica was asked to leave."""
         group, window, give_up = self._trainer.group, self._window, time.monotonic() + PATIENCE
         while window is not None:
             if self._shutdown:

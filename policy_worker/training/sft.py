@@ -78,9 +78,9 @@ class HeldOut:
         batching = Batching.of_config(config).cut_to(config.validation.batch_size, None)
         lengths = self._data.lengths().tolist()
         (plan,) = plan_step(
-            lengths, [count > 0 for count in learned], batching, data_ranks=trainer.data_ranks
+            lengths, [count > 0 for count in learned], batching, data_ranks=trainer.group.data_ranks
         )
-        self._batches = plan.ranks[trainer.data_rank]
+        self._batches = plan.ranks[trainer.group.data_rank]
 
     def is_due(self, version: int) -> bool:
         """Whether the weights after so many steps are validated: the initial ones, every `freq`, and the last."""
@@ -91,8 +91,7 @@ class HeldOut:
     def validate(self, version: int) -> list[HeldOutLoss]:
         """The record of the present weights, the same on each rank; none, and a warning, if a loss is not finite.
 
-        A collective.
-        """
+        A collective."""
         trainer, sums = self._trainer, [0.0, 0.0]
         with span("validation"):
             for rows in self._batches:
@@ -148,7 +147,7 @@ class Sft:
         Raises `SettingsError` if the data cannot be read, or is not for supervised training."""
         self._trainer, self._batching = trainer, Batching.of_config(config)
         self._replicas = replicas or Alone()
-        self._shares = Shares(self._replicas.parts, trainer.data_ranks, trainer.data_rank)
+        self._shares = Shares(self._replicas.parts, trainer.group.data_ranks, trainer.group.data_rank)
         self._batch = config.samples_per_step
         self.kept: list[TrainedSample] = []
         self.validations: list[HeldOutLoss] = []

@@ -40,8 +40,7 @@ class StepPlan:
     """A step as its table has it.
 
     learned: whether each row takes part in the loss. masks: rows by what masks them. idle, alike: see `plan_step`.
-    shares: those of this rank. rows_needed: rows whose payloads this rank needs.
-    """
+    shares: those of this rank. rows_needed: rows whose payloads this rank needs."""
 
     table: StepTable
     learned: list[bool]
@@ -89,8 +88,7 @@ class StepPlan:
     def updates(self, tokens: Sequence[int]) -> list[MiniBatch]:
         """The mini-batches that make an optimizer step: none whose tokens are all left out.
 
-        tokens: of each row, those that count.
-        """
+        tokens: of each row, those that count."""
         return [one for one in self.mini_batches if any(tokens[row] for row in one.rows)]
 
 

@@ -56,8 +56,7 @@ class Judged(NamedTuple):
 class TeacherClient:
     """See the module's docstring. Its requests are on their way only while `advance` runs, in the calling thread.
 
-    vocabulary: ids are below it. headers hold the API key, which no message does.
-    """
+    vocabulary: ids are below it. headers hold the API key, which no message does."""
 
     def __init__(self, teacher: TeacherConfig, vocabulary: int, api_key: str | None = None) -> None:
         self.teacher, self._vocabulary = teacher, vocabulary

@@ -52,8 +52,7 @@ class Teaching:
     """One teacher in this step: what it said of the samples of this rank, by row.
 
     logprobs: of the learned tokens, [n]. top: its likeliest tokens, [n, k]. hidden: its states [n, D], of output
-    head `head`.
-    """
+    head `head`."""
 
     teacher: TeacherConfig
     client: TeacherClient | None = None
@@ -133,7 +132,7 @@ class Teachers:
         model = trainer.teachers[teacher.name]
         batching = self._batching.cut_to(teacher.mini_batch, teacher.max_token_len_per_mini_batch)
         batches = plan_pass(plan, table.total_tokens, batching, alike)
-        mine = batches[trainer.data_rank] if batches else []
+        mine = batches[trainer.group.data_rank] if batches else []
         more: More | None = None
         fields = ["logprobs"]
         if teacher.loss == "top_k_jsd":
@@ -159,7 +158,7 @@ class Teachers:
         samples: Mapping[int, TrainSample],
         plan: Sequence[MiniBatch],
     ) -> bool:
-        rank = self._trainer.data_rank
+        rank = self._trainer.group.data_rank
         rows = sorted({row for part in plan for batch in part.ranks[rank] for row in batch})
         client.ask({row: samples[row] for row in rows})
         if not self._wait(client):
@@ -265,8 +264,7 @@ class Teachers:
 
     def metrics(self, samples: Mapping[int, TrainSample]) -> Metrics:
         """Return each teacher's means over tokens of log π − log q, π the policy that made them, and of log q; how
-        many tokens. samples: those that this rank counts. A collective if there are teachers.
-        """
+        many tokens. samples: those that this rank counts. A collective if there are teachers."""
         if not self._all:
             return {}
         sums: list[float] = []

@@ -43,16 +43,14 @@ def store_version(
 ) -> Stored | None:
     """Write one version. A collective of the background's group.
 
-    Args:
-        target: the version's name, the same on all ranks. write: this rank's tensors. make: the manifest, on rank 0.
+    target: the version's name, the same on all ranks. write: this rank's tensors. make: the manifest, on rank 0.
 
     Returns:
         What was stored on rank 0, None on the others.
 
     Raises, on all ranks alike:
         StoreTroubleError: a file system refused on one of them. DenseError: `write` or `make` raised it.
-        WeightError, PolicyError, …: something else went wrong; the ranks where nothing did get a `PolicyError`.
-    """
+        WeightError, PolicyError, …: something else went wrong; the ranks where nothing did get a `PolicyError`."""
     began = time.monotonic()
     with ExitStack() as stack:
         stages: list[Stage] = []

@@ -57,8 +57,7 @@ class NcclSender:
     """Sends chunks of files as tensors of bytes, by vLLM's dense NCCL trainer engine. A `SendingCarrier`.
 
     The group stays as long as its members do, each named by what it drew at random. NCCL knows no time-outs: what
-    does not end in time is aborted, and what cannot even be aborted costs one thread and the fabric.
-    """
+    does not end in time is aborted, and what cannot even be aborted costs one thread and the fabric."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -124,8 +124,7 @@ class Publisher:
         patience: seconds to wait on once this replica was asked to leave. Returns False if they were not enough, or
         publishing has failed meanwhile.
 
-        Raises: see `publish`.
-        """
+        Raises: see `publish`."""
         give_up: float | None = None
         while True:
             asked = bool(self._shutdown)
@@ -166,8 +165,7 @@ class Publisher:
     def _free(self) -> bool:
         """Whether the snapshot may be taken on all ranks. Raises what went wrong before.
 
-        A replica that was asked to leave, which is what ends publishing where the store fails, still has to save.
-        """
+        A replica that was asked to leave, which is what ends publishing where the store fails, still has to save."""
         flags = [*self.signals(), float(bool(self._shutdown))]
         failed, running, _, leaves = self._trainer.group.reduce(flags, "max")
         if failed and not leaves:

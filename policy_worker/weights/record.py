@@ -29,8 +29,7 @@ RECORD = "publications.jsonl"
 class Record:
     """The record of rank 0; safe to use from several threads.
 
-    path: of the record. store: where the files lie. name: of the job's versions there.
-    """
+    path: of the record. store: where the files lie. name: of the job's versions there."""
 
     def __init__(self, path: Path, store: Store, name: str) -> None:
         self._path, self._store, self._name = path, store, name
@@ -60,14 +59,14 @@ class Record:
         """A publication has these files."""
         with self._lock:
             self._uris.setdefault(publication, []).append(uri)
-            self._write(publication, uri)
+            self._append({"id": publication, "uri": uri})
 
     def attach(self, publication: int, uri: str) -> None:
         """A publication has these files as well; if it was removed meanwhile, they go too."""
         with self._lock:
             if self._uris.get(publication):
                 self._uris[publication].append(uri)
-                self._write(publication, uri)
+                self._append({"id": publication, "uri": uri})
             else:
                 self._unneeded.append(uri)
 
@@ -92,9 +91,6 @@ class Record:
                 return
             with self._lock:
                 self._unneeded.remove(uri)
-
-    def _write(self, publication: int, uri: str) -> None:
-        self._append({"id": publication, "uri": uri})
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = json.dumps(entry) + "\n"

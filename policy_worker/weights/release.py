@@ -82,8 +82,7 @@ class Leader:
 class Release:
     """All ranks call alike, from the background's thread. `leader` on rank 0 only.
 
-    group: of the background alone. anchors: likewise, of the anchors'.
-    """
+    group: of the background alone. anchors: likewise, of the anchors'."""
 
     def __init__(
         self,

@@ -33,12 +33,13 @@ from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import SettingsError
 from policy_worker.memory import offload
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
+from policy_worker.memory.offload import local_of
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import Backbone
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import apply_ep
-from policy_worker.parallel.fsdp import apply_fsdp, local_of
+from policy_worker.parallel.fsdp import apply_fsdp
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.pipeline_stages import cut

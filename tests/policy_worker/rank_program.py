@@ -32,11 +32,11 @@ import torch
 from safetensors.torch import save, save_file
 from torch.distributed.fsdp import FSDPModule
 
+from policy_worker.memory.offload import local_of
 from policy_worker.model.load import kept_activations
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.prepare import prepare_model, replay_in
 from policy_worker.parallel import distribute
-from policy_worker.parallel.fsdp import local_of
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.parallel.pipeline_stages import names_here, names_of_all

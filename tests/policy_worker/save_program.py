@@ -28,6 +28,7 @@ from policy_worker.checkpoints.layout import faults, state_files
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.checkpoints.storage import StateFiles
+from policy_worker.checkpoints.uploads import Uploader
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment, ShutdownRequest
@@ -54,7 +55,7 @@ def save(trainer: Trainer, root: Path, step: int) -> None:
         trainer.model.lm.model.norm.weight.fill_(float(step))
     found = save_state(trainer, root, step, staged=True)
     assert found is not None
-    Housekeeper(root, CheckpointConfig(max_keep=2), None).tidy(found, {})
+    Housekeeper(root, CheckpointConfig(max_keep=2), Uploader((), root)).tidy(found, {})
 
 
 def child(work: Callable[[Callable[[Any], None]], None]) -> tuple[int, Any]:

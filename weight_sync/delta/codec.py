@@ -113,13 +113,10 @@ def encode(
 ) -> Encoded | None:
     """Compare two tensors of the same dtype and size, which may be 0.
 
-    Args:
-        old, new, most_bytes: see `Pair`.
-        pool: threads that share the blocks; not the pool that this call itself runs in.
+    old, new, most_bytes: see `Pair`. pool: threads that share the blocks; not the pool that this call itself runs in.
 
     Returns:
-        The changes; None when they need more than `most_bytes`.
-    """
+        The changes; None when they need more than `most_bytes`."""
     if not len(new):
         return _combine([], most_bytes)
     with closing(encode_each([Pair(old, new, most_bytes)], pool)) as results:
@@ -131,8 +128,7 @@ def encode_each(pairs: Iterable[Pair], pool: Executor | None = None) -> Generato
 
     Threads are up to `AHEAD` blocks ahead of whoever takes the results: so many encoded blocks are in memory next to
     the tensor that is being put together, and so many pairs are drawn early, whose errors come early too. When this
-    ends, or is closed, no thread reads a tensor any more.
-    """
+    ends, or is closed, no thread reads a tensor any more."""
     if pool is None:
         for pair in pairs:
             yield _combine((_encode_block(pair, start) for start in _starts(pair)), pair.most_bytes)
@@ -204,10 +200,8 @@ def _combine(blocks: Iterable[_EncodedBlock], most_bytes: int | None) -> Encoded
 def _pack(positions: Positions, values: Array) -> list[bytes]:
     """One block: head, lengths and planes.
 
-    Args:
-        positions: of the changed elements in the block, `[changed]`, ascending, all below BLOCK.
-        values: `[changed]` unsigned integers.
-    """
+    positions: of the changed elements in the block, `[changed]`, ascending, all below BLOCK. values: `[changed]`
+    unsigned integers."""
     count = len(positions)
     if count == 0:
         return [_HEAD.pack(0)]
@@ -222,8 +216,7 @@ def _pack(positions: Positions, values: Array) -> list[bytes]:
 def decode(payload: memoryview, dtype: npt.DTypeLike, n_elements: int) -> Iterator[tuple[Positions, Array]]:
     """Read the changes block by block, blocks without any left out.
 
-    Args:
-        payload: of one tensor, all of it. dtype: unsigned, of the tensor's itemsize. n_elements: of the tensor.
+    payload: of one tensor, all of it. dtype: unsigned, of the tensor's itemsize. n_elements: of the tensor.
 
     Yields:
         Positions in the flattened tensor, ascending, and the new values there; both `[changed]` and writable.
@@ -240,9 +233,8 @@ def decode(payload: memoryview, dtype: npt.DTypeLike, n_elements: int) -> Iterat
 def apply(payload: memoryview, target: Array, pool: Executor | None = None) -> bytes:
     """Write the changes into a tensor in place.
 
-    Args:
-        payload: of one tensor, all of it. target: `[elements]`, contiguous unsigned integers, writable.
-        pool: as for `encode`.
+    payload: of one tensor, all of it. target: `[elements]`, contiguous unsigned integers, writable. pool: as for
+    `encode`.
 
     Returns:
         The hash of the tensor as it now is.

@@ -61,8 +61,7 @@ class Delta:
     def changes(self) -> Iterator[Change]:
         """One change for each tensor that changed, decoded as it is asked for.
 
-        Raises `NotReadableError` when sparse blocks are not what the manifest says of them.
-        """
+        Raises `NotReadableError` when sparse blocks are not what the manifest says of them."""
         for name, entry in self.manifest.tensors.items():
             dtype, shape = torch_dtype(entry.dtype, name), tuple(entry.shape)
             if entry.changed is None:
@@ -91,8 +90,7 @@ class Delta:
 def open_delta(root: Path, piece: Piece) -> Delta:
     """Open a delta of a local directory store, and prove it.
 
-    Args:
-        root: of the store. piece: the delta's, as the chain of a manifest names it.
+    root: of the store. piece: the delta's, as the chain of a manifest names it.
 
     Raises `NotReadableError`: a file is missing, short, or not what its manifest says; `WeightError`: the manifest
     contradicts itself or is none of a delta."""
@@ -102,9 +100,8 @@ def open_delta(root: Path, piece: Piece) -> Delta:
 def open_chain(pieces: Sequence[tuple[Path, Piece]], base: str, content_hash: str) -> list[Delta]:
     """Open and prove deltas, oldest first, and that they follow each other.
 
-    Args:
-        pieces: each with the root of the local store in which it lies. base: content hash of the weights that are
-        served. content_hash: of those that are requested.
+    pieces: each with the root of the local store in which it lies. base: content hash of the weights that are.
+    served. content_hash: of those that are requested.
 
     Raises `WeightError`: one is missing or damaged, or does not apply to what the one before leads to."""
     deltas, content = [], base
@@ -130,13 +127,11 @@ def apply_deltas(
 ) -> dict[str, str | None]:
     """Write deltas over tensors, oldest first.
 
-    Args:
-        data: bytes of all tensors, writable. tensors: their dtypes and shapes.
-        pool: threads that share the work; not the pool that this call itself runs in.
+    data: bytes of all tensors, writable. tensors: their dtypes and shapes. pool: threads that share the work; not the
+    pool that this call itself runs in.
 
     Returns:
-        The hashes of the tensors that changed, as they are now; None where sparse blocks were damaged.
-    """
+        The hashes of the tensors that changed, as they are now; None where sparse blocks were damaged."""
     stored: dict[str, list[_Stored]] = {}
     for delta in deltas:
         for name, entry in delta.manifest.tensors.items():

@@ -75,11 +75,9 @@ class _SpoiledError(WeightError):
 class Advance:
     """One advance, by the one process of the host that holds the lock for it. `seconds` tells its stages apart.
 
-    Args:
-        directory: of the copy. store: where publications lie. patience: seconds for each bad file.
-        writable: this process's mapping of the data files.
-        lock_timeout: seconds to wait for readers of the copy. stop: set from another thread, ends it.
-    """
+    directory: of the copy. store: where publications lie. patience: seconds for each bad file. writable: this
+    process's mapping of the data files. lock_timeout: seconds to wait for readers of the copy. stop: set from another
+    thread, ends it."""
 
     def __init__(
         self,

@@ -106,8 +106,7 @@ def write_model(path: Path, model: BaseModel) -> None:
 def own_directory(path: Path) -> None:
     """Make a directory for this user alone, or make sure that it is one.
 
-    Raises `CacheError` when it is a link, or another user's; `OSError` when it cannot be made.
-    """
+    Raises `CacheError` when it is a link, or another user's; `OSError` when it cannot be made."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -131,8 +130,7 @@ def bytes_of(state: CopyState) -> int:
 def map_tensors(directory: Path, state: CopyState, *, writable: bool) -> dict[str, memoryview]:
     """The bytes of all tensors.
 
-    Args:
-        writable: what is written reaches the files; otherwise it stays with the writer.
+    writable: what is written reaches the files; otherwise it stays with the writer.
 
     Raises `NotReadableError`: a file is missing or not as the state says. `CacheError`: files cannot be mapped here.
     """

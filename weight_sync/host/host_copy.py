@@ -84,8 +84,7 @@ class Weights:
 
         None: no such way exists, one of the deltas was not proven by applying it to this very copy, or the whole
         copy costs less. A file may still vanish before it is opened (`NotReadableError`): then the whole copy is
-        what remains.
-        """
+        what remains."""
         pieces = deltas_between(self._state.checked, content_hash)
         if pieces is None or sum(piece.n_bytes for piece in pieces) > WORTH_SHARE * bytes_of(self._state):
             return None
@@ -120,8 +119,7 @@ class HostCopy:
     lock_timeout: seconds to wait for other processes of the host.
     stop: set from any thread, it ends an `advance` under way soon, with `StoppedError`.
 
-    Raises `CacheError` when the directory cannot be used.
-    """
+    Raises `CacheError` when the directory cannot be used."""
 
     def __init__(
         self,
@@ -148,15 +146,13 @@ class HostCopy:
     def advance(self, publication: Publication, *, patience: float = PATIENCE) -> Weights:
         """Bring the copy to a publication, unless it is there or further. Blocks; call it from a thread.
 
-        Args:
-            patience: seconds for which each file that is missing or wrong is tried again, before a way without it
-                is looked for.
+        patience: seconds for which each file that is missing or wrong is tried again, before a way without it is
+        looked for.
 
         Raises:
             CacheError: no room, or no place. StoppedError: `stop` was set. LockTimeoutError: others hold the copy.
             StoreError: the store refuses, or fails for too long.
-            WeightError: no way leads to it; the message says what was tried.
-        """
+            WeightError: no way leads to it; the message says what was tried."""
         began = time.monotonic()
         self._stay()
         advance = Advance(

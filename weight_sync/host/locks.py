@@ -30,8 +30,7 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock of a file.
 
-    Args:
-        timeout: seconds to wait for it. stop: set from another thread, ends the wait.
+    timeout: seconds to wait for it. stop: set from another thread, ends the wait.
 
     Raises `LockTimeoutError`: others hold it, named as far as the kernel tells. `StoppedError`: `stop` was set;
     `OSError`: the file cannot be opened."""

@@ -36,8 +36,7 @@ class Receiver:
     """Gets pieces for one advance; `seconds` ("fetch", "verify") and `n_bytes` add up what it did.
 
     store: where the pieces lie. fetched: folder for deltas of a store that is not a local directory.
-    stop: set from another thread, ends pauses and keeps further files from being fetched.
-    """
+    stop: set from another thread, ends pauses and keeps further files from being fetched."""
 
     def __init__(self, store: ReadableStore, fetched: Path, patience: float, stop: threading.Event) -> None:
         self._store, self._fetched, self._patience, self._stop = store, fetched, patience, stop

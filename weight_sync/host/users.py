@@ -49,9 +49,8 @@ _TRASH = ".trash-"
 def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) -> Path:
     """Where this host's copy for a job lies; its parent is made, what other jobs left on this host is swept.
 
-    Args:
-        host_cache: `weight_sync.host_cache`. run_dir: tells runs apart that have the same job id.
-        n_bytes: of the weights.
+    host_cache: `weight_sync.host_cache`. run_dir: tells runs apart that have the same job id. n_bytes: of the
+    weights.
 
     Raises `CacheError`: the directory cannot be used."""
     host = _host()
@@ -96,8 +95,7 @@ def stay(directory: Path, users: int) -> int | None:
     """None while the share is good. Where somebody has removed the directory (shared memory and temporary files are
     tidied up when their user has logged out, or after days), it is made anew: the descriptor of the new share.
 
-    Raises as `join`.
-    """
+    Raises as `join`."""
     if _is_lock_of(directory, users):
         return None
     log.warning("%s was removed: it is made anew", directory)

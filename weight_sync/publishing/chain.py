@@ -41,8 +41,7 @@ class _Entry:
 class Chain:
     """See the module's docstring.
 
-    interval: publications from one full form to the next (`weight_sync.anchor_interval`).
-    """
+    interval: publications from one full form to the next (`weight_sync.anchor_interval`)."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval

@@ -31,8 +31,7 @@ from weight_sync.hf_names import HubNames, Unit, cast
 def owners(sizes: Sequence[int], world: int) -> list[int]:
     """Which rank owns each unit: the largest first, each to the rank with the least so far; ties to the first.
 
-    The load of no rank exceeds the mean by more than the largest unit, and every rank computes the same.
-    """
+    The load of no rank exceeds the mean by more than the largest unit, and every rank computes the same."""
     loads = [0] * world
     result = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -45,9 +44,8 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 class Gathering:
     """The share of a model that each rank owns, and the way that it gets it. All ranks call alike.
 
-    Args:
-        names: of the model, made on every rank. rank, world: of this process among those that publish it.
-        group: these; None: all ranks. A model that is cut into stages is one for the ranks of each stage.
+    names: of the model, made on every rank. rank, world: of this process among those that publish it. group: these;
+    None: all ranks. A model that is cut into stages is one for the ranks of each stage.
 
     Raises `WeightError`: a tensor is laid out in another way than in shards and copies over all ranks."""
 
@@ -72,8 +70,7 @@ class Gathering:
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Hub names and whole tensors of this rank's units, on the device of the model. A collective, run to its end.
 
-        dtype: as for `hub_tensors`; what travels is cast before.
-        """
+        dtype: as for `hub_tensors`; what travels is cast before."""
         rounds = iter(range(max(map(len, self._travels), default=0)))
         for unit in self.owned:
             whole: dict[str, torch.Tensor] = {}
@@ -146,8 +143,7 @@ class Box:
 def pieces_for(owner: int, tensor: DTensor) -> dict[int, Box]:
     """The ranks from which `owner` takes a tensor, in order, and the piece of each: together all of it, once.
 
-    The owner must be in the tensor's mesh.
-    """
+    The owner must be in the tensor's mesh."""
     mesh = tensor.device_mesh.mesh
     return {
         rank: box_at(tensor.shape, tuple(mesh.shape), _place(rank, tensor), tensor.placements)
@@ -173,8 +169,7 @@ def box_at(
 ) -> Box:
     """The piece of a tensor at a place of a mesh: dimensions of the mesh cut one after the other, as torch cuts.
 
-    Those that are strided cut what the others have left.
-    """
+    Those that are strided cut what the others have left."""
     starts, sizes = [0] * len(shape), list(shape)
     cuts = list(zip(mesh, place, placements, strict=True))
     for ranks, index, placement in sorted(cuts, key=lambda cut: isinstance(cut[2], _StridedShard)):

@@ -21,11 +21,9 @@ ABANDONED_AFTER = 3600.0
 def collect(store: Store, keep: Collection[str], *, name: str = "", min_age: float = 0.0) -> list[str]:
     """Remove all versions published under `name` except those to keep.
 
-    Args:
-        keep: URIs of publications (`Publication.uri`) that stay.
-        name: as given to `publish`: versions of other jobs in the same store are not touched.
-        min_age: versions younger than this many seconds stay too (their publication may be under way), and so do
-            unfinished ones of that name.
+    keep: URIs of publications (`Publication.uri`) that stay. name: as given to `publish`: versions of other jobs in
+    the same store are not touched. min_age: versions younger than this many seconds stay too (their publication may
+    be under way), and so do unfinished ones of that name.
 
     Returns:
         The names of the versions removed.

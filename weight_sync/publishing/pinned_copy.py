@@ -19,8 +19,7 @@ Tensors = dict[str, torch.Tensor]
 class PinnedCopy:
     """See the module's docstring. Takes twice the memory of the tensors, once without `keeps`.
 
-    keeps: whether the announced version is kept, so that the next one can be a delta.
-    """
+    keeps: whether the announced version is kept, so that the next one can be a delta."""
 
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps

@@ -101,17 +101,14 @@ def publish(
 ) -> Published:
     """Store one full version, from this process alone.
 
-    Args:
-        store: where to. version: committed steps contained in the weights. timeline: of the job; together
-        with `version` it becomes part of the stored name. tensors: names and tensors as in the hub
-        checkpoint, aliases left out; read once, in order, each tensor
-            dropped before the next is asked for. Any dtype of safetensors, any device, any strides.
-        name: put in front of the stored name: the job, where several share a store.
+    store: where to. version: committed steps contained in the weights. timeline: of the job; together. with `version`
+    it becomes part of the stored name. tensors: names and tensors as in the hub. checkpoint, aliases left out; read
+    once, in order, each tensor dropped before the next is asked for. Any dtype of safetensors, any device, any
+    strides. name: put in front of the stored name: the job, where several share a store.
 
     Raises:
         WeightError: a name twice, no tensors, an unsupported tensor, or the store refuses.
-        Whatever `tensors` raises. In each case nothing has become visible.
-    """
+        Whatever `tensors` raises. In each case nothing has become visible."""
     target = version_name(timeline, version, name)
     try:
         with store.stage(target) as stage:
@@ -133,9 +130,8 @@ def write_full(
 ) -> Part:
     """Write tensors whole, one in memory at a time.
 
-    Args:
-        stage: of the version. tensors: those of this process, read once and in order.
-        prefix: of its files' names, different in each process.
+    stage: of the version. tensors: those of this process, read once and in order. prefix: of its files' names,
+    different in each process.
 
     Raises `WeightError`: a name twice, or a tensor that safetensors cannot hold. `OSError`: the store refuses."""
     with _Writer(stage, prefix, max_file_bytes) as writer:
@@ -155,10 +151,9 @@ def write_delta(
 ) -> Part:
     """Write what changed: nothing of tensors that are equal, the others sparse or whole.
 
-    Args:
-        stage, prefix: as for `write_full`. pairs: this process's tensors, as they were and as they are, on the host.
-        most_bytes: give up when the tensors take more. pool: where blocks are encoded in parallel, and ahead of
-            what is written (`weight_sync.delta.codec.encode_each`).
+    stage, prefix: as for `write_full`. pairs: this process's tensors, as they were and as they are, on the host.
+    most_bytes: give up when the tensors take more. pool: where blocks are encoded in parallel, and ahead of what is
+    written (`weight_sync.delta.codec.encode_each`).
 
     Raises `DenseError`: they take more than `most_bytes`. `WeightError`, `OSError`: as `write_full`."""
     drawn: deque[tuple[str, torch.Tensor]] = deque()
@@ -212,9 +207,8 @@ def assemble(
 ) -> WeightManifest:
     """The manifest of a version out of what all processes wrote.
 
-    Args:
-        base: all tensors of the version that a delta applies to; None: the version is full.
-        chain: the versions before it; the last link of a delta's is the base.
+    base: all tensors of the version that a delta applies to; None: the version is full. chain: the versions before
+    it; the last link of a delta's is the base.
 
     Raises `WeightError`: processes wrote the same tensor or file, no tensors in a full version, or a delta's tensor
     is not one of the base."""
@@ -246,8 +240,7 @@ def assemble(
 def after(base: Table | None, tensors: Table) -> dict[str, TensorEntry]:
     """All tensors of a version out of those of its base (None: there is none) and those that it stores.
 
-    Raises `WeightError` when one of them is none of the base's or of another type or shape.
-    """
+    Raises `WeightError` when one of them is none of the base's or of another type or shape."""
     if base is None:
         return dict(tensors)
     for name, entry in tensors.items():
@@ -262,8 +255,7 @@ def after(base: Table | None, tensors: Table) -> dict[str, TensorEntry]:
 def finish(stage: Stage, target: str, manifest: WeightManifest) -> Published:
     """Write the manifest and make the version `target` visible. In the process that leads, when all have written.
 
-    Raises `OSError` or `WeightError` when the store refuses; nothing is visible then.
-    """
+    Raises `OSError` or `WeightError` when the store refuses; nothing is visible then."""
     text = manifest.model_dump_json().encode()
     with stage.create(MANIFEST) as stream:
         stream.write(text)

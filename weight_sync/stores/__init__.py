@@ -43,12 +43,10 @@ def open_store(
 ) -> Store:
     """The store at a place: `s3://bucket/prefix`, or the path of a directory.
 
-    Args:
-        timeout: seconds for which each request that fails is tried again, where the store is a remote one.
-        stop: set when the process leaves; a wait for a remote store then raises `StoppedError`.
+    timeout: seconds for which each request that fails is tried again, where the store is a remote one. stop: set when
+    the process leaves; a wait for a remote store then raises `StoppedError`.
 
-    Raises `StoreError` for another URL, or when the environment's settings make no client.
-    """
+    Raises `StoreError` for another URL, or when the environment's settings make no client."""
     if isinstance(place, str) and is_url(place):
         from weight_sync.stores.s3 import open_s3  # boto3 takes its time to import
 

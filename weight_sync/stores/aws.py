@@ -39,8 +39,7 @@ class CutError(Exception):
 def make_client(parallel: int, read_timeout: float = READ_S) -> Any:
     """A client with time-outs; trying again is `Patience`'s, but for what boto3 mends within a second.
 
-    parallel: requests at once. Raises `StoreError` when the environment's settings make none.
-    """
+    parallel: requests at once. Raises `StoreError` when the environment's settings make none."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -136,8 +135,7 @@ def _of_the_network() -> Any:
 def explain(error: Exception, client: Any, bucket_key: str) -> str:
     """Say what went wrong and what to do. Names no credential.
 
-    bucket_key: key of the configuration that names the bucket.
-    """
+    bucket_key: key of the configuration that names the bucket."""
     from botocore import exceptions as boto
 
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):

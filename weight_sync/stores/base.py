@@ -45,8 +45,7 @@ class ReadableStore(Protocol):
     """A place for versions, as a replica needs it. Keys are `<version>/<file>`. Thread-safe; one object
     may be used by one process.
 
-    What a store cannot do now it tries again for as long as it was opened for; `trouble` reports that meanwhile.
-    """
+    What a store cannot do now it tries again for as long as it was opened for; `trouble` reports that meanwhile."""
 
     @property
     def directory(self) -> Path | None:
@@ -55,8 +54,7 @@ class ReadableStore(Protocol):
     def read(self, key: str) -> memoryview:
         """The bytes of a file, mapped where possible; written to, they change in this process only.
 
-        Raises `NotReadableError` when it is not there.
-        """
+        Raises `NotReadableError` when it is not there."""
 
     def download(self, key: str, to: Path, n_bytes: int | None = None) -> int:
         """Bring a file here; `to` appears whole. Returns its bytes.
@@ -68,8 +66,7 @@ class ReadableStore(Protocol):
     def probe(self, *, writing: bool) -> None:
         """Prove that the store can be read, and written where `writing`. Leaves nothing behind.
 
-        Raises `WeightError` saying what is wrong and what to do.
-        """
+        Raises `WeightError` saying what is wrong and what to do."""
 
     def trouble(self) -> str:
         """Say what is being tried again at this moment, for people; "" when nothing is."""
@@ -81,10 +78,9 @@ class Store(ReadableStore, Protocol):
     def stage(self, version: str, *, leads: bool = True) -> AbstractContextManager[Stage]:
         """Start to write a version, alone or with other processes.
 
-        Args:
-            version: a new name (`version_name`), the same in all processes that write it.
-            leads: one process does: it commits when all have written their files, or throws everything away. The
-                others only create files, each of other names.
+        version: a new name (`version_name`), the same in all processes that write it. leads: one process does: it
+        commits when all have written their files, or throws everything away. The others only create files, each of
+        other names.
 
         Raises `WeightError`: the name is taken or not allowed, or the store refuses. `OSError`: a file system
         refuses."""
@@ -98,8 +94,7 @@ class Store(ReadableStore, Protocol):
     def delete(self, version: str) -> bool:
         """Remove a version. False when it was gone.
 
-        A process that has mapped files of a local store keeps them.
-        """
+        A process that has mapped files of a local store keeps them."""
 
     def sweep(self, older_than: float, beginning: str = "") -> None:
         """Remove what writers and deleters that died left behind of versions whose names begin so, once it is

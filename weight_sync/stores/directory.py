@@ -58,8 +58,7 @@ class DirectoryStore:
     Files are not forced to disk: a publication is never what a job resumes from
     (that is a checkpoint), after a power cut torn files are refused by their hashes, and waiting for the
     disk would hold up every step. Closing a file is what makes it visible to other clients of NFS and the
-    like.
-    """
+    like."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)

@@ -39,10 +39,8 @@ USUAL = Delays()
 class Patience:
     """Tries again, for all requests to one service. Thread-safe.
 
-    Args:
-        passing: whether a failure passes by itself. explain: a failure in words, with a remedy.
-        stop: set when the process leaves. failed, stopped: the errors to raise.
-    """
+    passing: whether a failure passes by itself. explain: a failure in words, with a remedy. stop: set when the
+    process leaves. failed, stopped: the errors to raise."""
 
     def __init__(
         self,

@@ -98,12 +98,10 @@ class _S3Stage:
 class S3Store:
     """A `Store` in one bucket, below one prefix.
 
-    Args:
-        place: bucket and prefix. stop: set when the process leaves: a wait then raises `StoppedError`.
-        delays: how long a request is tried again. read_timeout: seconds without a byte that end an attempt.
+    place: bucket and prefix. stop: set when the process leaves: a wait then raises `StoppedError`. delays: how long a
+    request is tried again. read_timeout: seconds without a byte that end an attempt.
 
-    Raises `StoreError` when the environment's settings make no client.
-    """
+    Raises `StoreError` when the environment's settings make no client."""
 
     def __init__(
         self,

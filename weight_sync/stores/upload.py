@@ -41,8 +41,7 @@ class Requests(Protocol):
 class Upload(io.RawIOBase):
     """A stream whose bytes become the object `key` with `complete`, or nothing with `abandon`.
 
-    Memory: PART_BYTES for the head, as much for the part being filled, and what is in the pool.
-    """
+    Memory: PART_BYTES for the head, as much for the part being filled, and what is in the pool."""
 
     def __init__(self, store: Requests, key: str) -> None:
         self._store, self.key = store, key

@@ -29,8 +29,7 @@ class WorkerPool:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Begin a work, as soon as a lane is free; without a thread for it, it fails with a `StoreError`.
 
-        Raises `StoppedError` when the process leaves.
-        """
+        Raises `StoppedError` when the process leaves."""
         while not self._free.acquire(timeout=LOOK_S):
             self._check()
         try:

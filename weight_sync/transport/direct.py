@@ -64,11 +64,8 @@ class _Expected:
 class DirectStore:
     """A `ReadableStore` that reads the version it expects from the trainer.
 
-    Args:
-        store: what it falls back to, and where all other versions lie.
-        timeout: seconds from the first file on in which the trainer must have sent a version.
-        carrier: of a faster fabric, where there is one.
-    """
+    store: what it falls back to, and where all other versions lie. timeout: seconds from the first file on in which
+    the trainer must have sent a version. carrier: of a faster fabric, where there is one."""
 
     def __init__(self, store: ReadableStore, timeout: float, carrier: ReceivingCarrier | None = None) -> None:
         self._store, self._timeout, self._carrier = store, timeout, carrier

@@ -85,8 +85,7 @@ class SendingCarrier(Protocol):
     def send(self, lines: Sequence[Line], chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> None:
         """Hand the chunks to all members at once, within the deadline of the lines.
 
-        Raises whatever goes wrong; the members have been informed, or find out by their deadlines.
-        """
+        Raises whatever goes wrong; the members have been informed, or find out by their deadlines."""
 
 
 class ReceivingCarrier(Protocol):
@@ -101,8 +100,7 @@ class ReceivingCarrier(Protocol):
     ) -> None:
         """Take in exactly these chunks, within the deadline of the line.
 
-        Raises `TransferError`, `OSError` or `EOFError` when they do not come, and what `write` raises.
-        """
+        Raises `TransferError`, `OSError` or `EOFError` when they do not come, and what `write` raises."""
 
 
 class Gathering:

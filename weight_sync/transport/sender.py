@@ -44,12 +44,10 @@ def own_address(controller_url: str, controller_host: str) -> str:
     the controller's own machine that way is the loopback; then it is the address of the way out, unless the
     controller itself listens at the loopback alone, so that all replicas are on this machine.
 
-    Args:
-        controller_url: as this machine reaches the controller.
-        controller_host: at which the controller listens (`controller.host`).
+    controller_url: as this machine reaches the controller. controller_host: at which the controller listens
+    (`controller.host`).
 
-    Raises `OSError` when no route leads to the controller, or its name is not known.
-    """
+    Raises `OSError` when no route leads to the controller, or its name is not known."""
     parts = urlsplit(controller_url)
     found = _towards(parts.hostname or "localhost", parts.port or 80)
     if is_loopback(found) and not is_loopback(controller_host):
@@ -95,14 +93,11 @@ class _Round:
 class Sender:
     """Hands out the version offered last.
 
-    Args:
-        store: where publications lie.
-        address: of this machine, as replicas reach it; nothing else is listened at.
-        timeout: seconds for one file, from the connection to its last byte.
-        carrier: of a faster fabric, where there is one.
+    store: where publications lie. address: of this machine, as replicas reach it; nothing else is listened at.
+    timeout: seconds for one file, from the connection to its last byte. carrier: of a faster fabric, where there is
+    one.
 
-    Raises `OSError` when the address is not one of this machine.
-    """
+    Raises `OSError` when the address is not one of this machine."""
 
     def __init__(
         self, store: Store, address: str, timeout: float, carrier: SendingCarrier | None = None

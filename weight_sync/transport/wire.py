@@ -114,9 +114,7 @@ def read_request(
 ) -> Request | Status:
     """Return what a replica asks for, or why it gets nothing.
 
-    Args:
-        token_of: the token of a round; None for one that is over.
-    """
+    token_of: the token of a round; None for one that is over."""
     head = receive_exactly(connection, NONCE_BYTES + ROUND_BYTES + 1, deadline)
     rest = receive_exactly(connection, head[-1] + MAC_BYTES, deadline)
     name, mac = rest[:-MAC_BYTES], rest[-MAC_BYTES:]

@@ -104,8 +104,7 @@ def files_in(path: Path) -> list[Path]:
 def stamp_of(path: Path) -> str:
     """Identity of a directory's contents; of a checkpoint the hash of its manifest, which names those of all files.
 
-    So the upload of a model that is exported again from the same weights goes on where it was. Raises `OSError`.
-    """
+    So the upload of a model that is exported again from the same weights goes on where it was. Raises `OSError`."""
     if (path / MANIFEST).exists():
         return hash_of_file(path / MANIFEST).hash
     lines = [f"{file.relative_to(path)} {hash_of_file(file).hash}" for file in files_in(path)]

@@ -62,17 +62,21 @@ class Uploader:
     """See the package's docstring. Without targets everything here does nothing.
 
     wanted: whether a target takes a directory (target's name, final). Methods are called from the training
-    thread, and `offer` and `holds` from the one that writes checkpoints, too.
-    """
+    thread, and `offer` and `holds` from the one that writes checkpoints, too."""
 
     def __init__(
         self,
         targets: Sequence[Target],
         run_dir: Path,
-        stop: threading.Event,
+        stop: threading.Event | None = None,
         wanted: Callable[[str, bool], bool] = lambda _target, _final: True,
     ) -> None:
-        self._targets, self._run_dir, self._stop, self._wanted = targets, run_dir, stop, wanted
+        self._targets, self._run_dir, self._stop, self._wanted = (
+            targets,
+            run_dir,
+            stop or threading.Event(),
+            wanted,
+        )
         self._records = run_dir / "uploads"
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -39,8 +39,7 @@ class Batching:
     a micro-batch, padding included. packed: samples lie next to each other in one row; else each has a row, padded
     to the longest. balance: equal tokens for each rank, not equal rows. mini_batch: rows per optimizer step; None:
     all. passes: over the batch. shuffle_seed: rows are dealt to mini-batches in a random order, another one in each
-    pass of each step; None: in the order of the table.
-    """
+    pass of each step; None: in the order of the table."""
 
     samples: int
     max_tokens: int | None
@@ -186,8 +185,7 @@ def plan_pass(
     """Micro-batches of a forward-only pass over the samples of a plan, for each data rank (all equally many).
 
     Each rank's are of the samples that it trains on; or, with data_ranks, that is how many they are dealt to anew.
-    Raises `SampleTooLongError`, see `plan_step`.
-    """
+    Raises `SampleTooLongError`, see `plan_step`."""
     if data_ranks is None:
         shares = [rows_of(plan, rank) for rank in range(len(plan[0].ranks) if plan else 0)]
     else:
@@ -238,8 +236,7 @@ def _equally_many(
     """The micro-batches of each rank's share, of all as many as of the one that needs most.
 
     All ranks wait for each other at each micro-batch, so one that needs fewer fills as many evenly; where it cannot,
-    the last ones are empty.
-    """
+    the last ones are empty."""
     cut = [micro_batches(share, tokens, batching, alike) for share in shares]
     most = max(map(len, cut), default=0)
     filled = (
@@ -282,8 +279,7 @@ def _packed(ordered: Rows, tokens: Sequence[int], cap: int, least: int) -> list[
     """Few bins, then even ones: first-fit decreasing says how many are enough, longest-first fills them evenly, or
     `least` if that is more.
 
-    Where the even filling breaks the cap, first-fit's own bins are taken.
-    """
+    Where the even filling breaks the cap, first-fit's own bins are taken."""
     bins: list[Rows] = []
     space: list[int] = []
     for row in ordered:
@@ -316,8 +312,7 @@ def _runs(ordered: Rows, tokens: Sequence[int], cap: int, packed: bool) -> list[
 def _longest_first(units: Sequence[Rows], tokens: Sequence[int], n: int) -> list[Rows]:
     """Largest unit first, each to the share that has the fewest tokens so far (at most 4/3 of the best maximum).
 
-    Greedy number partitioning (Graham 1969); ties go to the lower index, so it is deterministic.
-    """
+    Greedy number partitioning (Graham 1969); ties go to the lower index, so it is deterministic."""
     shares: list[Rows] = [[] for _ in range(n)]
     heap = [(0, index) for index in range(n)]
     sizes = [(-sum(tokens[row] for row in unit), unit) for unit in units]

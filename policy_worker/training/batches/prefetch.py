@@ -41,8 +41,7 @@ def line_of(table: StepTable, row: int) -> Line:
 class Prefetcher:
     """One guess at a time. ask: of the controller, waiting for a guess. decode: (table, row, payload) → sample.
 
-    rows_of: the rows that this rank computes of a table. All three are called in a thread of its own.
-    """
+    rows_of: the rows that this rank computes of a table. All three are called in a thread of its own."""
 
     def __init__(
         self,

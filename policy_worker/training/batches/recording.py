@@ -30,8 +30,7 @@ KEY = "profiler.record_batches"
 class BatchRecorder:
     """Keeps the batches of the newest steps; on rank 0 only.
 
-    n: how many. payloads: the directory through which large samples come.
-    """
+    n: how many. payloads: the directory through which large samples come."""
 
     def __init__(self, folder: Path, n: int, facts: Facts, payloads: Path | None = None) -> None:
         self._folder, self._n, self._facts, self._payloads = folder, n, facts, payloads

@@ -41,8 +41,7 @@ class DataEnded(Exception):
 class Batches(Protocol):
     """The batches that steps are trained on, and where they come from. All ranks call alike.
 
-    bound: S, the most steps by which a sample may be older than the step that trains it.
-    """
+    bound: S, the most steps by which a sample may be older than the step that trains it."""
 
     bound: int
     ahead_fraction: float | None
@@ -59,8 +58,7 @@ class BatchSource:
     """Asks the controller for batches (`Batches`).
 
     bound: S, the most steps by which a sample may be older than the step that trains it.
-    payloads: the directory through which large samples come (see `schema.wire.payload_file`).
-    """
+    payloads: the directory through which large samples come (see `schema.wire.payload_file`)."""
 
     def __init__(
         self,
@@ -87,8 +85,7 @@ class BatchSource:
     ) -> None:
         """From now on fetch the next batch while a step trains, where a rank is a unit of its own.
 
-        call: for another thread. rows_of: the rows that this rank computes of a table.
-        """
+        call: for another thread. rows_of: the rows that this rank computes of a table."""
         if self._group.data_ranks < self._group.world or self.keep is not None:
             return
 
@@ -227,8 +224,7 @@ def check_versions(step: int, row: int, sample: TrainSample, bound: int) -> None
 def describe(table: StepTable) -> str:
     """Which groups a step trains, and how old they are: a line of the log, so that a run can be audited.
 
-    `step 7 of timeline 1 trains 16 samples of versions 5 to 7: e0-p28..30 e0-p33`
-    """
+    `step 7 of timeline 1 trains 16 samples of versions 5 to 7: e0-p28..30 e0-p33`"""
     rows = [row for row in range(table.n_samples) if counts(table, row)]
     versions = [table.oldest_version[row] for row in rows] + [table.newest_version[row] for row in rows]
     spans: list[tuple[str, int, int]] = []

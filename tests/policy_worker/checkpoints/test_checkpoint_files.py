@@ -39,6 +39,7 @@ from policy_worker.checkpoints.state import (
     write_rng,
 )
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
+from policy_worker.checkpoints.uploads import Uploader
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.parallel.group import Group
 from policy_worker.trained.lr_schedule import Schedule
@@ -284,7 +285,7 @@ class Holding:
 
 def test_housekeeping_notes_the_best_and_remembers_it(tmp_path: Path):
     paths = {step: make_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)}
-    keeper = Housekeeper(tmp_path, CheckpointConfig(max_keep=2), None)
+    keeper = Housekeeper(tmp_path, CheckpointConfig(max_keep=2), Uploader((), tmp_path))
     keeper.tidy(look(paths[4]), {1: 0.9, 3: 0.2})
     assert sorted(os.listdir(tmp_path)) == ["best.json", "step-00000001", "step-00000004"]
     assert json.loads((tmp_path / BEST).read_text()) == {"name": "step-00000001", "timeline": 0, "score": 0.9}
@@ -304,7 +305,7 @@ def test_housekeeping_notes_the_best_and_remembers_it(tmp_path: Path):
 def test_a_copy_that_somebody_keeps_beside_them_is_not_ours(tmp_path: Path):
     paths = {step: make_checkpoint(tmp_path, step) for step in (1, 2)}
     shutil.copytree(paths[1], tmp_path / "step-00000001.keep")
-    Housekeeper(tmp_path, CheckpointConfig(max_keep=1), None).tidy(look(paths[2]), {})
+    Housekeeper(tmp_path, CheckpointConfig(max_keep=1), Uploader((), tmp_path)).tidy(look(paths[2]), {})
     assert sorted(os.listdir(tmp_path)) == ["step-00000001.keep", "step-00000002"]
 
 
@@ -319,7 +320,9 @@ def test_the_one_resumed_from_goes_when_the_next_is_complete(tmp_path: Path):
     old = make_checkpoint(tmp_path / "old", 3)
     new = make_checkpoint(tmp_path / "new", 4)
     for wanted in (False, True):
-        keeper = Housekeeper(tmp_path / "new", CheckpointConfig(delete_after_load=wanted), None)
+        keeper = Housekeeper(
+            tmp_path / "new", CheckpointConfig(delete_after_load=wanted), Uploader((), tmp_path)
+        )
         keeper.resumed_from(old)
         assert old.exists()
         keeper.tidy(look(new), {})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from policy_worker.trained.ema import Ema
+from policy_worker.trained.trainer import Ema
 
 
 def test_the_average_by_hand():
