@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        found = found_at(given.checkpoint)
+        checkpoint = found_at(given.checkpoint)
         _check_target(given.output, given.force)
         with redirect_stdout(sys.stderr if given.json else sys.stdout):
-            export(found, given.output, given.dtype, given.model, given.config)
+            export(checkpoint, given.output, given.dtype, given.model, given.config)
     except PolicyError as error:
         sys.stderr.write(f"error: {error}\n")
         return SettingsError.exit_code
@@ -72,19 +72,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error.filename or given.output}: {error.strerror or error}\n")
         return 1
     if given.json:
-        sys.stdout.write(json.dumps(_written(found, given.output), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_written(checkpoint, given.output), indent=2) + "\n")
     else:
-        sys.stdout.write(f"{given.output}: {found.manifest.architecture} after {found.step} steps\n")
+        sys.stdout.write(
+            f"{given.output}: {checkpoint.manifest.architecture} after {checkpoint.step} steps\n"
+        )
     return 0
 
 
-def _written(found: Found, target: Path) -> dict[str, Any]:
+def _written(checkpoint: Found, target: Path) -> dict[str, Any]:
     """Describe what was written, for programs. files: sizes in bytes by name."""
     return {
         "model": str(target),
-        "checkpoint": str(found.path),
-        "architecture": found.manifest.architecture,
-        "step": found.step,
+        "checkpoint": str(checkpoint.path),
+        "architecture": checkpoint.manifest.architecture,
+        "step": checkpoint.step,
         "files": {
             str(path.relative_to(target)): path.stat().st_size
             for path in sorted(target.rglob("*"))
@@ -100,7 +102,7 @@ def _check_target(target: Path, force: bool) -> None:
         )
 
 
-def export(found: Found, target: Path, dtype: str | None, model: str, config_file: Path | None) -> None:
+def export(checkpoint: Found, target: Path, dtype: str | None, model: str, config_file: Path | None) -> None:
     """Write a model for transformers to `target`.
 
     Raises:
@@ -108,33 +110,33 @@ def export(found: Found, target: Path, dtype: str | None, model: str, config_fil
         SettingsError: the run's configuration, or a file of the model that it began with, cannot be read.
         OSError: `target` cannot be written; nothing there was changed.
     """
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     if manifest.exported and (dtype is None or MODEL not in manifest.contents):
         if dtype is not None:
-            raise CheckpointError(f"{found.path} holds its export alone, in one type: leave --dtype out")
-        _copy_export(found, target)
+            raise CheckpointError(f"{checkpoint.path} holds its export alone, in one type: leave --dtype out")
+        _copy_export(checkpoint, target)
         return
     if MODEL not in manifest.contents:
         raise CheckpointError(
-            f"{found.path} holds no weights: its run had train.ckpt.save_contents without model"
+            f"{checkpoint.path} holds no weights: its run had train.ckpt.save_contents without model"
         )
-    files = [path.name for path in state_files(found.path, MODEL)]
-    _check_whole(found, files)
-    config = _config_of(found, dtype, model, config_file)
-    template = _template(found, config)
-    with StateFiles(state_files(found.path, MODEL)) as saved:
+    files = [path.name for path in state_files(checkpoint.path, MODEL)]
+    _check_whole(checkpoint, files)
+    config = _config_of(checkpoint, dtype, model, config_file)
+    template = _template(checkpoint, config)
+    with StateFiles(state_files(checkpoint.path, MODEL)) as saved:
         if config.policy.lora is None:
             model, gather = PolicyModel(_skeleton(config), {}), weights_from(saved)
-            _check_names(found, model)
+            _check_names(checkpoint, model)
         else:
-            model, gather = _with_adapters(found, saved, config)
+            model, gather = _with_adapters(checkpoint, saved, config)
         total, copied = len(list(model.lm.parameters())), prepare_export(model, config, template)
         write_export(
             ExportNames(model), gather, config, target, copied, lambda tensors: _progress(tensors, total)
         )
 
 
-def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:
+def _with_adapters(checkpoint: Found, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:
     """The model with its weights, and where those come from that it has trained."""
     assert config.policy.lora is not None
     # Other initialisers may take minutes, for nothing.
@@ -146,11 +148,13 @@ def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[Pol
     settings.init_lora_weights = config.policy.lora.init_lora_weights
     wrong = differences(saved.tensors, model_state(model))
     if wrong:
-        raise CheckpointError(f"{found.path} has adapters of another model or of another kind: {wrong[0]}")
+        raise CheckpointError(
+            f"{checkpoint.path} has adapters of another model or of another kind: {wrong[0]}"
+        )
     try:
-        check_base("policy", found.manifest, model, config)
+        check_base("policy", checkpoint.manifest, model, config)
     except CheckpointError as error:
-        raise CheckpointError(f"{found.path}: {error}; --model names it where it has moved") from error
+        raise CheckpointError(f"{checkpoint.path}: {error}; --model names it where it has moved") from error
 
     def gather(name: str, tensor: torch.Tensor) -> torch.Tensor:
         key = f"{MODEL}.lm.{name}"
@@ -159,20 +163,22 @@ def _with_adapters(found: Found, saved: StateFiles, config: Config) -> tuple[Pol
     return model, gather
 
 
-def _copy_export(found: Found, target: Path) -> None:
-    _check_whole(found, [name for name in found.manifest.files if name.startswith(f"{EXPORT}/")])
+def _copy_export(checkpoint: Found, target: Path) -> None:
+    _check_whole(checkpoint, [name for name in checkpoint.manifest.files if name.startswith(f"{EXPORT}/")])
     with replacing_directory(target) as unfinished:
-        shutil.copytree(found.path / EXPORT, unfinished, dirs_exist_ok=True)
+        shutil.copytree(checkpoint.path / EXPORT, unfinished, dirs_exist_ok=True)
 
 
-def _check_whole(found: Found, names: list[str]) -> None:
-    wrong = faults(found.path, found.manifest.files, names)
+def _check_whole(checkpoint: Found, names: list[str]) -> None:
+    wrong = faults(checkpoint.path, checkpoint.manifest.files, names)
     if wrong:
-        raise DamagedCheckpointError(f"{found.path} is damaged: {'; '.join(wrong[:3])}: take an older one")
+        raise DamagedCheckpointError(
+            f"{checkpoint.path} is damaged: {'; '.join(wrong[:3])}: take an older one"
+        )
 
 
-def _config_of(found: Found, dtype: str | None, model: str, file: Path | None) -> Config:
-    path = file or found.path.parent.parent / "config.json"
+def _config_of(checkpoint: Found, dtype: str | None, model: str, file: Path | None) -> Config:
+    path = file or checkpoint.path.parent.parent / "config.json"
     try:
         data: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -195,17 +201,19 @@ def _config_of(found: Found, dtype: str | None, model: str, file: Path | None) -
         raise
 
 
-def _template(found: Found, config: Config) -> str | None:
+def _template(checkpoint: Found, config: Config) -> str | None:
     """The chat template that training used. Raises `SettingsError`, `DamagedCheckpointError`: it cannot be read."""
-    if TEMPLATE in found.manifest.files:
-        _check_whole(found, [TEMPLATE])
-        return template_of(found)
+    if TEMPLATE in checkpoint.manifest.files:
+        _check_whole(checkpoint, [TEMPLATE])
+        return template_of(checkpoint)
     try:
         template = read_template(config)
     except TemplateError as error:
         raise SettingsError(str(error)) from error
     if template is not None:
-        log.warning("%s has not kept its chat template: the export gets that of %s today", found.path, KEY)
+        log.warning(
+            "%s has not kept its chat template: the export gets that of %s today", checkpoint.path, KEY
+        )
     return template
 
 
@@ -230,20 +238,20 @@ def _skeleton(config: Config) -> Any:
     return lm
 
 
-def _check_names(found: Found, skeleton: PolicyModel) -> None:
+def _check_names(checkpoint: Found, skeleton: PolicyModel) -> None:
     """Raises `CheckpointError` unless the checkpoint has the model's tensors, in its shapes, and no others."""
     prefix = f"{MODEL}.lm."
-    with StateFiles(state_files(found.path, MODEL)) as saved:
+    with StateFiles(state_files(checkpoint.path, MODEL)) as saved:
         held = {key.removeprefix(prefix): tuple(facts.size) for key, facts in saved.tensors.items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.lm.named_parameters()}
     unknown = held.keys() - skeleton.lm.state_dict().keys()
     wrong = [name for name, shape in wanted.items() if held.get(name) != shape] + sorted(unknown)
     if wrong:
         first, kind = wrong[0], type(skeleton.lm).__name__
-        there, here = held.get(first, "nothing"), wanted.get(first, "nothing")
+        saved_shape, model_shape = held.get(first, "nothing"), wanted.get(first, "nothing")
         raise CheckpointError(
-            f"{found.path} is not of this model ({kind} of policy.model_name_or_path): {len(wrong)} tensors differ, "
-            f"e.g. {first}: {there} in the checkpoint, {here} in the model"
+            f"{checkpoint.path} is not of this model ({kind} of policy.model_name_or_path): {len(wrong)} tensors "
+            f"differ, e.g. {first}: {saved_shape} in the checkpoint, {model_shape} in the model"
         )
 
 

@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: Shutdown
         profiles = Profiles(config.profiler, trainer, folder, None, shutdown, prefix="replay-")
         algorithm = Grpo(config, trainer, batches)
         algorithm.teachers.shutdown = shutdown
-        if any(one.url for one in config.teacher):
+        if any(teacher.url for teacher in config.teacher):
             algorithm.teachers.meet(tokenizer_of(config))
         replay = Replay(algorithm, group, shutdown, report, profiles)
         replay.run(beginning.steps, options.repeat)

@@ -415,8 +415,8 @@ class Session(Caller):
             log.debug("no heartbeat: %s", error)
             return
         if reply is self.reply:
-            there = (answer.committed_steps, answer.newest_publication)
-            self._compare_history(there, known, seen, client)
+            known_there = (answer.committed_steps, answer.newest_publication)
+            self._compare_history(known_there, known, seen, client)
         self.members_epoch = answer.members_epoch
         for command in answer.commands:
             if command == "checkpoint":

@@ -126,10 +126,10 @@ def _enter(
 
     def heal(wanted: int) -> None:
         try:
-            found = before_step(group, config, run_dir, wanted, reply.timeline, "")
-            if found is None or found.step != wanted:
+            resumption_point = before_step(group, config, run_dir, wanted, reply.timeline, "")
+            if resumption_point is None or resumption_point.step != wanted:
                 raise CheckpointError(f"it is not in {run_dir}, which all machines must share")
-            checkpointer.restore(found)
+            checkpointer.restore(resumption_point)
         except CheckpointError as error:
             raise UnlikeError(
                 f"the checkpoint of step {wanted} that the other policy replicas have saved cannot be loaded: {error}"
@@ -153,7 +153,7 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
     model = load_model(config, weights, restored=restored, lead=lead)
     apart = config.has_reference and not reference_is_within(config)
     reference = load_reference(config, model, lead=lead) if apart else None
-    teachers = {one.name: load_teacher(config, one, model, lead=lead) for one in config.local_teachers}
+    teachers = {each.name: load_teacher(config, each, model, lead=lead) for each in config.local_teachers}
     critic = None
     if config.has_critic:
         of_critic = Schedule.of_config(config.critic, total_steps)
@@ -205,7 +205,7 @@ def _meet_teachers(config: Config, teachers: Teachers, caller: Caller) -> None:
 
         teachers.say = say
         session.troubles.append(lambda: teachers.trouble)
-    if any(one.url for one in config.teacher) and not teachers.meet(tokenizer_of(config)):
+    if any(teacher.url for teacher in config.teacher) and not teachers.meet(tokenizer_of(config)):
         raise LeaveRequestedError(caller.shutdown.reason or "asked to leave on another rank")
 
 

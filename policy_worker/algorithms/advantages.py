@@ -55,8 +55,8 @@ class Shaping:
         stds = self._over(self.scale, _divisors, outcomes, [1.0] * n)
 
         def shaped(values: Sequence[float]) -> list[float]:
-            found = [(value - mean) / std for value, mean, std in zip(values, means, stds, strict=True)]
-            return [_bounded(value, self.clip) for value in found]
+            scaled = [(value - mean) / std for value, mean, std in zip(values, means, stds, strict=True)]
+            return [_bounded(value, self.clip) for value in scaled]
 
         baselines = shaped(outcomes.baselines) if outcomes.baselines else ()
         return replace(outcomes, scores=shaped(outcomes.scores), baselines=baselines)
@@ -167,8 +167,8 @@ class AdvantageConfig:
         )
         shaped = dict(zip(chosen, outcomes.scores, strict=True))
         if self.estimator.over_tokens is not None:
-            mine = sorted(rows & shaped.keys())
-            return self._over_tokens(shaped, tokens, mine, token_rewards or {}, values, reduce, counted)
+            rows_here = sorted(rows & shaped.keys())
+            return self._over_tokens(shaped, tokens, rows_here, token_rewards or {}, values, reduce, counted)
         if token_rewards is not None:
             added = reduce(
                 [
@@ -194,7 +194,7 @@ class AdvantageConfig:
         self,
         scores: Mapping[int, float],
         tokens: Sequence[int],
-        mine: Sequence[int],
+        rows_here: Sequence[int],
         rewards: Mapping[int, Tensor],
         values: Mapping[int, Tensor] | None,
         reduce: Reduce,
@@ -203,24 +203,24 @@ class AdvantageConfig:
         """A score is the reward of its sample's last token."""
         assert self.estimator.over_tokens is not None
         whole = []
-        for row in mine:
+        for row in rows_here:
             reward = (
                 rewards[row].double() if row in rewards else torch.zeros(tokens[row], dtype=torch.float64)
             )
             whole.append(torch.cat([reward[:-1], reward[-1:] + scores[row]]))
-        expected = [values[row].double() for row in mine] if values is not None else []
-        found = list(self.estimator.over_tokens(TokenOutcomes(whole, expected), self.options))
-        returns = [gained + value for gained, value in zip(found, expected, strict=True)] if expected else []
+        expected = [values[row].double() for row in rows_here] if values is not None else []
+        estimates = list(self.estimator.over_tokens(TokenOutcomes(whole, expected), self.options))
+        returns = [gain + value for gain, value in zip(estimates, expected, strict=True)] if expected else []
         if self._whitens:
-            ours = [one for row, one in zip(mine, found, strict=True) if row in counted]
-            found = whiten_tokens(found, ours, reduce)
+            counted_here = [each for row, each in zip(rows_here, estimates, strict=True) if row in counted]
+            estimates = whiten_tokens(estimates, counted_here, reduce)
         if self.clip is not None:
-            found = [one.clamp(-self.clip, self.clip) for one in found]
+            estimates = [sample.clamp(-self.clip, self.clip) for sample in estimates]
         means = [0.0] * len(tokens)
-        for row, one in zip(mine, found, strict=True):
-            means[row] = float(one.mean()) if row in counted else 0.0
-        by_row = dict(zip(mine, returns, strict=True)) if returns else {}
-        return Advantages(reduce(means), dict(zip(mine, found, strict=True)), by_row)
+        for row, sample in zip(rows_here, estimates, strict=True):
+            means[row] = float(sample.mean()) if row in counted else 0.0
+        by_row = dict(zip(rows_here, returns, strict=True)) if returns else {}
+        return Advantages(reduce(means), dict(zip(rows_here, estimates, strict=True)), by_row)
 
 
 def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -235,10 +235,10 @@ def whiten(values: Sequence[float], tokens: Sequence[int]) -> list[float]:
 
 def whiten_tokens(values: Sequence[Tensor], counted: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
     """The same of single tokens on all data ranks. counted: those that this rank counts. A collective."""
-    total, summed = reduce([float(sum(map(len, counted))), math.fsum(float(one.sum()) for one in counted)])
+    total, summed = reduce([float(sum(map(len, counted))), math.fsum(float(each.sum()) for each in counted)])
     mean = summed / max(total, 1)
-    (squares,) = reduce([math.fsum(float(((one - mean) ** 2).sum()) for one in counted)])
-    return [(one - mean) * _scale(squares, total) for one in values]
+    (squares,) = reduce([math.fsum(float(((sample - mean) ** 2).sum()) for sample in counted)])
+    return [(sample - mean) * _scale(squares, total) for sample in values]
 
 
 def _scale(squares: float, total: float) -> float:

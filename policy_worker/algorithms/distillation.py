@@ -31,8 +31,8 @@ def bounded(teacher: Tensor, logprobs: Tensor) -> Tensor:
     """The teacher's log-probs, no further from the policy's than ±20: a token that it rules out is one of e^−20 of π.
 
     Bounds without gradient, so that of log π − log q stays 1."""
-    own = logprobs.detach()
-    return torch.minimum(torch.maximum(teacher, own - LOG_RATIO_BOUND), own + LOG_RATIO_BOUND)
+    detached = logprobs.detach()
+    return torch.minimum(torch.maximum(teacher, detached - LOG_RATIO_BOUND), detached + LOG_RATIO_BOUND)
 
 
 def reverse_kl_advantage(old_logprobs: Tensor, teacher: Tensor) -> Tensor:

@@ -44,11 +44,11 @@ class Outcomes:
 
     def per_group(self, formula: Formula) -> list[float]:
         """Apply a formula to the scores of each group; its values in the order of the samples, [n]."""
-        found = [0.0] * len(self.scores)
+        advantages = [0.0] * len(self.scores)
         for rows in self.rows_by_group():
             for row, value in zip(rows, formula([self.scores[row] for row in rows]), strict=True):
-                found[row] = value
-        return found
+                advantages[row] = value
+        return advantages
 
     def rows_by_group(self) -> list[list[int]]:
         """The samples of each group, groups in the order of their first sample."""
@@ -140,17 +140,17 @@ def _checked(estimate: OutcomeEstimator, name: str) -> OutcomeEstimator:
         what = f"train.train_policy.advantage_estimator = {name!r}"
         n = len(outcomes.scores)
         try:
-            found = [float(value) for value in estimate(outcomes, options)]
+            advantages = [float(value) for value in estimate(outcomes, options)]
         except Exception as error:
             raise OwnCodeFailedError(
                 f"{what} failed on {n} samples: {type(error).__name__}: {error}"
             ) from error
-        if len(found) != n:
-            raise OwnCodeFailedError(f"{what} returned {len(found)} advantages for {n} samples")
-        for row, value in enumerate(found):
+        if len(advantages) != n:
+            raise OwnCodeFailedError(f"{what} returned {len(advantages)} advantages for {n} samples")
+        for row, value in enumerate(advantages):
             if not math.isfinite(value):
                 raise OwnCodeFailedError(f"{what} returned {value} for sample {row} of {n}")
-        return found
+        return advantages
 
     return run
 
@@ -195,13 +195,13 @@ def opo(outcomes: Outcomes, options: Options) -> list[float]:
     """s − Σ len · s / Σ len, the baseline of least variance where a gradient's norm grows with length.
 
     Source: OPO, arXiv 2505.23585, eq. 9."""
-    found = [0.0] * len(outcomes.scores)
+    advantages = [0.0] * len(outcomes.scores)
     for rows in outcomes.rows_by_group():
         lengths = [outcomes.tokens[row] for row in rows]
         baseline = mean_of([outcomes.scores[row] for row in rows], lengths)
         for row in rows:
-            found[row] = outcomes.scores[row] - baseline
-    return found
+            advantages[row] = outcomes.scores[row] - baseline
+    return advantages
 
 
 @outcome_estimator("remax")
@@ -236,12 +236,12 @@ def pass_at_k(outcomes: Outcomes, options: Options) -> list[float]:
     Source: pass@k training, arXiv 2503.19595, §3."""
 
     def of_group(scores: list[float]) -> list[float]:
-        found = [0.0] * len(scores)
+        advantages = [0.0] * len(scores)
         if len(scores) > 1:
             second, best = sorted(scores)[-2:]
             scale = 1.0 if options.unbiased_advantage else _std(scores) + STD_EPSILON
-            found[scores.index(best)] = (best - second) / scale
-        return found
+            advantages[scores.index(best)] = (best - second) / scale
+        return advantages
 
     return outcomes.per_group(of_group)
 
@@ -302,7 +302,7 @@ def discounted(rewards: Sequence[Tensor], gamma: float) -> list[Tensor]:
     """G_t = Σ_{u ≥ t} γ^(u − t) r_u of each sample, [n_i] each."""
     if not rewards:
         return []
-    sums = pad_sequence([one.flip(0) for one in rewards])  # [longest, samples], last tokens first
+    sums = pad_sequence([of_sample.flip(0) for of_sample in rewards])  # [longest, samples], last tokens first
     for position in range(1, len(sums)):
         sums[position] += gamma * sums[position - 1]
-    return [sums[: len(one), sample].flip(0) for sample, one in enumerate(rewards)]
+    return [sums[: len(of_sample), sample].flip(0) for sample, of_sample in enumerate(rewards)]

@@ -58,12 +58,12 @@ class PolicyTokens:
         """The same with 0 for every number outside of the mask, so that no formula and no gradient meets NaN there.
 
         Masking what comes out of a formula is not enough: 0 · NaN in its backward pass is NaN again."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
             self,
             **{
                 name: torch.where(self.mask, value, torch.zeros_like(value))
-                for name, value in found.items()
+                for name, value in values.items()
                 if isinstance(value, Tensor) and value.is_floating_point() and name != "sample_tokens"
             },
         )
@@ -144,23 +144,23 @@ def _checked(loss_fn: LossFn, name: str) -> LossFn:
     def run(tokens: PolicyTokens, clip: Clip) -> TokenLoss:
         what, k = f"train.train_policy.variant = {name!r}", tokens.logprobs.shape
         try:
-            found = loss_fn(tokens, clip)
+            answer = loss_fn(tokens, clip)
         except Exception as error:
             raise OwnCodeFailedError(
                 f"{what} failed on {k[0]} tokens: {type(error).__name__}: {error}"
             ) from error
-        if isinstance(found, Tensor):
-            found = TokenLoss(found, _ratio(tokens), torch.zeros_like(tokens.mask))
-        if not isinstance(found, TokenLoss):
-            raise OwnCodeFailedError(f"{what} returned {type(found).__name__}, not a tensor or a TokenLoss")
-        for part in (found.loss, found.ratio, found.clipped):
+        if isinstance(answer, Tensor):
+            answer = TokenLoss(answer, _ratio(tokens), torch.zeros_like(tokens.mask))
+        if not isinstance(answer, TokenLoss):
+            raise OwnCodeFailedError(f"{what} returned {type(answer).__name__}, not a tensor or a TokenLoss")
+        for part in (answer.loss, answer.ratio, answer.clipped):
             if part.shape != k:
                 raise OwnCodeFailedError(f"{what} returned shape {list(part.shape)} for {k[0]} tokens")
-        if not bool(torch.where(tokens.mask, found.loss, torch.zeros_like(found.loss)).isfinite().all()):
+        if not bool(torch.where(tokens.mask, answer.loss, torch.zeros_like(answer.loss)).isfinite().all()):
             raise OwnCodeFailedError(f"{what} returned a loss that is NaN or infinite")
-        if k[0] and not found.loss.requires_grad:
+        if k[0] and not answer.loss.requires_grad:
             raise OwnCodeFailedError(f"{what} returned a loss without a gradient: nothing would be learned")
-        return found
+        return answer
 
     return run
 

@@ -26,13 +26,13 @@ def shared_prefixes(
     That is the longest prefix shared with a response of another score, or 0 if that is shorter than `minimum`.
 
     responses: generated tokens of the samples of one group, [n_i] each. scores: one for each of them."""
-    found = [0] * len(responses)
-    for i, mine in enumerate(responses):
+    lengths = [0] * len(responses)
+    for i, response in enumerate(responses):
         for j in range(i):
             if scores[i] != scores[j]:
-                length = _common(mine, responses[j])
-                found[i], found[j] = max(found[i], length), max(found[j], length)
-    return [length if length >= minimum else 0 for length in found]
+                length = _common(response, responses[j])
+                lengths[i], lengths[j] = max(lengths[i], length), max(lengths[j], length)
+    return [length if length >= minimum else 0 for length in lengths]
 
 
 def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
@@ -51,13 +51,13 @@ def prefixes_of_groups(
     rows: dict[int, list[int]] = {}
     for row in sorted(responses):
         rows.setdefault(groups[row], []).append(row)
-    found: dict[int, int] = {}
+    prefixes: dict[int, int] = {}
     for members in rows.values():
         values = [scores[row] or 0.0 for row in members]
-        found.update(
+        prefixes.update(
             zip(members, shared_prefixes([responses[row] for row in members], values, minimum), strict=True)
         )
-    return found
+    return prefixes
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,16 @@ class SampleMasks:
     def rows(self, table: StepTable) -> dict[str, set[int]]:
         """The rows that each mask leaves out, by its name, of those that have a score; only masks that are on."""
         scores = {row: score for row in table.sampled if (score := table.score[row]) is not None}
-        found: dict[str, set[int]] = {}
+        masked: dict[str, set[int]] = {}
         if self.truncated:
-            found["truncated"] = {row for row in scores if table.finish_reason[row] == "length"}
+            masked["truncated"] = {row for row in scores if table.finish_reason[row] == "length"}
         if self.mean_score_above is not None or self.mean_score_below is not None:
-            found["mean_score"] = self._of_difficulty(table, scores)
+            masked["mean_score"] = self._of_difficulty(table, scores)
         if self.failed_from_tokens is not None:
             least = self.failed_from_tokens
             long = {row for row in scores if table.response_tokens[row] >= least}
-            found["failed"] = {row for row in long if scores[row] <= 0}
-        return found
+            masked["failed"] = {row for row in long if scores[row] <= 0}
+        return masked
 
     def _of_difficulty(self, table: StepTable, scores: Mapping[int, float]) -> set[int]:
         groups: dict[int, list[int]] = {}

@@ -61,16 +61,16 @@ def complete_in(directory: Path, steps: range | None = None) -> tuple[list[Found
     """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there.
 
     steps: look at no others."""
-    found, damage = [], []
+    complete, damage = [], []
     for step, path in named_in(directory):
         if steps is not None and step not in steps:
             continue
         try:
-            found.append(look(path))
+            complete.append(look(path))
         except CheckpointError as error:
             damage.append(str(error))
-    found.sort(key=lambda one: (one.manifest.timeline, one.step), reverse=True)
-    return found, damage
+    complete.sort(key=lambda checkpoint: checkpoint.age, reverse=True)
+    return complete, damage
 
 
 def newest_in(directory: Path) -> Found | None:
@@ -81,12 +81,12 @@ def newest_in(directory: Path) -> Found | None:
 
 def chain_in(directory: Path) -> tuple[list[Found], list[str]]:
     """The newest checkpoint and those that led to it, newest first; and the damage that was seen."""
-    found, damage = complete_in(directory)
+    complete, damage = complete_in(directory)
     name = _pointer(directory)
-    named = [one for one in found if one.path.name == name]
+    named = [checkpoint for checkpoint in complete if checkpoint.path.name == name]
     if name and not named:
         damage.append(f"{directory / LATEST} names {name}, which is not whole")
-    return chain_of(named[0] if named else found[0], found) if found else [], damage
+    return chain_of(named[0] if named else complete[0], complete) if complete else [], damage
 
 
 def _pointer(directory: Path) -> str:
@@ -97,19 +97,19 @@ def _pointer(directory: Path) -> str:
         return ""
 
 
-def chain_of(newest: Found, found: Iterable[Found]) -> list[Found]:
+def chain_of(newest: Found, complete: Iterable[Found]) -> list[Found]:
     """`newest`, then its ancestors among `found`, newest first."""
-    older = [one for one in found if one != newest and is_ancestor(one.manifest, newest.manifest)]
-    return [newest, *sorted(older, key=lambda one: (one.manifest.timeline, one.step), reverse=True)]
+    older = [each for each in complete if each != newest and is_ancestor(each.manifest, newest.manifest)]
+    return [newest, *sorted(older, key=lambda checkpoint: checkpoint.age, reverse=True)]
 
 
 def candidates(config: Config, run_dir: Path) -> Candidates:
     """List what may be resumed from.
 
     Raises `SettingsError`: the configured path holds no checkpoint; see `layout.read_manifest`."""
-    own, damage = chain_in(checkpoints_of(run_dir))
-    if own or damage:
-        return Candidates(own, own=True, damage=tuple(damage))
+    chain_here, damage = chain_in(checkpoints_of(run_dir))
+    if chain_here or damage:
+        return Candidates(chain_here, own=True, damage=tuple(damage))
     resume = config.train.resume
     if isinstance(resume, str) and resume:
         try:
@@ -124,7 +124,7 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
         whole = [chain for chain, _ in chains if chain]
         whole.sort(key=lambda chain: chain[0].manifest.written_at, reverse=True)
         seen = tuple(fault for _, faults_seen in chains for fault in faults_seen)
-        return Candidates([one for chain in whole for one in chain], damage=seen)
+        return Candidates([checkpoint for chain in whole for checkpoint in chain], damage=seen)
     return Candidates([])
 
 
@@ -166,9 +166,9 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
     path's is damaged, or all of those that there are."""
     listed = group.lead(lambda: _listed(candidates(config, run_dir)))
     damage = list(listed["damage"])
-    found = first_whole(group, listed["paths"][:1] if listed["strict"] else listed["paths"], damage)
-    if found is not None:
-        return _resumption(found, config, listed["own"])
+    whole = first_whole(group, listed["paths"][:1] if listed["strict"] else listed["paths"], damage)
+    if whole is not None:
+        return _resumption(whole, config, listed["own"])
     if damage:
         other = "name an older one with train.resume" if listed["strict"] else "begin a new run"
         raise DamagedCheckpointError(
@@ -185,23 +185,24 @@ def first_whole(group: Group, paths: Iterable[str], damage: list[str]) -> Found 
 
     damage: what was seen before, if anything; what is wrong with those that are passed over is added to it."""
     for path in map(Path, paths):
-        found = look(path)
-        mine = faults(path, found.manifest.files, share_of(found.manifest.files, group.rank, group.world))
-        seen = [fault for of_rank in group.gather(mine) for fault in of_rank]
+        checkpoint = look(path)
+        files = checkpoint.manifest.files
+        wrong = faults(path, files, share_of(files, group.rank, group.world))
+        seen = [fault for of_rank in group.gather(wrong) for fault in of_rank]
         if not seen:
             if damage and group.leads:
                 log.error("falling back to the older checkpoint %s: %s", path, "; ".join(damage))
-            return found
+            return checkpoint
         damage += seen
     return None
 
 
-def _listed(found: Candidates) -> dict[str, object]:
+def _listed(choice: Candidates) -> dict[str, object]:
     return {
-        "paths": [str(one.path) for one in found.found],
-        "own": found.own,
-        "strict": found.strict,
-        "damage": list(found.damage),
+        "paths": [str(checkpoint.path) for checkpoint in choice.found],
+        "own": choice.own,
+        "strict": choice.strict,
+        "damage": list(choice.damage),
     }
 
 
@@ -226,16 +227,16 @@ def before_step(
 
     def listed() -> list[str]:
         chain = chain_in(root)[0]
-        paths = [str(one.path) for one in chain if one.step <= step and one.manifest.timeline <= timeline]
+        paths = [str(c.path) for c in chain if c.step <= step and c.manifest.timeline <= timeline]
         return paths or _first_of_run(config, run_dir, began_from, step)
 
-    found = first_whole(group, group.lead(listed), damage)
-    own = found is not None and found.path.parent == root
+    whole = first_whole(group, group.lead(listed), damage)
+    of_this_run = whole is not None and whole.path.parent == root
     if group.leads:
-        unseen = complete_in(root, range(found.step + 1 if found and own else 0, step + 1))[1]
-        if unseen := [*unseen, *(damage if found is None else [])]:
+        unseen = complete_in(root, range(whole.step + 1 if whole and of_this_run else 0, step + 1))[1]
+        if unseen := [*unseen, *(damage if whole is None else [])]:
             log.warning("passed over on the way to the weights of step %d: %s", step, "; ".join(unseen))
-    return None if found is None else _resumption(found, config, own)
+    return None if whole is None else _resumption(whole, config, of_this_run)
 
 
 def _first_of_run(config: Config, run_dir: Path, began_from: str, step: int) -> list[str]:
@@ -251,13 +252,13 @@ def _first_of_run(config: Config, run_dir: Path, began_from: str, step: int) -> 
     return [str(path)] if begun.step <= step else []
 
 
-def snapshot_of(found: Found) -> LedgerSnapshot | None:
+def snapshot_of(checkpoint: Found) -> LedgerSnapshot | None:
     """The ledger of a checkpoint; None if it holds none.
 
     Raises `DamagedCheckpointError`: the file is not what a controller has written."""
-    if LEDGER not in found.manifest.files:
+    if LEDGER not in checkpoint.manifest.files:
         return None
-    wrong, path = faults(found.path, found.manifest.files, [LEDGER]), found.path / LEDGER
+    wrong, path = faults(checkpoint.path, checkpoint.manifest.files, [LEDGER]), checkpoint.path / LEDGER
     if wrong:
         raise DamagedCheckpointError(wrong[0])
     try:
@@ -269,8 +270,8 @@ def snapshot_of(found: Found) -> LedgerSnapshot | None:
 def newest_snapshot(run_dir: Path, resumption: Resumption | None) -> LedgerSnapshot | None:
     """The ledger of the newest checkpoint of this run, else of the one that it began from."""
     try:
-        found = newest_in(checkpoints_of(run_dir)) or (resumption.found if resumption else None)
-        return None if found is None else snapshot_of(found)
+        newest = newest_in(checkpoints_of(run_dir)) or (resumption.found if resumption else None)
+        return None if newest is None else snapshot_of(newest)
     except CheckpointError as error:
         log.error("the ledger of the newest checkpoint cannot be read: %s", error)
         return None

@@ -135,10 +135,17 @@ class Found:
         """Committed steps that it covers."""
         return self.manifest.step
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """Timeline and step, by which checkpoints of a run are in order."""
+        return self.manifest.timeline, self.manifest.step
 
-def template_of(found: Found) -> str | None:
+
+def template_of(checkpoint: Found) -> str | None:
     """The job's own chat template that a checkpoint was trained with; None: none. Raises OSError, ValueError."""
-    return (found.path / TEMPLATE).read_bytes().decode() if TEMPLATE in found.manifest.files else None
+    if TEMPLATE not in checkpoint.manifest.files:
+        return None
+    return (checkpoint.path / TEMPLATE).read_bytes().decode()
 
 
 def checkpoints_of(run_dir: Path) -> Path:
@@ -151,8 +158,8 @@ def name_of(step: int) -> str:
 
 def named_in(directory: Path) -> list[tuple[int, Path]]:
     """List what has the name of a checkpoint, by step; copies kept next to them have other names."""
-    found = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{STEP}*"))
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+    matches = ((_NAME.fullmatch(path.name), path) for path in directory.glob(f"{STEP}*"))
+    return sorted((int(match[1]), path) for match, path in matches if match is not None)
 
 
 def state_file(kind: str, rank: int) -> str:

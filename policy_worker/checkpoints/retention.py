@@ -26,13 +26,13 @@ Scored = tuple[Found, float]
 
 def scored(complete: Sequence[Found], newest: Found, scores: Mapping[int, float]) -> list[Scored]:
     """The checkpoints that were validated. scores: by weight version, of the way that led to the newest one."""
-    way = [found for found in complete if is_ancestor(found.manifest, newest.manifest)]
-    return [(found, scores[found.step]) for found in way if found.step in scores]
+    way = [checkpoint for checkpoint in complete if is_ancestor(checkpoint.manifest, newest.manifest)]
+    return [(checkpoint, scores[checkpoint.step]) for checkpoint in way if checkpoint.step in scores]
 
 
 def best(candidates: Sequence[Scored]) -> Scored | None:
     """The one with the highest score; the newer of equals."""
-    return max(candidates, key=lambda one: (one[1], one[0].manifest.timeline, one[0].step), default=None)
+    return max(candidates, key=lambda rated: (rated[1], *rated[0].age), default=None)
 
 
 def expired(
@@ -44,15 +44,15 @@ def expired(
     those being read right now. max_keep: how many stay; -1: all."""
     if max_keep < 0:
         return []
-    protected = [found for found in complete if found in (newest, preferred) or found in held]
-    others = [found for found in complete if found not in protected]
-    others.sort(key=lambda found: order(found, newest), reverse=True)
+    protected = [each for each in complete if each in (newest, preferred) or each in held]
+    others = [each for each in complete if each not in protected]
+    others.sort(key=lambda checkpoint: order(checkpoint, newest), reverse=True)
     return others[max(max_keep - len(protected), 0) :]
 
 
-def order(found: Found, newest: Found) -> tuple[bool, int, int]:
+def order(checkpoint: Found, newest: Found) -> tuple[bool, int, int]:
     """Sort what led to the newest before what is of timelines that were left; then by age."""
-    return is_ancestor(found.manifest, newest.manifest), found.manifest.timeline, found.step
+    return is_ancestor(checkpoint.manifest, newest.manifest), *checkpoint.age
 
 
 class Housekeeper:
@@ -78,10 +78,10 @@ class Housekeeper:
     def _tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
         complete = complete_in(self._root)[0]
         preferred = self._preferred(complete, newest, scores)
-        held = [one for one in complete if self.uploader.holds(one.path)]
-        for one in expired(complete, newest, preferred, held, self._settings.max_keep):
-            directory.remove(one.path)
-            log.info("deleted checkpoint %s: max_keep = %d", one.path, self._settings.max_keep)
+        held = [checkpoint for checkpoint in complete if self.uploader.holds(checkpoint.path)]
+        for checkpoint in expired(complete, newest, preferred, held, self._settings.max_keep):
+            directory.remove(checkpoint.path)
+            log.info("deleted checkpoint %s: max_keep = %d", checkpoint.path, self._settings.max_keep)
         path = self._resumed_from
         if path is not None and path != newest.path and not self.uploader.holds(path):
             self._resumed_from = None
@@ -93,14 +93,14 @@ class Housekeeper:
         """The best validated one, by what the controller knows and, where that has begun anew, by the note."""
         noted = self._noted(complete)
         known = scored(complete, newest, scores)
-        if noted is not None and noted[0] not in [found for found, _ in known]:
+        if noted is not None and noted[0] not in [checkpoint for checkpoint, _ in known]:
             known.append(noted)
         preferred = best(known)
         if preferred is None:
             return None
         if preferred != noted:
-            found, score = preferred
-            body = {"name": found.path.name, "timeline": found.manifest.timeline, "score": score}
+            checkpoint, score = preferred
+            body = {"name": checkpoint.path.name, "timeline": checkpoint.manifest.timeline, "score": score}
             write_text(self._root / BEST, json.dumps(body), durable=True)
         return preferred[0]
 
@@ -111,5 +111,7 @@ class Housekeeper:
             name, timeline, score = body["name"], body["timeline"], float(body["score"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        same = (one for one in complete if (one.path.name, one.manifest.timeline) == (name, timeline))
-        return next(((found, score) for found in same), None)
+        for checkpoint in complete:
+            if (checkpoint.path.name, checkpoint.manifest.timeline) == (name, timeline):
+                return checkpoint, score
+        return None

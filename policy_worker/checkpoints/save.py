@@ -278,18 +278,18 @@ class Checkpointer:
 
     def _write(self, draft: Draft) -> None:
         """In the main thread or in the background: the checkpoint, then everybody who has to know."""
-        found = write(draft, self._group)
-        if found is not None:
-            self._announce(found)
+        complete = write(draft, self._group)
+        if complete is not None:
+            self._announce(complete)
 
-    def _announce(self, found: Found) -> None:
+    def _announce(self, complete: Found) -> None:
         """Rank 0: the controller may forget payloads now, older checkpoints may go, this one may be uploaded."""
         assert self._session is not None
         assert self._caller is not None
-        request = m.CheckpointRequest(**self._session.identity(), step=found.step, path=str(found.path))
+        request = m.CheckpointRequest(**self._session.identity(), step=complete.step, path=str(complete.path))
         reply = self._caller.call(api.checkpoint(request))
-        self._uploader.offer(found.path, found.step, final=False)
-        self._housekeeper.tidy(found, reply.scores)
+        self._uploader.offer(complete.path, complete.step, final=False)
+        self._housekeeper.tidy(complete, reply.scores)
 
     # ---- look after it ----------------------------------------------------------------------------------------
 

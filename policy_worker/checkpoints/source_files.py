@@ -177,10 +177,10 @@ def _with_template(files: Files, template: str) -> dict[str, bytes]:
 
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _as_json(data: Mapping[str, Any]) -> bytes:
@@ -227,7 +227,7 @@ def _readme(
     policy = config.policy
     name, revision = policy.model_name_or_path, policy.model_revision
     head = ["library_name: transformers"] + ([f"base_model: {name}"] if local_path(name) is None else [])
-    how = "reinforcement learning" if config.is_grpo else "supervised fine-tuning"
+    method = "reinforcement learning" if config.is_grpo else "supervised fine-tuning"
     facts = [f"Base model: `{_public(name)}`" + (f", revision `{revision}`" if revision else "")]
     if policy.tokenizer_name_or_path:
         facts.append(f"Tokenizer: that of `{_public(policy.tokenizer_name_or_path)}`")
@@ -243,7 +243,7 @@ def _readme(
         f"# {config.logging.experiment_name or config.logging.project_name}",
         "",
     ]
-    lines += [f"Trained with cosmos-launch by {how}.", "", *(f"- {fact}" for fact in facts)]
+    lines += [f"Trained with cosmos-launch by {method}.", "", *(f"- {fact}" for fact in facts)]
     system = config.train.train_policy.system_prompt
     if system:
         log.warning(

@@ -129,25 +129,26 @@ def average_state(trainer: Trainer) -> State:
 
 def _roles(trainer: Trainer) -> dict[str, TrainedModel]:
     models = {"policy": trainer, "critic": trainer.critic}
-    return {role: one for role, one in models.items() if one is not None}
+    return {role: trained for role, trained in models.items() if trained is not None}
 
 
 def loss_scales(trainer: Trainer) -> dict[str, tuple[float, int]]:
     """Return the loss scales of the models that have one, by role."""
-    return {role: one.scaler.state for role, one in _roles(trainer).items() if one.scaler is not None}
+    scalers = {role: trained.scaler for role, trained in _roles(trainer).items()}
+    return {role: scaler.state for role, scaler in scalers.items() if scaler is not None}
 
 
 def load_loss_scales(trainer: Trainer, saved: Mapping[str, tuple[float, int]]) -> None:
     """Go on with those that were saved."""
-    for role, one in _roles(trainer).items():
-        if one.scaler is not None and role in saved:
-            one.scaler.state = saved[role]
+    for role, trained in _roles(trainer).items():
+        if trained.scaler is not None and role in saved:
+            trained.scaler.state = saved[role]
 
 
 def base_digests(trainer: Trainer) -> dict[str, str]:
     """Digest the bases of the models that train adapters, by role. A collective."""
-    found = {role: base_digest(one.model, one.group) for role, one in _roles(trainer).items()}
-    return {role: digest for role, digest in found.items() if digest is not None}
+    digests = {role: base_digest(trained.model, trained.group) for role, trained in _roles(trainer).items()}
+    return {role: digest for role, digest in digests.items() if digest is not None}
 
 
 def reference_state(trainer: Trainer) -> State:
@@ -164,23 +165,23 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
 
     A reference model that is reset, or within the policy, and a moving average come with `extra`; a critic always,
     since no export holds it, and its optimizer with that of the policy."""
-    found: dict[str, State] = {}
+    states: dict[str, State] = {}
     if MODEL in contents:
-        found[MODEL] = model_state(trainer.model)
+        states[MODEL] = model_state(trainer.model)
     if BASE in contents and (base := base_state(trainer.model)):
-        found[BASE] = base
+        states[BASE] = base
     if OPTIMIZER in contents:
-        found[OPTIMIZER] = optimizer_state(trainer)
+        states[OPTIMIZER] = optimizer_state(trainer)
     if "extra" in contents and (reference := reference_state(trainer)):
-        found[REFERENCE] = reference
+        states[REFERENCE] = reference
     if "extra" in contents and trainer.ema is not None:
-        found[EMA] = average_state(trainer)
+        states[EMA] = average_state(trainer)
     if trainer.critic is not None:
-        found[CRITIC] = model_state(trainer.critic.model, CRITIC)
+        states[CRITIC] = model_state(trainer.critic.model, CRITIC)
         if OPTIMIZER in contents:
-            found[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
+            states[CRITIC_OPTIMIZER] = optimizer_state(trainer.critic, CRITIC_OPTIMIZER)
     written: dict[str, State] = {}
-    for kind, state in found.items():
+    for kind, state in states.items():
         of: TrainedModel = trainer.critic if trainer.critic and kind.startswith(CRITIC) else trainer
         written[kind] = {key: t for key, t in state.items() if _is_first(of.model, of.group, key, t)}
     return written
@@ -224,7 +225,7 @@ def _check_same(files: StateFiles, state: State, prefix: str, model: Backbone) -
     }
     wrong = differences(saved, state)
     if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        further = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         words = prefix.replace("_", "'s ")
         owner, keys = ("critic", "critic") if prefix.startswith(CRITIC) else ("policy", "train")
         optimizer = f", and its optimizer with {keys}.optm_name" if prefix.endswith(OPTIMIZER) else ""
@@ -234,7 +235,7 @@ def _check_same(files: StateFiles, state: State, prefix: str, model: Backbone) -
         chosen = f"{owner}.freeze_moe_router" + (" and policy.trainable_map" if owner == "policy" else "")
         frozen = f"; keep {chosen} as they were" if prefix.endswith((OPTIMIZER, EMA)) else ""
         raise CheckpointError(
-            f"its {words} is another one: {'; '.join(wrong[:3])}{more}: name the model that it was trained "
+            f"its {words} is another one: {'; '.join(wrong[:3])}{further}: name the model that it was trained "
             f"from with {owner}.model_name_or_path{optimizer}{adapters}{frozen}"
         )
 

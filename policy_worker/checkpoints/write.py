@@ -81,9 +81,9 @@ def _write(draft: Draft, group: Group) -> Found | None:
     files, fault = _attempt(lambda: _write_own(draft, group.rank))
     together = group.gather([files, fault])
     failed = [f"rank {rank}: {of_rank[1]}" for rank, of_rank in enumerate(together) if of_rank[1] is not None]
-    found: Found | None = None
+    complete: Found | None = None
     if not failed and group.leads:
-        found, fault = _attempt(lambda: _complete(draft, [of_rank[0] for of_rank in together]))
+        complete, fault = _attempt(lambda: _complete(draft, [of_rank[0] for of_rank in together]))
         failed = [] if fault is None else [fault]
     failed = group.gather(failed)[0] or failed
     if failed:
@@ -94,9 +94,9 @@ def _write(draft: Draft, group: Group) -> Found | None:
             f"{'; '.join(failed)}. Nothing was deleted, older checkpoints are whole; make room or mend the "
             f"directory, then resume"
         )
-    if found is not None:
-        log.info("saved checkpoint %s in %.1f s", found.path, time.monotonic() - began)
-    return found
+    if complete is not None:
+        log.info("saved checkpoint %s in %.1f s", complete.path, time.monotonic() - began)
+    return complete
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:

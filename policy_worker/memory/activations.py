@@ -95,9 +95,9 @@ def _kept_on_host(kind: Any) -> type[nn.Module]:
             given = [leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, Tensor)]
             kept = _Kept(self, given)
             with saved_tensors_hooks(kept.pack, kept.unpack):
-                found = super().__call__(*inputs, **named)
+                outputs = super().__call__(*inputs, **named)
             kept.end()
-            return found
+            return outputs
 
     return _named_as(kind, KeptOnHost)
 
@@ -142,8 +142,8 @@ class _Kept:
         if self._returning:
             return
         self._returning = True
-        for one in (self, None if self._before is None else self._before()):
-            for stored in [] if one is None else one._stored:
+        for kept in (self, None if self._before is None else self._before()):
+            for stored in [] if kept is None else kept._stored:
                 if (left := stored()) is not None:
                     left.begin()
 
@@ -183,9 +183,9 @@ class _Stored:
         self._owner.come_back()
         self.begin()
         assert self._arriving is not None
-        found, event = self._arriving
+        arrived, event = self._arriving
         self._owner.lane.wait(event)
-        return found
+        return arrived
 
 
 class _View(NamedTuple):
@@ -199,8 +199,8 @@ class _View(NamedTuple):
 
     def tensor(self) -> Tensor:
         here = self.stored.here()
-        found = torch.empty(0, dtype=self.dtype, device=here.device)
-        return found.set_(here.untyped_storage(), self.offset, self.shape, self.stride)
+        view = torch.empty(0, dtype=self.dtype, device=here.device)
+        return view.set_(here.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class _Lane:
@@ -240,13 +240,13 @@ class _Lane:
         if not self._streams:
             return host, None
         self.make_room(0)
-        found = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        arriving = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         back = self._streams[1]
         back.wait_stream(self._streams[0])
         back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(back):
-            found.copy_(host, non_blocking=True)
-        return found, back.record_event()
+            arriving.copy_(host, non_blocking=True)
+        return arriving, back.record_event()
 
     def wait(self, event: Any) -> None:
         """Let what computes from here on see what has arrived."""

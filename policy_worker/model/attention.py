@@ -158,24 +158,24 @@ def attend(
         row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [L, H, D]
         parts = [part for block in blocks.all for part in _within(block, row, scaling, sliding_window)]
         padding = query.shape[2] - sum(map(len, parts))
-        found = pad(torch.cat(parts), (0, 0, 0, 0, 0, padding))[None]
+        outputs = pad(torch.cat(parts), (0, 0, 0, 0, 0, padding))[None]
     else:
         mask = attention_mask
         if mask is None:
             mask = _mask(0, query.shape[2], sliding_window, query.device)
-        found = _attention(query, key, value, mask, scaling, sliding_window).transpose(1, 2)
-    return found if context is None else context.to_positions(found), None
+        outputs = _attention(query, key, value, mask, scaling, sliding_window).transpose(1, 2)
+    return outputs if context is None else context.to_positions(outputs), None
 
 
 def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: int | None) -> list[Tensor]:
     """The outputs of a block, [n, H, D], in the order of the row."""
-    found = []
+    outputs = []
     shared = [tensor[block.start : block.start + block.shared].transpose(0, 1)[None] for tensor in row]
     device = row[0].device
     if block.shared:
         mask = _mask(0, block.shared, window, device)
         query, key, value = shared
-        found.append(_attention(query, key, value, mask, scale, window)[0].transpose(0, 1))
+        outputs.append(_attention(query, key, value, mask, scale, window)[0].transpose(0, 1))
     if len(block.back):
         query, key, value = (
             tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2)
@@ -189,8 +189,8 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: 
                 for prompt, response in pairs
             )
         out = _attention(query, key, value, mask, scale, window)
-        found.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
-    return found
+        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
+    return outputs
 
 
 def _attention(
@@ -262,8 +262,8 @@ def flash_of(function: Callable[..., Any], version: int) -> Flash:
     ) -> Tensor:
         size = (endless, endless) if window is None else (window - 1, 0)
         alike = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-        found = function(query, key, value, softmax_scale=scale, causal=True, window_size=size, **alike)
-        return cast(Tensor, found[0] if isinstance(found, tuple) else found)  # some add the log-sum-exp
+        output = function(query, key, value, softmax_scale=scale, causal=True, window_size=size, **alike)
+        return cast(Tensor, output[0] if isinstance(output, tuple) else output)  # some add the log-sum-exp
 
     return attention
 

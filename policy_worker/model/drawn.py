@@ -117,8 +117,8 @@ class Drawn:
     @property
     def matrices(self) -> int:
         """How many matrices of the shape of the logits `apply` needs next to them."""
-        how = self.reshaping
-        return (how.repetition != 1.0) + how.counts_answer + how.filters
+        reshaping = self.reshaping
+        return (reshaping.repetition != 1.0) + reshaping.counts_answer + reshaping.filters
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> Drawn:
         """The same of some of the K tokens alone: rising, and of each answer an uninterrupted part."""
@@ -145,22 +145,22 @@ class Drawn:
         """Turn logits [c, V] of the tokens from `first` on into z, in place.
 
         Returns: ∂z/∂x T where it is asked for and is not 1 everywhere, [c, V]."""
-        how, rows, slope = self.reshaping, slice(first, first + len(logits)), None
+        reshaping, rows, slope = self.reshaping, slice(first, first + len(logits)), None
         self._forbid_ends(logits, rows)
-        if how.repetition != 1.0:
+        if reshaping.repetition != 1.0:
             seen = self._counts(logits, rows, with_prompt=True) > 0
-            one = torch.ones_like(logits)
+            ones = torch.ones_like(logits)
             factor = torch.where(
-                seen, torch.where(logits > 0, one / how.repetition, one * how.repetition), one
+                seen, torch.where(logits > 0, ones / reshaping.repetition, ones * reshaping.repetition), ones
             )
             logits.mul_(factor)
             slope = factor if with_slope else None
-        if how.counts_answer:
+        if reshaping.counts_answer:
             counts = self._counts(logits, rows, with_prompt=False).to(logits.dtype)
-            logits.sub_(counts * how.frequency).sub_((counts > 0).to(logits.dtype) * how.presence)
+            logits.sub_(counts * reshaping.frequency).sub_((counts > 0).to(logits.dtype) * reshaping.presence)
         if temperature != 1.0:
             logits.div_(temperature)
-        if how.filters:
+        if reshaping.filters:
             begin, end = int(self.starts[rows.start]), int(self.starts[rows.stop])
             outside = ~self.whole[rows, None].expand_as(logits)
             outside[self.kept_rows[begin:end] - first, self.kept_ids[begin:end]] = False
@@ -178,7 +178,7 @@ class Drawn:
         """How often each id precedes each of these tokens in its answer, and in its prompt too if asked for.
 
         int32 [c, V]: integers add up to the same in any order, on a GPU too."""
-        found = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+        counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
         for answer in self.answers:
             first, last = max(answer.first, rows.start), min(answer.last, rows.stop)
             if first >= last:
@@ -189,10 +189,10 @@ class Drawn:
             places, here = places_of(ids, self.first_id, logits.shape[1])
             # What precedes the first of the rows counts from there on, each of the rows from the next one on.
             row = torch.arange(begin - at + 1, last - first, device=ids.device).clamp_(min=0)
-            part = found[first - rows.start : last - rows.start]
+            part = counts[first - rows.start : last - rows.start]
             part.index_put_((row, places), here.to(torch.int32), accumulate=True)
             part.cumsum_(0)
-        return found
+        return counts
 
 
 def places_of(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

@@ -282,7 +282,7 @@ class Source:
                 weights = Weights(self.what, lm, files, dtype)
                 missing, surplus = weights.missing, weights.surplus
             else:
-                lm, found = auto.from_pretrained(
+                lm, report = auto.from_pretrained(
                     name,
                     revision=revision,
                     trust_remote_code=self.trust,
@@ -291,7 +291,7 @@ class Source:
                     generation_config=GenerationConfig(),  # exports copy its file, which transformers may refuse
                     output_loading_info=True,
                 )
-                missing, surplus = (sorted(found[key]) for key in ("missing_keys", "unexpected_keys"))
+                missing, surplus = (sorted(report[key]) for key in ("missing_keys", "unexpected_keys"))
                 if not whole:
                     reason = "they are quantized" if quantized else "they are not in safetensors files alone"
                     log.warning("%s: each rank has read all weights, since %s", self.what, reason)
@@ -330,13 +330,13 @@ def _import_modules(section: str, keys: ModelKeys, name: str) -> None:
 
 def _disable_dropout(model_config: PretrainedConfig) -> dict[str, float]:
     """Policy gradients compare log-probs of one and the same policy, and dropout is a different one at each call."""
-    found = {
+    dropouts = {
         key: value
         for key, value in model_config.to_dict().items()
         if overrides.is_dropout(key) and isinstance(value, float) and value > 0
     }
-    for key in found:
+    for key in dropouts:
         setattr(model_config, key, 0.0)
-    if found:
-        log.info("dropout of the model is switched off for training: %s", found)
-    return found
+    if dropouts:
+        log.info("dropout of the model is switched off for training: %s", dropouts)
+    return dropouts

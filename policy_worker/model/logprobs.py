@@ -89,8 +89,8 @@ def token_logprobs(
         drawn: what else the labels were sampled with.
         compared: the model that the KL is to (with gradient, over the whole vocabulary); see `token_kl`.
     """
-    found = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, compared)
-    logprobs, entropy, correct, kl = found
+    outputs = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, compared)
+    logprobs, entropy, correct, kl = outputs
     return TokenOutputs(logprobs.sum(1), entropy, correct[:, 0], kl)  # FSDP2 warns of a view
 
 
@@ -173,8 +173,8 @@ def _outputs(
     if drawn is not None and head.vocabulary is not None:
         drawn = drawn.among(head.first, len(head.weight))
     how = _How(temperature, parts, drawn, compared)
-    found: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
-    return found
+    outputs: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
+    return outputs
 
 
 class _Outputs(torch.autograd.Function):
@@ -231,8 +231,9 @@ class _Outputs(torch.autograd.Function):
             slopes.take(part, z, z_other)
             if of_logprobs is not None:
                 rows = torch.arange(len(z), device=z.device)[:, None]
-                own = torch.where(here[part], of_logprobs[part] * factor, 0)
-                z.index_put_((rows, places[part]), own, accumulate=True)  # deterministic, unlike scatter_add_
+                of_label = torch.where(here[part], of_logprobs[part] * factor, 0)
+                # Deterministic, unlike scatter_add_.
+                z.index_put_((rows, places[part]), of_label, accumulate=True)
             sums.add(part, z if slope is None else z.mul_(slope))
             last = None
         return *sums.found(), None, None, None
@@ -347,19 +348,19 @@ def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 def _statistics(z: Tensor, other: Tensor | None = None) -> Tensor:
     """Take of z [chunk, V] max z, log Σ exp (z − max z), E (z − max z); with another model's z', which is lost, also
     max z', log Σ exp (z' − max z'), E (z − max z − z' + max z'); [3 or 6, chunk]."""
-    found = z.new_empty(3 if other is None else 6, len(z))
-    for rows, (d, p, *difference) in _blocks(z, len(found) // 3 + 1):
-        largest = found[0, rows] = z[rows].amax(1)
+    statistics = z.new_empty(3 if other is None else 6, len(z))
+    for rows, (d, p, *difference) in _blocks(z, len(statistics) // 3 + 1):
+        largest = statistics[0, rows] = z[rows].amax(1)
         torch.exp(torch.sub(z[rows], largest[:, None], out=d), out=p)
         total = p.sum(1)
-        found[1, rows] = total.log()
+        statistics[1, rows] = total.log()
         if other is not None:
-            largest = found[3, rows] = other[rows].amax(1)
+            largest = statistics[3, rows] = other[rows].amax(1)
             d_other = other[rows].sub_(largest[:, None])
-            found[5, rows] = torch.sub(d, d_other, out=difference[0]).mul_(p).sum(1) / total
-            found[4, rows] = d_other.exp_().sum(1).log()
-        found[2, rows] = d.mul_(p).sum(1) / total
-    return found
+            statistics[5, rows] = torch.sub(d, d_other, out=difference[0]).mul_(p).sum(1) / total
+            statistics[4, rows] = d_other.exp_().sum(1).log()
+        statistics[2, rows] = d.mul_(p).sum(1) / total
+    return statistics
 
 
 def _gathered(values: Tensor, head: Head) -> Tensor:
@@ -375,11 +376,11 @@ def _combined(parts: Tensor) -> list[Tensor]:
     """Combine `_statistics` of parts of a vocabulary, [ranks, 3 or 6, K], into those of the whole."""
     largest, shift, log_sum = _combined_sum(parts[:, 0], parts[:, 1])
     weights = (parts[:, 1] + shift - log_sum).exp()
-    found = [largest, log_sum, (weights * (parts[:, 2] + shift)).sum(0)]
+    statistics = [largest, log_sum, (weights * (parts[:, 2] + shift)).sum(0)]
     if parts.shape[1] > 3:
         other, shift_other, log_sum_other = _combined_sum(parts[:, 3], parts[:, 4])
-        found += [other, log_sum_other, (weights * (parts[:, 5] + shift - shift_other)).sum(0)]
-    return found
+        statistics += [other, log_sum_other, (weights * (parts[:, 5] + shift - shift_other)).sum(0)]
+    return statistics
 
 
 def _combined_sum(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -141,8 +141,8 @@ def _check_names(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
         names.setdefault(id(parameter), []).append(name)
     for key, some in (("target_modules", chosen), ("modules_to_save", _named(modules, saved))):
         for name in some:
-            own = (parameter for parameter in modules[name].parameters())
-            tied = next((names[id(parameter)] for parameter in own if len(names[id(parameter)]) > 1), None)
+            parameters = (parameter for parameter in modules[name].parameters())
+            tied = next((names[id(p)] for p in parameters if len(names[id(p)]) > 1), None)
             if tied:
                 raise SettingsError(
                     f"{section}.{key}: {name} of {type(lm).__name__} has a weight that is tied ({' and '.join(tied)} "

@@ -98,12 +98,12 @@ class TrainSample:
     @property
     def learned_logprobs(self) -> Tensor:
         """Behaviour log-probs of the learned tokens, float32 [n]."""
-        found = [
+        logprobs = [
             segment.logprobs[1:][segment.loss_mask[1:] == 1]
             for segment in self.segments
             if segment.logprobs is not None
         ]
-        return torch.from_numpy(np.concatenate(found))
+        return torch.from_numpy(np.concatenate(logprobs))
 
     @property
     def learned_ids(self) -> Ints:
@@ -119,8 +119,8 @@ class TrainSample:
 
     def has_routing(self, *, weights: bool) -> bool:
         """Whether the experts that the engine chose are known, and their weights, if these are asked for."""
-        found = [segment.experts for segment in self.segments]
-        return all(one is not None and (one[1] is not None or not weights) for one in found)
+        experts = [segment.experts for segment in self.segments]
+        return all(chosen is not None and (chosen[1] is not None or not weights) for chosen in experts)
 
     @staticmethod
     def of_wire(sample: Sample) -> TrainSample:
@@ -168,9 +168,9 @@ def _experts(sample: Sample, first: int, last: int) -> tuple[Experts, Floats | N
 def _earned(sample: Sample, learned: npt.NDArray[np.bool_]) -> Floats | None:
     if not len(sample.part_positions):
         return None
-    found = np.zeros(len(learned), np.float32)
-    found[sample.part_positions] = sample.part_values
-    of_learned = found[learned]
+    earned = np.zeros(len(learned), np.float32)
+    earned[sample.part_positions] = sample.part_values
+    of_learned = earned[learned]
     of_learned[-1] -= of_learned.sum()
     return of_learned
 
@@ -312,7 +312,7 @@ def _routing_of(
     """Return the choices for the positions of rows [R, L]; None: none is known, or they are not asked for.
 
     Raises `BadBatchError`: the engine's model has other mixtures of experts."""
-    known = [(one.experts, place) for one, place in zip(segments, places, strict=True) if one.experts]
+    known = [(s.experts, place) for s, place in zip(segments, places, strict=True) if s.experts]
     if (mixtures := layout.mixtures) is None or not known:
         return None
     per_token = known[0][0][0].shape[2]
@@ -332,8 +332,8 @@ def _routing_of(
         ids[place] = of_segment
         if weights is not None:
             weights[place] = its_weights
-    found = [None if one is None else one.reshape(*shape, *ids.shape[1:]) for one in (ids, weights)]
-    return Routing(*(None if one is None else _tensor(one, layout.device) for one in found))
+    arrays = [None if array is None else array.reshape(*shape, *ids.shape[1:]) for array in (ids, weights)]
+    return Routing(*(None if array is None else _tensor(array, layout.device) for array in arrays))
 
 
 def _in_pieces(index: Ints64, length: int, pieces: int) -> tuple[Ints64, list[Ints64]]:
@@ -356,7 +356,7 @@ def _prompts(segments: Sequence[Segment], replays: bool) -> list[tuple[int, list
     Last come those that are like no other, with 0 tokens. Compared by tokens: a group may hold several prompts; and
     where experts are replayed by these, too. Their weights may differ at the last token of a prompt, which engines
     compute for each answer and round differently."""
-    found: dict[bytes, list[int]] = {}
+    by_prompt: dict[bytes, list[int]] = {}
     sizes = []
     for number, segment in enumerate(segments):
         learned = np.flatnonzero(segment.loss_mask)
@@ -366,9 +366,9 @@ def _prompts(segments: Sequence[Segment], replays: bool) -> list[tuple[int, list
             ids, weights = segment.experts
             alike += ids[: sizes[-1]].tobytes()
             alike += b"" if weights is None else weights[: max(sizes[-1] - 1, 0)].tobytes()
-        found.setdefault(alike, []).append(number)
-    shared = [(sizes[members[0]], members) for members in found.values() if len(members) > 1]
-    alone = [members[0] for members in found.values() if len(members) == 1]
+        by_prompt.setdefault(alike, []).append(number)
+    shared = [(sizes[members[0]], members) for members in by_prompt.values() if len(members) > 1]
+    alone = [members[0] for members in by_prompt.values() if len(members) == 1]
     return [*shared, (0, alone)] if alone else shared
 
 
@@ -381,11 +381,11 @@ def _in_blocks(
     for shared, alike in prompts:
         by_length = sorted(alike, key=lambda number: (-lengths[number], number))
         for members in [by_length] if shared else _of_one_length(by_length, lengths):
-            own = [int(lengths[number]) - shared for number in members]
-            if shared + sum(own):
-                blocks.append(block_of(start, shared, own, device))
+            own_lengths = [int(lengths[number]) - shared for number in members]
+            if shared + sum(own_lengths):
+                blocks.append(block_of(start, shared, own_lengths, device))
             at = start + shared
-            for number, length in zip(members, own, strict=True):
+            for number, length in zip(members, own_lengths, strict=True):
                 places[number] = np.concatenate([start + np.arange(shared), at + np.arange(length)])
                 at += length
             start = at

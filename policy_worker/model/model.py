@@ -77,15 +77,16 @@ class Backbone(nn.Module):
 
         entry: the stage that runs, of a model that is cut into some; those before the last end before the norm, and
         have a part of the positions alone where these are split between layers."""
-        more: dict[str, Any] = {"blocks": Blocks(blocks)} if blocks and self.takes_blocks else {}
+        arguments: dict[str, Any] = {"blocks": Blocks(blocks)} if blocks and self.takes_blocks else {}
         if self.context is not None:
             input_ids, position_ids = self.context.cut(input_ids), self.context.cut(position_ids)
-            more["context"] = self.context
+            arguments["context"] = self.context
         if entry is None or entry.received is None:
-            more["input_ids"] = input_ids
+            arguments["input_ids"] = input_ids
         else:
-            more["inputs_embeds"] = entry.received
-        outputs = self.lm.base_model(position_ids=position_ids, attention_mask=None, use_cache=False, **more)
+            arguments["inputs_embeds"] = entry.received
+        arguments |= {"position_ids": position_ids, "attention_mask": None, "use_cache": False}
+        outputs = self.lm.base_model(**arguments)
         if entry is not None and not entry.is_last:
             return cast(Tensor, entry.passed)
         last = cast(Tensor, outputs.last_hidden_state)
@@ -146,14 +147,14 @@ class Backbone(nn.Module):
 
     def attentions(self) -> list[nn.Module]:
         """The attention of each layer that has one. Raises as `decoder_layers`."""
-        found: list[nn.Module] = []
+        attentions: list[nn.Module] = []
         for layer in self.decoder_layers():
             named = [
                 m for m in layer.modules() if type(m).__name__.removeprefix("FSDP").endswith("Attention")
             ]
-            inner = {m for one in named for m in one.modules() if m is not one}
-            found += [m for m in named if m not in inner]
-        return found
+            inner = {m for outer in named for m in outer.modules() if m is not outer}
+            attentions += [m for m in named if m not in inner]
+        return attentions
 
     def expert_blocks(self) -> list[nn.Module]:
         """Layers of experts, each with its router and shared experts."""
@@ -220,12 +221,12 @@ class PolicyModel(Backbone):
         if not goes_to_head(entry):
             return picked
         labels = batch.of_piece(batch.labels)
-        found = token_logprobs(
+        outputs = token_logprobs(
             picked, self._head(), labels, temperature, drawn=batch.drawn, compared=compared
         )
         if more is not None:
-            found = found._replace(more=more(picked, self._head()))
-        return self._of_all(found._replace(hidden=picked) if with_hidden else found, batch)
+            outputs = outputs._replace(more=more(picked, self._head()))
+        return self._of_all(outputs._replace(hidden=picked) if with_hidden else outputs, batch)
 
     def whole_head(self) -> Head:
         """The output head between forwards, with all rows that a forward has here. A collective if it is sharded."""
@@ -256,8 +257,8 @@ def _logits_form(config: PretrainedConfig) -> tuple[float, float | None]:
     values = config.get_text_config().to_dict()
 
     def first(names: Sequence[str]) -> float | None:
-        found = (values.get(name) for name in names)
-        return next((float(value) for value in found if isinstance(value, int | float) and value), None)
+        known = (values.get(name) for name in names)
+        return next((float(value) for value in known if isinstance(value, int | float) and value), None)
 
     divisor = first(DIVISORS) or 1.0
     scale = divisor if values.get("model_type") in MULTIPLIES_BY_DIVISOR else 1 / divisor

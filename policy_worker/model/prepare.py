@@ -131,8 +131,8 @@ def _check_head(model: PolicyModel) -> None:
     """Refuse an architecture that does more to its logits than `Head`: this trainer would not do it."""
     ids, positions = probe_of(model, 8)
     expected = model.lm(input_ids=ids, position_ids=positions, use_cache=False).logits
-    found = model._head().logits(model._hidden(ids, positions)[0])
-    _compare(model, found, expected[0], "logits of this architecture are not those of a linear output head")
+    logits = model._head().logits(model._hidden(ids, positions)[0])
+    _compare(model, logits, expected[0], "logits of this architecture are not those of a linear output head")
 
 
 @torch.no_grad()
@@ -149,8 +149,8 @@ def _use_blocks(model: Backbone) -> str:
         with _narrow(lm, 3):
             expected = model._hidden(ids, positions)
             lm.set_attn_implementation(attention.NAME)
-            found = model._hidden(row, places, blocks)
-            for again in (found[:, :8], torch.cat([found[:, :5], found[:, 8:11]], 1), found[:, 11:]):
+            in_row = model._hidden(row, places, blocks)
+            for again in (in_row[:, :8], torch.cat([in_row[:, :5], in_row[:, 8:11]], 1), in_row[:, 11:]):
                 _compare(model, again, expected, "sequences in one row see each other")
             _compare(model, model._hidden(ids, positions), expected, "its attention is another one")
     except (SettingsError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
@@ -163,19 +163,19 @@ def _use_blocks(model: Backbone) -> str:
 def _narrow(lm: PreTrainedModel, window: int) -> Iterator[None]:
     """Windows and chunks of attention are so narrow that a probe meets their ends."""
     holders = [lm.config.get_text_config(), *lm.modules()]
-    found = [
+    widths = [
         (holder, name, width)
         for holder in holders
         for name in ("sliding_window", "attention_chunk_size")
         if type(width := getattr(holder, name, None)) is int
     ]
-    widest = {name: max(width for _, other, width in found if other == name) for _, name, _ in found}
+    widest = {name: max(width for _, other, width in widths if other == name) for _, name, _ in widths}
     try:
-        for holder, name, width in found:
+        for holder, name, width in widths:
             setattr(holder, name, window + width - widest[name])
         yield
     finally:
-        for holder, name, width in found:
+        for holder, name, width in widths:
             setattr(holder, name, width)
 
 
@@ -191,10 +191,10 @@ def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
     expected = model._hidden(ids, positions)
     model.context = probe = attention.Scattered(torch.tensor([5, 1, 9, 7, 3, 11, 8, 2]), 12)
     try:
-        found = model._hidden(ids, positions).index_select(1, probe.places)
+        in_pieces = model._hidden(ids, positions).index_select(1, probe.places)
     finally:
         model.context = None
-    _compare(model, found, expected, f"positions see others outside of its attention; write {key} = 1")
+    _compare(model, in_pieces, expected, f"positions see others outside of its attention; write {key} = 1")
     if any(heads % pieces for heads in probe.heads):
         fitting = [str(n) for n in range(1, min(probe.heads) + 1) if not any(h % n for h in probe.heads)]
         raise SettingsError(
@@ -212,14 +212,14 @@ def _check_parts(model: Backbone, refused: str) -> None:
     if not refused:
         try:
             with sequence.scattered(model.lm, places, 12):
-                found = model._hidden(ids, positions).index_select(1, places)
+                in_parts = model._hidden(ids, positions).index_select(1, places)
         except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
             refused = " ".join(str(error).split())
     if refused:
         raise SettingsError(
             f"{sequence.KEY} = true: sequences of {name} cannot be split between its layers: {refused:.300}; {remedy}"
         )
-    _compare(model, found, expected, f"positions see others between its layers; {remedy}")
+    _compare(model, in_parts, expected, f"positions see others between its layers; {remedy}")
 
 
 @torch.no_grad()
@@ -280,18 +280,19 @@ def _prove_replay(model: Backbone, replay: Replay) -> bool:
         seen.clear()
         replay.begin(record)
         model.lm(ids, use_cache=False)
-        if len(seen) != replay.mixtures.layers or any(len(one) != 2 for one in seen):
+        if len(seen) != replay.mixtures.layers or any(len(given) != 2 for given in seen):
             raise replay.refused
         return [torch.stack(column, 1)[None] for column in zip(*seen, strict=True)]
 
     try:
         others = (entered(None)[0] + 1).sort(-1).values % replay.mixtures.experts
-        found, own = entered(Routing(others, None))
-        right = torch.equal(found, others) and bool((own.abs() > 0).all())
+        entered_ids, entered_weights = entered(Routing(others, None))
+        right = torch.equal(entered_ids, others) and bool((entered_weights.abs() > 0).all())
         if replay.wanted == "weights":
-            weights = torch.rand(own.shape)
-            found, given = entered(Routing(others, weights))
-            right &= torch.equal(found, others) and torch.equal(given, weights.to(given.dtype))
+            weights = torch.rand(entered_weights.shape)
+            entered_ids, entered_weights = entered(Routing(others, weights))
+            right &= torch.equal(entered_ids, others)
+            right &= torch.equal(entered_weights, weights.to(entered_weights.dtype))
     finally:
         replay.begin(None)
         replay.take_seen()

@@ -63,9 +63,9 @@ def skeleton(
 
     revision: of its own code. trust: whether that may run."""
     its_own = trust and auto.__name__ in (getattr(config, "auto_map", None) or {})
-    more = {"code_revision": revision} if its_own and revision is not None else {}
+    own_code = {"code_revision": revision} if its_own and revision is not None else {}
     with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
-        lm: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=trust, **more)
+        lm: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=trust, **own_code)
     return lm
 
 
@@ -235,9 +235,9 @@ class Weights:
             nothing = math.nan if dtype.is_floating_point else 0
             return torch.full(box.sizes, nothing, dtype=dtype, device=device)
         name = self._stored_as.get(name, name)
-        own = self._held[name].dtype
-        if dtype is not own:  # trained whole next to adapters: begins as the rest of the model has it
-            return self._read(name, box, own, device).to(dtype)
+        kept_dtype = self._held[name].dtype
+        if dtype is not kept_dtype:  # trained whole next to adapters: begins as the rest of the model has it
+            return self._read(name, box, kept_dtype, device).to(dtype)
         if name in self._moved:
             return self._stored[self._moved[name]].read(box, dtype, device)
         if not box.count:

@@ -114,8 +114,10 @@ def _without_adapters(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    how = ("training", "gradient_checkpointing")  # it is used, which a copy need not know
-    return {key: value for key, value in vars(module).items() if not key.startswith("_") and key not in how}
+    states = ("training", "gradient_checkpointing")  # it is used, which a copy need not know
+    return {
+        key: value for key, value in vars(module).items() if not key.startswith("_") and key not in states
+    }
 
 
 def _word(value: Any) -> str:

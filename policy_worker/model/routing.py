@@ -51,8 +51,8 @@ class Replay:
             f'write {KEY} = "none"'
         )
         if len(sizes) != 1:
-            found = "no layers of experts" if not sizes else "layers with different numbers of experts"
-            raise SettingsError(f'{self._what}: {type(lm).__name__} has {found}: write {KEY} = "none"')
+            fault = "no layers of experts" if not sizes else "layers with different numbers of experts"
+            raise SettingsError(f'{self._what}: {type(lm).__name__} has {fault}: write {KEY} = "none"')
         self.mixtures, self.wanted = Mixtures(len(layers), *sizes), wanted
         self.part = (0, 1)
         """Which part of the positions a mixture may see instead of all, and of how many (sequence parallelism)."""
@@ -157,14 +157,14 @@ class _Answer(TorchFunctionMode):
         self.given = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        answer = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
+            return answer
         scores = args[0] if args else kwargs["input"]
         if scores.ndim != 2 or scores.shape[1] != self._replay.mixtures.experts:
-            return found
-        ids = self._replay.choice(self._number, found.indices)
+            return answer
+        ids = self._replay.choice(self._number, answer.indices)
         if ids is None:
-            return found
+            return answer
         self.given = True
         return torch.return_types.topk((scores.gather(1, ids), ids))

@@ -132,6 +132,6 @@ class Stages:
 
 def parts_of(layers: int, stages: int) -> list[range]:
     """Layers of each stage: equally many, the first ones one more where that is not possible."""
-    each, more = divmod(layers, stages)
-    starts = [number * each + min(number, more) for number in range(stages + 1)]
+    each, rest = divmod(layers, stages)
+    starts = [number * each + min(number, rest) for number in range(stages + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]

@@ -39,13 +39,13 @@ def freeze(
         _choose(lm, trainable_map)
     if routers:
         key = f"{section}.freeze_moe_router"
-        found = [module for _, module in routers_of(lm)]
-        if not found:
+        chosen = [module for _, module in routers_of(lm)]
+        if not chosen:
             raise SettingsError(
                 f"{key} = true: no router of a mixture of experts was found in {type(lm).__name__}; write "
                 f"{key} = false"
             )
-        for router in found:
+        for router in chosen:
             router.requires_grad_(False)
     if trainable_map is None and not routers:
         return

@@ -92,8 +92,9 @@ def _all_to_all(
     sent = torch.cat([part.flatten(1) for part in parts], 1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    found = received.split([part[0].numel() for part in parts], 1)
-    return tuple(torch.cat([*one.view_as(part)], gather) for one, part in zip(found, parts, strict=True))
+    arrived = received.split([part[0].numel() for part in parts], 1)
+    pairs = zip(arrived, parts, strict=True)
+    return tuple(torch.cat([*of_tensor.view_as(part)], gather) for of_tensor, part in pairs)
 
 
 class _Gather(Function):
@@ -103,17 +104,17 @@ class _Gather(Function):
     def forward(ctx: Any, group: ProcessGroup, pieces: Sequence[Tensor], own: Tensor) -> Tensor:
         ctx.mine = pieces[dist.get_rank(group)]
         longest = max(map(len, pieces))
-        found = own.new_empty(sum(map(len, pieces)), *own.shape[1:])
-        if not found.numel():
-            return found
+        outputs = own.new_empty(sum(map(len, pieces)), *own.shape[1:])
+        if not outputs.numel():
+            return outputs
         row = own.new_zeros(longest, *own.shape[1:])
         row[: len(own)] = own
         sent = row.flatten().view(torch.uint8)  # of any type
         received = [torch.empty_like(sent) for _ in pieces]
         dist.all_gather(received, sent, group=group)
         for piece, part in zip(pieces, received, strict=True):
-            found[piece] = part.view(own.dtype).view_as(row)[: len(piece)]
-        return found
+            outputs[piece] = part.view(own.dtype).view_as(row)[: len(piece)]
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -131,10 +131,10 @@ def _check_same(tokens: Tensor, others: Tensor) -> None:
 def _of_own(forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor, n: int, rank: int) -> Tensor:
     """Compute what this rank's experts say to tokens."""
     others = ids // n != rank
-    found = forward(tokens, (ids - rank * n).masked_fill(others, n), weights.masked_fill(others, 0))
-    if torch.is_grad_enabled() and not found.requires_grad:  # nobody asked them: their gradients are zeros
-        found = found + 0 * forward(tokens[:1], ids[:1] * 0, weights[:1] * 0)
-    return found
+    said = forward(tokens, (ids - rank * n).masked_fill(others, n), weights.masked_fill(others, 0))
+    if torch.is_grad_enabled() and not said.requires_grad:  # nobody asked them: their gradients are zeros
+        said = said + 0 * forward(tokens[:1], ids[:1] * 0, weights[:1] * 0)
+    return said
 
 
 def _shared(
@@ -176,8 +176,8 @@ def _alltoall(
     experts = torch.arange(n, device=ids.device).repeat(ranks).repeat_interleave(theirs.flatten())
     said = _to_each(forward, guests, experts)
     said = travel(said, received, sent, group)
-    mine = torch.empty_like(said).index_copy(0, order, said).view(len(tokens), each, -1)
-    return (mine * weights[..., None]).sum(1).to(tokens.dtype)
+    by_token = torch.empty_like(said).index_copy(0, order, said).view(len(tokens), each, -1)
+    return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
 
 def _to_each(forward: Forward, tokens: Tensor, experts: Tensor) -> Tensor:

@@ -101,14 +101,14 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _of_size(model: Backbone, least: int) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in _eligible(model):
         rest = {p for p in module.parameters() if p not in taken}
         if sum(p.numel() for p in rest) >= least:
-            found.append(module)
+            units.append(module)
             taken |= rest
-    return found
+    return units
 
 
 def apply_fsdp(
@@ -133,14 +133,14 @@ def apply_fsdp(
     units_reshard = frozen or keys.fsdp_reshard_after_forward != "never"
     root_reshard = frozen or keys.fsdp_reshard_after_forward == "always"
     shards, chosen = sharding_mesh(mesh), set(units.of_model(model))
-    how = {"mp_policy": precision, "offload_policy": place}
+    policies = {"mp_policy": precision, "offload_policy": place}
     for module in dict.fromkeys(_inner_first(model)):
         if _has_experts(module):
             of_experts = sharding_mesh(mesh, experts=True)
-            fully_shard(module, mesh=of_experts, reshard_after_forward=units_reshard, **how)
+            fully_shard(module, mesh=of_experts, reshard_after_forward=units_reshard, **policies)
         elif module in chosen:
-            fully_shard(module, mesh=shards, reshard_after_forward=units_reshard, **how)
-    fully_shard(model, mesh=shards, reshard_after_forward=root_reshard, **how)
+            fully_shard(module, mesh=shards, reshard_after_forward=units_reshard, **policies)
+    fully_shard(model, mesh=shards, reshard_after_forward=root_reshard, **policies)
     if model.stages is not None:
         model.stages.dtype = DTYPES[keys.param_dtype]
     model.reduces_late = not keys.overlap_grad_reduce
@@ -152,8 +152,8 @@ def apply_fsdp(
 
 def _has_experts(layer: nn.Module) -> bool:
     """Whether it is a layer of experts that are spread over ranks with other tokens."""
-    own = layer.parameters(recurse=False)
-    return any(isinstance(p, DTensor) and EP in (p.device_mesh.mesh_dim_names or ()) for p in own)
+    parameters = layer.parameters(recurse=False)
+    return any(isinstance(p, DTensor) and EP in (p.device_mesh.mesh_dim_names or ()) for p in parameters)
 
 
 def whole(parameter: Tensor) -> Tensor:

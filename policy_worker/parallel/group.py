@@ -175,9 +175,9 @@ class Group:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
         longest = max(int(size) for size in sizes)
-        mine = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
+        padded = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(parts, mine, group=self._control)
+        dist.all_gather(parts, padded, group=self._control)
         return [json.loads(bytes(part.numpy())[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def sibling(self, control_timeout: float) -> Group:
@@ -194,8 +194,8 @@ class Group:
         source: the rank of the unit that has it instead."""
         if self._unit is None:
             return frames
-        own = json.dumps(None if frames is None else [len(frame) for frame in frames]).encode()
-        sizes = json.loads(bytes(_broadcast(own, self._unit, source)))
+        lengths = json.dumps(None if frames is None else [len(frame) for frame in frames]).encode()
+        sizes = json.loads(bytes(_broadcast(lengths, self._unit, source)))
         if not sizes:
             return cast(list[bytes] | None, sizes)
         data = _broadcast(b"".join(frames or ()), self._unit, source)
@@ -217,14 +217,14 @@ class Group:
         if self.counts:
             facts = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
             frames = [json.dumps(facts).encode(), *(_bytes_of(tensor) for tensor in tensors)]
-        found = self.share(frames, self._last_stage)
-        assert found is not None
-        facts = json.loads(bytes(found[0]))
+        received = self.share(frames, self._last_stage)
+        assert received is not None
+        facts = json.loads(bytes(received[0]))
         return [
             torch.frombuffer(bytearray(frame), dtype=getattr(torch, dtype)).view(shape)
             if len(frame)
             else torch.empty(shape, dtype=getattr(torch, dtype))
-            for (dtype, shape), frame in zip(facts, found[1:], strict=True)
+            for (dtype, shape), frame in zip(facts, received[1:], strict=True)
         ]
 
     def to_all_ranks(

@@ -64,23 +64,23 @@ def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -
     recipe = replace(
         Float8LinearConfig.from_recipe_name(keys.quant_recipe), pad_inner_dim=True, emulate=emulate
     )
-    found, routers = 0, {part for _, router in routers_of(model.lm) for part in router.modules()}
+    converted, routers = 0, {part for _, router in routers_of(model.lm) for part in router.modules()}
 
     def fits(layer: nn.Module, _: str) -> bool:
-        nonlocal found
+        nonlocal converted
         chosen = type(layer) is nn.Linear and layer not in routers and _sides_fit(layer)
-        found += chosen
+        converted += chosen
         return chosen
 
     for layer in model.decoder_layers():
         convert_to_float8_training(layer, config=recipe, module_filter_fn=fits)
-    if not found:
+    if not converted:
         raise SettingsError(
             f"train.fp8.enable_fp8 = true: the decoder layers of {type(model.lm).__name__} have no linear layers "
             f"whose sides are multiples of {MULTIPLE}: write false"
         )
-    log.info("%d linear layers compute in fp8, %s scales", found, keys.quant_recipe)
-    return found
+    log.info("%d linear layers compute in fp8, %s scales", converted, keys.quant_recipe)
+    return converted
 
 
 def _sides_fit(layer: nn.Linear) -> bool:

@@ -53,11 +53,11 @@ class MeshSizes:
         section: that the sizes are from. Raises `SettingsError`: they are of another number of ranks."""
         # Where layers are cut, each of these ranks has some experts anyway.
         ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size
-        one = MeshSizes(
+        unsharded = MeshSizes(
             mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size, ep, mesh.sequence_parallel
         )
-        shards = max(world // one.ranks, 1) if mesh.dp_shard_size == -1 else mesh.dp_shard_size
-        sizes = replace(one, dp_shard=shards)
+        shards = max(world // unsharded.ranks, 1) if mesh.dp_shard_size == -1 else mesh.dp_shard_size
+        sizes = replace(unsharded, dp_shard=shards)
         if sizes.ranks != world:
             raise SettingsError(
                 f"{section}.dp_shard_size = {mesh.dp_shard_size} makes a mesh of {sizes.ranks} ranks "
@@ -122,8 +122,8 @@ def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
     The others are left out, since each would cost as many process groups as there are ranks."""
     shape = {**asdict(sizes), DP_SHARD: sizes.dp_shard // sizes.ep}
     order = (PP, DP_REPLICATE, DP_SHARD, EP, CP, TP)
-    found = {name: shape[name] for name in order if shape[name] > 1 or name == DP_SHARD}
-    return init_device_mesh(device_type, tuple(found.values()), mesh_dim_names=tuple(found))
+    dimensions = {name: shape[name] for name in order if shape[name] > 1 or name == DP_SHARD}
+    return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
 
 
 def sharding_mesh(mesh: DeviceMesh, *, experts: bool = False) -> DeviceMesh:

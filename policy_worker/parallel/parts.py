@@ -36,9 +36,9 @@ def cut(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
         where = placement if not isinstance(placement, Shard) or placement.dim < whole.ndim else COPY
         box = box_at(whole.shape, [mesh.size()], [mesh.get_local_rank()], [where])
         # A clone of a copy too: one view keeps a whole file of weights mapped.
-        own = whole.detach()[box.slices()].clone()
+        part = whole.detach()[box.slices()].clone()
         tensor = DTensor.from_local(
-            own, mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride()
+            part, mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         setattr(layer, name, nn.Parameter(tensor, requires_grad=whole.requires_grad))
 
@@ -87,9 +87,9 @@ def finish_gradients(model: nn.Module) -> None:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=group)
-    return found
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,15 +105,15 @@ def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rows of all ranks, as many of each."""
-    found = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    dist.all_gather_single(found, x.contiguous(), group=group)
-    return found
+    rows = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    dist.all_gather_single(rows, x.contiguous(), group=group)
+    return rows
 
 
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    dist.reduce_scatter_single(found, x.contiguous(), group=group)
-    return found
+    rows = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter_single(rows, x.contiguous(), group=group)
+    return rows
 
 
 def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -172,19 +172,19 @@ class _Way:
     def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Begin to send; return the room of what will have arrived at the end."""
         sent, received = reversed(self._sizes) if back else self._sizes
-        leaving, found = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
-        work = dist.all_to_all_single(found, leaving, received, sent, group=self._group, async_op=True)
+        leaving, arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(arriving, leaving, received, sent, group=self._group, async_op=True)
         assert work is not None
-        self._open = work, leaving, found
-        return found
+        self._open = work, leaving, arriving
+        return arriving
 
     def end(self) -> Tensor:
         """Wait for what arrives, and return it."""
         assert self._open is not None
-        work, _, found = self._open
+        work, _, arrived = self._open
         work.wait()
         self._open = None
-        return found
+        return arrived
 
 
 class _Leave(torch.autograd.Function):

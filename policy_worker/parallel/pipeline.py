@@ -108,12 +108,12 @@ class Pipeline:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        own = local_of(parameter.grad)
-        mine = own.to(self._device)  # from host memory, where it is there
-        theirs = torch.empty_like(mine)
-        for work in self.post([(dist.isend, mine, other), (dist.irecv, theirs, other)]):
+        gradient = local_of(parameter.grad)
+        sent = gradient.to(self._device)  # from host memory, where it is there
+        theirs = torch.empty_like(sent)
+        for work in self.post([(dist.isend, sent, other), (dist.irecv, theirs, other)]):
             work.wait()
-        own.add_(theirs.to(own.device))
+        gradient.add_(theirs.to(gradient.device))
 
     def total_norm(self, norm: float) -> float:
         """The norm of all gradients, from that of those that this rank answers for. The same on all ranks."""
@@ -127,11 +127,11 @@ class Pipeline:
         def gather_stages(name: str, empty: Tensor) -> Tensor:
             holder = stages.holders[f"lm.{name}"]
             if holder == self.rank:
-                own = gather(name, held[name].detach())
+                whole = gather(name, held[name].detach())
                 if holder:
-                    dist.send(own.to(self._device).contiguous(), group=self._ranks, group_dst=0)
+                    dist.send(whole.to(self._device).contiguous(), group=self._ranks, group_dst=0)
                     return empty
-                return own
+                return whole
             if self.rank:
                 return empty
             received = torch.empty_like(empty, device=self._device)
@@ -146,8 +146,8 @@ class Pipeline:
             return []
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(how, tensor, group=self._ranks, group_peer=peer, tag=tag)
-                for how, tensor, peer in messages
+                dist.P2POp(operation, tensor, group=self._ranks, group_peer=peer, tag=tag)
+                for operation, tensor, peer in messages
             ]
         )
         return works if len(works) == len(messages) else works * len(messages)  # NCCL has one of all
@@ -241,12 +241,12 @@ class _Run:
         entry = self._stages.entry(action.stage, self._received(action) if action.stage else None)
         if entry.received is not None and self._recall is not None:
             entry.received.requires_grad_()
-        found = self._compute(batch, entry=entry)
+        states = self._compute(batch, entry=entry)
         if entry.is_last:
-            found = self._finish(batch, found)
+            states = self._finish(batch, states)
         if self._recall is not None:
-            self._open[action.stage, action.batch] = entry.received, found
-        return None if entry.is_last else found.detach()
+            self._open[action.stage, action.batch] = entry.received, states
+        return None if entry.is_last else states.detach()
 
     def _backward(self, action: Action) -> Tensor | None:
         """The gradient of what entered; None: it was the first stage."""

@@ -98,20 +98,20 @@ class _Form:
         """By name of a parameter or buffer, the rank that answers for it. Raises `SettingsError`: nobody would."""
         of_layer = {number: stage % ranks for stage, part in enumerate(parts) for number in part}
         of_layers = f"{self.base}.{self.layers_name}."
-        found = {}
+        holder_of = {}
         for name in model.state_dict():
             if name.startswith(of_layers):
-                found[name] = of_layer[int(name.removeprefix(of_layers).partition(".")[0])]
+                holder_of[name] = of_layer[int(name.removeprefix(of_layers).partition(".")[0])]
             elif name.startswith(f"{self.embeddings}."):
-                found[name] = 0
+                holder_of[name] = 0
             elif any(name == end or name.startswith(f"{end}.") for end in self.ends):
-                found[name] = ranks - 1
+                holder_of[name] = ranks - 1
             else:
                 raise SettingsError(
                     f"{self.kind} cannot be cut into stages: {name} is neither of its layers nor of embeddings and "
                     f"head; write {KEY} = 1"
                 )
-        return found
+        return holder_of
 
     def is_tied(self, model: Backbone) -> bool:
         """Whether the head is the embeddings."""
@@ -183,8 +183,8 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
         states: list[Tensor | None] = [None]
         for stage in range(len(parts)):
             states.append(run(ids, stage, states[-1]))
-        found = cast(Tensor, states[-1])
-        error = distance(found, expected)
+        last = cast(Tensor, states[-1])
+        error = distance(last, expected)
         for stage in reversed(range(len(parts))):
             run(others, 0, None)
             error = max(error, distance(run(ids, stage, states[stage]), cast(Tensor, states[stage + 1])))
@@ -202,4 +202,4 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
             f"{form.kind} cannot be cut into stages: they compute something else than the whole model (off by "
             f"{error:.3g}); write {KEY} = 1"
         )
-    return found
+    return last

@@ -139,12 +139,14 @@ def _whole_plan(lm: PreTrainedModel) -> dict[str, str]:
     plan, width = dict(lm.tp_plan), lm.config.get_text_config().hidden_size
     for name, block in blocks_of(lm).items():
         inner = {part for layer in block.modules() if adapted(layer) for part in [*layer.modules()][1:]}
-        named = ((own, part) for own, part in block.named_modules() if own and part not in inner)
-        parts = {pattern(f"{name}.{own}"): part for own, part in named}
+        named = ((suffix, part) for suffix, part in block.named_modules() if suffix and part not in inner)
+        parts = {pattern(f"{name}.{suffix}"): part for suffix, part in named}
         linear = (plan.get(at) for at, part in parts.items() if isinstance(part, nn.Linear) or adapted(part))
         if all(style in ("colwise", "rowwise") for style in linear):
-            own = ((at, [*part.parameters(recurse=False)]) for at, part in parts.items() if at not in plan)
-            others = (at for at, some in own if some and all(p.numel() != width for p in some))
+            unplanned = (
+                (at, [*part.parameters(recurse=False)]) for at, part in parts.items() if at not in plan
+            )
+            others = (at for at, some in unplanned if some and all(p.numel() != width for p in some))
             plan |= dict.fromkeys(others, OWN_HEADS)
     return plan
 
@@ -157,7 +159,8 @@ def _keeps(lm: PreTrainedModel, name: str) -> bool:
 
 def _is_all_cut(block: nn.Module, name: str, plan: Mapping[str, str]) -> bool:
     """Whether ranks share all that a block computes: what each finds of a gradient of its input are then shares."""
-    layers = (layer for own, layer in block.named_modules() if plan.get(pattern(f"{name}.{own}")) in SHARED)
+    named = ((plan.get(pattern(f"{name}.{suffix}")), layer) for suffix, layer in block.named_modules())
+    layers = (layer for style, layer in named if style in SHARED)
     return {*block.parameters()} <= {parameter for layer in layers for parameter in layer.parameters()}
 
 
@@ -165,7 +168,7 @@ def _check_adapters(lm: PreTrainedModel, plan: Mapping[str, str]) -> None:
     """Raises `SettingsError`: an adapter is where layers are cut in a way of their own, or one is trained whole."""
     apart = lm.get_input_embeddings(), lm.get_output_embeddings()
     for name, layer in lm.named_modules():
-        cut_so = any(layer is one for one in apart) or plan.get(pattern(name)) is not None
+        cut_so = any(layer is end for end in apart) or plan.get(pattern(name)) is not None
         if cut_so and hasattr(layer, "modules_to_save"):
             raise SettingsError(
                 f"tensor parallelism cannot cut {name}, of which there are two with modules_to_save: leave it out of "
@@ -219,8 +222,8 @@ class _Ranks:
 
         def embed(forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
             others = (ids < first) | (ids >= first + n)
-            found = forward((ids - first).masked_fill(others, 0)).masked_fill(others[..., None], 0)
-            return self.add(found)
+            embedded = forward((ids - first).masked_fill(others, 0)).masked_fill(others[..., None], 0)
+            return self.add(embedded)
 
         wrap(layer, embed)
 
@@ -239,11 +242,11 @@ class _Ranks:
         adds_bias = style.cut is COLUMNS and base.bias is not None
         if base is not layer:
             for inputs, outputs in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
-                own, other = (outputs, inputs) if style.cut is ROWS else (inputs, outputs)
-                cut(own, self._mesh, style.cut)
-                cut(other, self._mesh, COPY)
-                wrap(own, _plain)
-                wrap(other, _plain, partial=True)
+                cut_matrix, copied_matrix = (outputs, inputs) if style.cut is ROWS else (inputs, outputs)
+                cut(cut_matrix, self._mesh, style.cut)
+                cut(copied_matrix, self._mesh, COPY)
+                wrap(cut_matrix, _plain)
+                wrap(copied_matrix, _plain, partial=True)
             wrap(base, lambda forward, x: nn.functional.linear(x, base.weight) if adds_bias else forward(x))
 
         def compute(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

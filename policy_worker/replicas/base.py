@@ -106,8 +106,8 @@ class Alone:
         pass
 
     def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
-        found = find(0)
-        return {name: dict(found[name]) for name in types}
+        of_part = find(0)
+        return {name: dict(of_part[name]) for name in types}
 
     def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
         compute(0)

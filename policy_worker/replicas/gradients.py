@@ -63,17 +63,17 @@ class PartGradients:
         """Give each parameter the sum over all parts; those that were taken stay, for another attempt.
 
         Raises `ExchangeEnded`: parameters have no gradients."""
-        own = {part: self._rows[part] for part in round_.mine} or {-1: self._empty()}
-        total = torch.empty_like(next(iter(own.values())))
-        for where, rows in exchange.pieces(round_, own):
+        rows_here = {part: self._rows[part] for part in round_.mine} or {-1: self._empty()}
+        total = torch.empty_like(next(iter(rows_here.values())))
+        for where, rows in exchange.pieces(round_, rows_here):
             piece = total[where].copy_(rows[0])
             for row in rows[1:]:
                 piece.add_(row)
         marks, rest = total[: len(self._sizes)], total[len(self._sizes) :]
-        for there, parameter, place in zip(
+        for has_gradient, parameter, place in zip(
             (marks != 0).tolist(), self._parameters, self._places(rest), strict=True
         ):
-            parameter.grad = _like(parameter, place) if there else None
+            parameter.grad = _like(parameter, place) if has_gradient else None
 
     def forget(self) -> None:
         """The step was applied, or given up."""

@@ -36,8 +36,8 @@ class Identity:
     def weights(self) -> str:
         """A checksum of the present weights. A collective."""
         parameters = chain(*(trained.optimizer.parameters for trained in self._trained))
-        mine = checksum(local_of(parameter) for parameter in parameters)
-        return hashlib.blake2b("".join(self._group.gather(mine)).encode(), digest_size=16).hexdigest()
+        digest = checksum(local_of(parameter) for parameter in parameters)
+        return hashlib.blake2b("".join(self._group.gather(digest)).encode(), digest_size=16).hexdigest()
 
     def kind(self) -> dict[str, str]:
         """Describe what all replicas that train together have in common. A collective."""
@@ -68,14 +68,14 @@ def checksum(tensors: Iterable[Tensor]) -> str:
             places = torch.arange(start + 1, start + 1 + len(piece), device=bits.device)
             total += torch.stack([piece.sum(), (piece * (2 * places + 1)).sum()])
         sums.append(total)
-    found = torch.stack([total.cpu() for total in sums]).tolist() if sums else []
-    return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+    numbers = torch.stack([total.cpu() for total in sums]).tolist() if sums else []
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=16).hexdigest()
 
 
 def _code() -> str:
     """A digest of the code that decides what numbers a replica computes."""
-    found = hashlib.blake2b(torch.__version__.encode(), digest_size=8)
+    digest = hashlib.blake2b(torch.__version__.encode(), digest_size=8)
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
-        found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -82,9 +82,9 @@ def _listen(ranks: RankEnvironment, caller: Caller, patience: float, over: Calla
             _check(caller.shutdown, over)
             time.sleep(0.02)
         if time.monotonic() >= give_up:
-            there = store.add(_ARRIVED, 0) + 1
+            arrived = store.add(_ARRIVED, 0) + 1
             raise RendezvousError(
-                f"{there} of {ranks.world} ranks came to {ranks.address}:{port} in {patience:g} s"
+                f"{arrived} of {ranks.world} ranks came to {ranks.address}:{port} in {patience:g} s"
             )
 
 
@@ -145,5 +145,5 @@ def interface_of(address: str) -> str | None:
 def _check(shutdown: ShutdownRequest, over: Callable[[], str] = lambda: "") -> None:
     if shutdown:
         raise LeaveRequestedError(shutdown.reason)
-    if why := over():
-        raise RendezvousError(f"the ranks are not waited for any more: {why}")
+    if reason := over():
+        raise RendezvousError(f"the ranks are not waited for any more: {reason}")

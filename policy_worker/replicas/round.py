@@ -63,7 +63,7 @@ class Peers(Membership):
         self.parts = config.policy.parallelism.n_init_replicas
         self.prefix = f"{reply.replica_id.rpartition('.')[0]}-"
         self._environment, self._ranks = environment, ranks
-        self._gradients = {one: _gradients(one) for one in trained}
+        self._gradients = {model: _gradients(model) for model in trained}
         self._exchange: Exchange = NoExchange()
         self._exchange_epoch = 0
 
@@ -110,9 +110,9 @@ class Peers(Membership):
             self.metrics["exchange_bytes"] = self.metrics.get("exchange_bytes", 0.0) + came
             return transport.notes(round_, {part: said[part] for part in self._order.parts})
 
-        found = self._round(find, exchange)
+        all_notes = self._round(find, exchange)
         gradients.forget()
-        notes.put([json.loads(one) for one in found])
+        notes.put([json.loads(data) for data in all_notes])
 
     def _round(self, compute: Callable[[int], None], exchange: Callable[[Exchange, Round], T]) -> T:
         computed: set[int] = set()
@@ -128,20 +128,20 @@ class Peers(Membership):
             if order.action == "exchange":
                 began = time.monotonic()
                 with span("exchange"):
-                    found = self._attempt(exchange)
+                    outcome = self._attempt(exchange)
                 exchanging += time.monotonic() - began
-                failed += found is None
+                failed += outcome is None
                 if failed > MOST_FAILED:
                     raise ExchangeFailedError(
                         f"step {self._step}: {', '.join(self._order.members)} could not exchange gradients "
                         f"{failed} times (policy.exchange = {self._config.policy.exchange!r}): the log says why"
                     )
-                order = self._agreed("broken" if found is None else "holds")
-            if order.action == "apply" and found is not None:
+                order = self._agreed("broken" if outcome is None else "holds")
+            if order.action == "apply" and outcome is not None:
                 self._number += 1
                 self._applied = self._order.epoch
                 self.metrics["exchange_seconds"] = self.metrics.get("exchange_seconds", 0.0) + exchanging
-                return found[0]
+                return outcome[0]
             if order.action == "batch":
                 raise BatchChanged
             self._check(order)
@@ -152,13 +152,13 @@ class Peers(Membership):
 
     def _attempt(self, exchange: Callable[[Exchange, Round], T]) -> tuple[T] | None:
         """One exchange; None: it has failed on some rank."""
-        found = None
+        outcome = None
         try:
-            found = (exchange(self._transport(), self._this_round()),)
+            outcome = (exchange(self._transport(), self._this_round()),)
         except (ExchangeEnded, RendezvousError) as error:
             log.warning("step %d: the exchange has failed: %s", self._step, error)
-        if not self._group.any(found is None):
-            return found
+        if not self._group.any(outcome is None):
+            return outcome
         self._exchange.close()
         self._exchange_epoch = 0
         return None
@@ -248,12 +248,12 @@ def unpacked(
     data: bytes, names: Mapping[str, torch.dtype], lengths: Mapping[int, int]
 ) -> dict[str, dict[int, Tensor]]:
     """Undo `packed`. names: type of each column. lengths: numbers of each row."""
-    found: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+    columns: dict[str, dict[int, Tensor]] = {name: {} for name in names}
     start = 0
     for name, dtype in names.items():
         for row in sorted(lengths):
             end = start + lengths[row] * dtype.itemsize
-            found[name][row] = torch.frombuffer(bytearray(data[start:end]), dtype=dtype)
+            columns[name][row] = torch.frombuffer(bytearray(data[start:end]), dtype=dtype)
             start = end
     assert start == len(data)
-    return found
+    return columns

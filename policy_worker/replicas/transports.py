@@ -78,17 +78,17 @@ class CollectiveExchange:
         assert (round_.me, len(round_.counts)) == (self._me, self._members)
         like = next(iter(own.values()))
         for where in cut(like):
-            found = []
+            of_parts = []
             for part, owner in enumerate(round_.owners):
-                mine = owner == self._me
-                piece = own[part][where] if mine else torch.empty_like(like[where])
+                is_here = owner == self._me
+                piece = own[part][where] if is_here else torch.empty_like(like[where])
                 self._broadcast(piece, owner, f"part {part} of {round_.name}, of member {owner}")
-                found.append(piece)
-            yield where, found
+                of_parts.append(piece)
+            yield where, of_parts
 
     def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
         """See `Exchange.notes`."""
-        found = []
+        of_parts = []
         for part, owner in enumerate(round_.owners):
             what = f"the notes on part {part} of {round_.name}, of member {owner}"
             data = own.get(part, b"")
@@ -99,8 +99,8 @@ class CollectiveExchange:
                 row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if len(row):
                 self._broadcast(row, owner, what)
-            found.append(row.cpu().numpy().tobytes())
-        return found
+            of_parts.append(row.cpu().numpy().tobytes())
+        return of_parts
 
     def _broadcast(self, piece: Tensor, owner: int, what: str) -> None:
         options = dist.BroadcastOptions()
@@ -140,11 +140,11 @@ class StoredExchange:
 
     def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
         """See `Exchange.notes`."""
-        mine = {
+        rows_here = {
             part: torch.frombuffer(bytearray(data), dtype=torch.uint8) for part, data in own.items() if data
         }
-        mine |= {part: torch.empty(0, dtype=torch.uint8) for part, data in own.items() if not data}
-        rows = self._all(round_, "-notes", mine, torch.empty(0, dtype=torch.uint8), any_size=True)
+        rows_here |= {part: torch.empty(0, dtype=torch.uint8) for part, data in own.items() if not data}
+        rows = self._all(round_, "-notes", rows_here, torch.empty(0, dtype=torch.uint8), any_size=True)
         return [row.numpy().tobytes() for row in rows]
 
     def _all(
@@ -180,15 +180,15 @@ class StoredExchange:
             stage.commit()
 
     def _read(self, name: str, like: Tensor, any_size: bool) -> Tensor:
-        found: list[memoryview] = []
+        manifests: list[memoryview] = []
 
         def there() -> bool:
             with suppress(NotReadableError):
-                found.append(self._store.read(f"{name}/{MANIFEST}"))
-            return bool(found)
+                manifests.append(self._store.read(f"{name}/{MANIFEST}"))
+            return bool(manifests)
 
         self._watch.until(there, name)
-        facts = json.loads(bytes(found[0]))
+        facts = json.loads(bytes(manifests[0]))
         wanted = {"dtype": str(like.dtype)} | ({} if any_size else {"numbers": len(like)})
         if {key: facts.get(key) for key in wanted} != wanted:
             raise ExchangeEnded(f"{name} is of another model or mesh: {facts}, not {wanted}")
@@ -212,6 +212,6 @@ class StoredExchange:
 def sweep(store: Store, name: str, epoch: int | None = None) -> None:
     """Remove what members that are gone have left: of epochs before this one; None: all. Raises as `delete`."""
     for version in store.versions():
-        found = re.fullmatch(rf"{re.escape(name)}\.t\d+-s\d+-n\d+-e(\d+)-.*", version)
-        if found and (epoch is None or int(found[1]) < epoch):
+        match = re.fullmatch(rf"{re.escape(name)}\.t\d+-s\d+-n\d+-e(\d+)-.*", version)
+        if match and (epoch is None or int(match[1]) < epoch):
             store.delete(version)

@@ -47,16 +47,16 @@ class Critic(TrainedModel):
         self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
     ) -> dict[int, Tensor]:
         """By row, what is expected of each learned token of each sample, on the CPU. A collective; see `score`."""
-        found: dict[int, Tensor] = {}
+        by_row: dict[int, Tensor] = {}
 
         def keep(batch: MicroBatch, values: Tensor) -> None:
             sizes = [samples[row].learned_tokens for row in batch.rows]
-            found.update(zip(batch.rows, values.cpu().split(sizes), strict=True))
+            by_row.update(zip(batch.rows, values.cpu().split(sizes), strict=True))
 
         with self.without_dropout():
             laid_out = self.place.laid_out(samples, batches, {})
             self.place.score(self.model.stages, laid_out, self.forward, keep)
-        return self.place.in_unit(found, samples, batches)
+        return self.place.in_unit(by_row, samples, batches)
 
     def forward(self, batch: MicroBatch, entry: Entry | None = None) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""

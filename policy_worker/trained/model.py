@@ -68,7 +68,7 @@ class TrainedModel(ABC):
         dispatcher: str = "alltoall",
     ) -> None:
         self.group, self.schedule = group, schedule
-        own, device = device is not None, device or group.device
+        apart, device = device is not None, device or group.device
         self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
@@ -84,7 +84,7 @@ class TrainedModel(ABC):
         if self._pipeline is not None:
             self._pipeline.cut(model)
         with torch.accelerator.device_index(device.index):
-            self.model = distribute(model, group, keys, device if own else None, dispatcher=dispatcher)
+            self.model = distribute(model, group, keys, device if apart else None, dispatcher=dispatcher)
             self.optimizer = Optimizer.of_model(self.model, keys, section)
         offloads = keys.fsdp_gradient_offload and not keys.fsdp_offload  # by which FSDP2 has them on the host
         self._gradients = Gradients(self.optimizer.parameters) if offloads else None

@@ -172,8 +172,8 @@ class Optimizer:
         Raises `NonFiniteGradientError`: on all ranks alike; nothing was applied."""
         alike = _by_layout((p for p in self.parameters if p.grad is not None), lambda p: p.grad)
         copies = {id(p) for p in self.copies}
-        mine = [_norm(p for p in parameters if id(p) not in copies) for parameters in alike]
-        norm = torch.tensor(self.total_norm(math.hypot(*mine)))
+        norms = [_norm(p for p in parameters if id(p) not in copies) for parameters in alike]
+        norm = torch.tensor(self.total_norm(math.hypot(*norms)))
         value = float(norm)
         if self.skips(value):
             for optimizer in self.optimizers:
@@ -302,12 +302,12 @@ def _by_layout(
     parameters: Iterable[nn.Parameter], tensor_of: Callable[[nn.Parameter], Tensor | None]
 ) -> list[list[nn.Parameter]]:
     """Parameters by mesh and placements of a tensor of theirs: one operation takes only tensors laid out alike."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    by_layout: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         tensor = tensor_of(parameter)
         layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        found.setdefault(layout, []).append(parameter)
-    return list(found.values())
+        by_layout.setdefault(layout, []).append(parameter)
+    return list(by_layout.values())
 
 
 def _norm(alike: Iterable[nn.Parameter]) -> float:
@@ -344,16 +344,16 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         moving = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(moving, momentum) if group["nesterov"] else moving
-        own = update.to_local()  # in host memory where the parameter is
+        local = update.to_local()  # in host memory where the parameter is
         narrow = DTensor.from_local(
-            own.bfloat16().to(update.device_mesh.device_type), update.device_mesh, update.placements,
+            local.bfloat16().to(update.device_mesh.device_type), update.device_mesh, update.placements,
             run_check=False, shape=update.shape, stride=update.stride(),
         )  # fmt: skip
         whole = _orthogonal(narrow.full_tensor(), group).to(parameter.dtype)
         # every rank has computed the same matrix, so that nothing is sent to cut it
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        share = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.to_local().add_(mine.to_local().to(own.device), alpha=group["lr"])
+        parameter.to_local().add_(share.to_local().to(local.device), alpha=group["lr"])
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
@@ -381,18 +381,18 @@ def fits_blocks(parameter: nn.Parameter) -> bool:
 
 def slots_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> Slots:
     """The tensors of a parameter's state: writing into them changes it."""
-    found: Slots = {}
+    slots: Slots = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
         local = value._local_tensor if isinstance(value, DTensor) else value
         if not hasattr(local, "codes"):
-            found[name] = value
+            slots[name] = value
             continue
         rows = local.codes.shape[0]
         for part in ("codes", "scale"):
-            found[f"{name}.{part}"] = _laid_out_as(parameter, getattr(local, part).view(rows, -1))
-    return found
+            slots[f"{name}.{part}"] = _laid_out_as(parameter, getattr(local, part).view(rows, -1))
+    return slots
 
 
 def _laid_out_as(parameter: Tensor, local: Tensor) -> Any:

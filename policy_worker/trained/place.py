@@ -82,8 +82,8 @@ class ModelMesh(NamedTuple):
         rows = list(dict.fromkeys(row for rows in batches for row in rows))
         if self.pipeline is None or not rows:
             return dict(found)
-        mine = [torch.cat([found[row] for row in rows])] if self.group.counts else []
-        (numbers,) = self.group.tensors_from_last_stage(mine)
+        numbers_here = [torch.cat([found[row] for row in rows])] if self.group.counts else []
+        (numbers,) = self.group.tensors_from_last_stage(numbers_here)
         return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
 
 

@@ -79,7 +79,7 @@ class Trainer(TrainedModel):
             schedule,
             mesh=config.policy.parallelism,
             packed=config.train.sequence_packing,
-            takes_blocks=all(one.takes_blocks for one in models if one is not None)
+            takes_blocks=all(each.takes_blocks for each in models if each is not None)
             and (model.replay is None or config.rollout.computes_prompts_once),
             reshaping=Reshaping.of_config(config),
             dispatcher=config.policy.dispatcher,
@@ -117,7 +117,7 @@ class Trainer(TrainedModel):
         """All that this rank keeps on its devices between two steps."""
         frozen = [self.reference] if isinstance(self.reference, PolicyModel) else []
         trained: list[TrainedModel] = [self] if self.critic is None else [self, self.critic]
-        for model in (*(one.model for one in trained), *frozen, *self.teachers.values()):
+        for model in (*(model_trained.model for model_trained in trained), *frozen, *self.teachers.values()):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
@@ -126,8 +126,8 @@ class Trainer(TrainedModel):
                 yield parameter
                 if parameter.grad is not None:
                     yield parameter.grad
-        for one in trained:
-            for optimizer in one.optimizer.optimizers:
+        for model_trained in trained:
+            for optimizer in model_trained.optimizer.optimizers:
                 for state in optimizer.state.values():
                     yield from (value for value in state.values() if isinstance(value, Tensor))
         if isinstance(self.reference, EarlierPolicy):
@@ -150,8 +150,8 @@ class Trainer(TrainedModel):
 
             def compute(model: Backbone = model, batch: MicroBatch = batch) -> Tensor:
                 with self.without_dropout(), torch.accelerator.device_index(batch.input_ids.device.index):
-                    found = model(batch)
-                return cast(Tensor, found if isinstance(found, Tensor) else found.logprobs)
+                    outputs = model(batch)
+                return cast(Tensor, outputs if isinstance(outputs, Tensor) else outputs.logprobs)
 
             use_liger(model, compute)
 
@@ -197,7 +197,7 @@ class Trainer(TrainedModel):
         batches: the rows of each micro-batch, equally many on each rank. fields: dotted where they are parts of
         `more`; those of several numbers a token only where the last stage of a pipeline is. columns, head, more: see
         `forward`."""
-        found: list[dict[int, Tensor]] = [{} for _ in fields]
+        by_field: list[dict[int, Tensor]] = [{} for _ in fields]
         place = self.place_of(model)
 
         def compute(batch: MicroBatch, entry: Entry | None = None) -> Any:
@@ -208,14 +208,14 @@ class Trainer(TrainedModel):
 
         def keep(batch: MicroBatch, outputs: TokenOutputs) -> None:
             sizes = [samples[row].learned_tokens for row in batch.rows]
-            for field, of_rows in zip(fields, found, strict=True):
+            for field, of_rows in zip(fields, by_field, strict=True):
                 of_rows.update(zip(batch.rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
 
         with self.without_dropout():
             place.score(model.stages, place.laid_out(samples, batches, columns), compute, keep)
         return [
             place.in_unit(of_rows, samples, batches) if field in NUMBERS else of_rows
-            for field, of_rows in zip(fields, found, strict=True)
+            for field, of_rows in zip(fields, by_field, strict=True)
         ]
 
     def apply(self, step: int) -> float:

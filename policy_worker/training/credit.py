@@ -71,7 +71,7 @@ class CreditAssignment:
         """The lesson of a step; tokens that do not count get a column. A collective."""
         table, columns = plan.table, scores.columns
         samples = {row: fetched[row] for row in plan.rows}
-        own = {row for row in plan.rows if plan.counts_here(row)}
+        counted = {row for row in plan.rows if plan.counts_here(row)}
         kl = self._kl(samples, columns)
         advantages = self._advantages.of_step(
             table.score,
@@ -83,7 +83,7 @@ class CreditAssignment:
             table.baseline,
             table.source,
             scores.values,
-            own,
+            counted,
         )
         tokens = self._leave_out(plan, fetched, advantages, columns)
         return Lesson(plan, fetched, scores, Credit(advantages, tokens, kl))
@@ -123,7 +123,8 @@ class CreditAssignment:
         """Rewards of this rank's tokens next to the scores, which the last ones earn: −β KL, and parts."""
         beta = self._trainer.kl_coefficient
         penalty = None if kl is None else {row: -beta * values for row, values in kl.items()}
-        earned = {row: torch.from_numpy(one.earned) for row, one in samples.items() if one.earned is not None}
+        parts = {row: sample.earned for row, sample in samples.items() if sample.earned is not None}
+        earned = {row: torch.from_numpy(values) for row, values in parts.items()}
         if not earned:
             return penalty
         if self._advantages.estimator.over_tokens is None:

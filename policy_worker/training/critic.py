@@ -94,9 +94,10 @@ class CriticTraining:
         """See `step_plan.Others`: where its shares are others than the policy's."""
         if not self._is_own:
             return []
-        passed, own = self._planned_pass(plan), self._planned(plan)
-        shares = [set(itertools.chain(*batches)) for batches in passed]
-        return [(self._critic.group, [rows.union(rows_of(own, rank)) for rank, rows in enumerate(shares)])]
+        pass_batches, mini_batches = self._planned_pass(plan), self._planned(plan)
+        shares = [set(itertools.chain(*batches)) for batches in pass_batches]
+        trained = [rows.union(rows_of(mini_batches, rank)) for rank, rows in enumerate(shares)]
+        return [(self._critic.group, trained)]
 
     def _planned_pass(self, plan: StepPlan) -> list[list[Rows]]:
         ranks = self._critic.group.data_ranks if self._is_own else None
@@ -120,8 +121,8 @@ class CriticTraining:
             batches = self._planned_pass(plan)
 
             def find(part: int) -> dict[str, dict[int, Tensor]]:
-                own = batches[self._shares.of(part)] if batches else []
-                return {VALUE: self._critic.values(samples, own)}
+                batches_here = batches[self._shares.of(part)] if batches else []
+                return {VALUE: self._critic.values(samples, batches_here)}
 
             numbers = self._critic.place.numbers
             lengths = partial(plan.lengths_in, samples)
@@ -133,7 +134,7 @@ class CriticTraining:
 
         Raises `NonFiniteGradientError`: see `Optimizer.step`."""
         critic, sums, plan, table = self._critic, PartSums(), lesson.plan, lesson.plan.table
-        own, values = self._planned(plan), lesson.scores.values
+        mini_batches, values = self._planned(plan), lesson.scores.values
         assert values is not None
         columns = {VALUE: values, RETURN: lesson.credit.advantages.returns}
         if self._is_own:
@@ -141,7 +142,7 @@ class CriticTraining:
             returns = {row: r for row, r in columns[RETURN].items() if plan.owners[row] == data_rank}
             columns[RETURN] = self._policy.to_all_ranks(returns, plan.lengths, torch.float64)
         tokens = []
-        for mini_batch in own:
+        for mini_batch in mini_batches:
             rows = mini_batch.rows
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
             loss_of = partial(self._loss_of, table, norm, sums)
@@ -149,17 +150,17 @@ class CriticTraining:
             self._replicas.learn(critic, compute, SumNotes(sums, critic.group))
             sums.end_step(critic.apply(table.step))
             tokens.append(norm.tokens)
-        found = sums.reduce(critic.group)
-        mine = sorted(row for row, rank in owners_of(own).items() if self._shares.has(rank))
+        updates = sums.reduce(critic.group)
+        rows_here = sorted(row for row, rank in owners_of(mini_batches).items() if self._shares.has(rank))
         learned = {
-            "critic/loss": sum(one["loss"] for one in found) / len(found),
-            "critic/clip_fraction": sum(one["clipped"] for one in found) / sum(tokens),
-        } if found else {}  # fmt: skip
+            "critic/loss": sum(update["loss"] for update in updates) / len(updates),
+            "critic/clip_fraction": sum(update["clipped"] for update in updates) / sum(tokens),
+        } if updates else {}  # fmt: skip
         return {
             "critic/lr": critic.lr(table.step),
             **learned,
-            **{f"critic/{k}": value for k, value in (mean_norm(found) | critic.scale_metrics()).items()},
-            **self._fit([columns[VALUE][row] for row in mine], [columns[RETURN][row] for row in mine]),
+            **{f"critic/{k}": value for k, value in (mean_norm(updates) | critic.scale_metrics()).items()},
+            **self._fit(*([columns[name][row] for row in rows_here] for name in (VALUE, RETURN))),
         }
 
     def _learn_part(

@@ -231,9 +231,9 @@ class Loop:
         if self._turns is None:
             return self._next(algorithm, step)
         self._turns.give()
-        found = self._next(algorithm, step)
+        batch = self._next(algorithm, step)
         self._turns.take()
-        return found
+        return batch
 
     def _next(self, algorithm: Algorithm, step: int) -> Any:
         """Do as `_wait`; profiles begin and end here."""

@@ -67,9 +67,9 @@ class PartSums:
         """Return what was added since the last step, or the last call, over all ranks. A collective."""
         part = PartSums()
         part._steps, part._grad_norms, self._open = [self._open], [0.0], {}
-        (found,) = part.reduce(group)
-        del found["grad_norm"]
-        return found
+        (sums,) = part.reduce(group)
+        del sums["grad_norm"]
+        return sums
 
     def put(self, parts: Sequence[Metrics]) -> None:
         """Put what was taken for all parts of the batch, in order: that is the whole of the step to be ended."""
@@ -87,11 +87,11 @@ class PartSums:
             return [{**step, "grad_norm": norm} for step, norm in pairs]
         steps = group.from_last_stage(self._summed())
         names = list(steps[0])
-        for how, chosen in (
+        for operation, chosen in (
             ("max", [name for name in names if _is_max(name)]),
             ("sum", [name for name in names if not _is_max(name)]),
         ):
-            reduced = iter(group.reduce([step[name] for step in steps for name in chosen], how))
+            reduced = iter(group.reduce([step[name] for step in steps for name in chosen], operation))
             for step in steps:
                 step.update({name: next(reduced) for name in chosen})
         return [{**step, "grad_norm": norm} for step, norm in zip(steps, self._grad_norms, strict=True)]
@@ -196,12 +196,12 @@ def _of_updates(steps: Sequence[Metrics], tokens: Sequence[int]) -> Metrics:
     whatever step it was in; without any token there are none."""
     if not steps:
         return {}
-    found = {"loss": math.fsum(step["loss"] for step in steps) / len(steps), **mean_norm(steps)}
+    metrics = {"loss": math.fsum(step["loss"] for step in steps) / len(steps), **mean_norm(steps)}
     if total := sum(tokens):
         names = [name for name in PER_TOKEN if name in steps[0]]
-        found |= {name: math.fsum(step[name] for step in steps) / total for name in names}
-        found["ratio_max"] = max(step["max_ratio"] for step in steps)
-    return found
+        metrics |= {name: math.fsum(step[name] for step in steps) / total for name in names}
+        metrics["ratio_max"] = max(step["max_ratio"] for step in steps)
+    return metrics
 
 
 def mean_norm(steps: Sequence[Metrics]) -> Metrics:
@@ -271,7 +271,7 @@ def _without_variance(table: StepTable, rows: Sequence[int]) -> float:
     scores = {table.group[row]: {bases[table.group[row]]} for row in rows if table.group[row] in bases}
     for row in rows:
         scores.setdefault(table.group[row], set()).add(table.score[row] or 0.0)
-    return sum(len(found) == 1 for found in scores.values()) / len(scores)
+    return sum(len(of_group) == 1 for of_group in scores.values()) / len(scores)
 
 
 def _baselines(table: StepTable) -> dict[int, float]:
@@ -345,8 +345,8 @@ class KeptSamples:
 
     def take(self) -> list[tuple[int, list[float]]]:
         """By row what was added, and is forgotten."""
-        found = [row for row in self._logprobs if row not in self._shared]
-        return [(row, self._logprobs.pop(row).tolist()) for row in found]
+        rows = [row for row in self._logprobs if row not in self._shared]
+        return [(row, self._logprobs.pop(row).tolist()) for row in rows]
 
     def put(self, found: Iterable[tuple[int, list[float]]]) -> None:
         """Put what was taken, here or elsewhere; of a row that is here already the first log-probs count."""
@@ -362,13 +362,13 @@ class KeptSamples:
         idle: rows that no rank computed (or few of them): they have no log-probs."""
         if not self._rows:
             return []
-        mine = [
+        logprobs_here = [
             (row, torch.round(values.double(), decimals=4).tolist())
             for row, values in self._logprobs.items()
             if math.isfinite(advantages[row]) and bool(values.isfinite().all())
         ]
-        found: dict[int, list[float]] = {row: [] for row in self._rows if row in idle}
-        found.update(pair for part in group.gather(mine if group.counts else []) for pair in part)
+        by_row: dict[int, list[float]] = {row: [] for row in self._rows if row in idle}
+        by_row.update(pair for part in group.gather(logprobs_here if group.counts else []) for pair in part)
         if not group.leads:
             return []
         table = self._table
@@ -379,5 +379,5 @@ class KeptSamples:
                 advantage=advantages[row],
                 logprobs=values,
             )
-            for row, values in sorted(found.items())
+            for row, values in sorted(by_row.items())
         ]

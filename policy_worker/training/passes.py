@@ -170,15 +170,17 @@ class Passes:
             model: PolicyModel | EarlierPolicy,
             batches: list[list[Rows]],
             names: Mapping[str, str],
-            **more: Any,
+            **arguments: Any,
         ) -> None:
             """names: columns and what of `TokenOutputs` they are."""
             place = trainer.place_of(model)
             with span(next(iter(names))):
                 apart = place.group is not trainer.group
                 share = place.group.data_rank if apart else plan.shares.of(part)
-                own = batches[share] if batches else []
-                scored = trainer.score(model, samples, own, self._temperature, list(names.values()), **more)
+                batches_here = batches[share] if batches else []
+                scored = trainer.score(
+                    model, samples, batches_here, self._temperature, list(names.values()), **arguments
+                )
                 if apart:
                     scored = [
                         place.group.to_all_ranks(column, plan.lengths, place.numbers) for column in scored
@@ -188,13 +190,13 @@ class Passes:
         if trainer.reference:
             hidden = {HIDDEN: "hidden"} if self._full_kl else {}
             score(trainer.reference, self._reference_pass(plan), {REFERENCE: "logprobs"} | hidden)
-        names, more = {OLD: "logprobs"} if self._needs_old else {}, dict[str, Any]()
+        names, arguments = {OLD: "logprobs"} if self._needs_old else {}, dict[str, Any]()
         if self._full_kl_in_reward:
             names = {REWARD_KL: "kl"} | names
-            more = {"columns": {HIDDEN: columns[HIDDEN]}, "head": head}
+            arguments = {"columns": {HIDDEN: columns[HIDDEN]}, "head": head}
         if names:
             batches = plan_pass(plan.mini_batches, plan.table.total_tokens, self._batching, plan.alike)
-            score(trainer.model, batches, names, **more)
+            score(trainer.model, batches, names, **arguments)
         return columns
 
     def _reference_pass(self, plan: StepPlan) -> list[list[Rows]]:

@@ -115,8 +115,8 @@ class PolicyUpdate:
         warms_up = table.step < self._warmup
         updates = [] if warms_up else plan.updates(credit.tokens)
         computed = computed_rows(updates)
-        own = lesson.own
-        ages = age_sums(table.step, (own[row] for row in computed if row in own), self._bound)
+        counted = lesson.own
+        ages = age_sums(table.step, (counted[row] for row in computed if row in counted), self._bound)
         metrics = StepMetrics(table, credit.advantages.by_sample, ages, self._bound, self._names)
         metrics.facts = self._planner.metrics(plan, updates, credit.tokens)
         kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)

@@ -82,9 +82,9 @@ def begin(group: Group, config: Config, run_dir: Path, first: int | None, count:
             raise BadBatchError(str(error)) from error
         return {"steps": steps, "timeline": table.timeline, "facts": facts.model_dump()}
 
-    found = group.lead(chosen)
-    steps, facts = found["steps"], Facts.model_validate(found["facts"])
-    resumption = before_step(group, config, run_dir, steps[0], found["timeline"], facts.began_from)
+    choice = group.lead(chosen)
+    steps, facts = choice["steps"], Facts.model_validate(choice["facts"])
+    resumption = before_step(group, config, run_dir, steps[0], choice["timeline"], facts.began_from)
     if resumption is None:
         exact = steps[0] == 0 and not facts.began_from
     else:

@@ -96,8 +96,8 @@ class HeldOut:
         with span("validation"):
             for rows in self._batches:
                 samples = {row: _sample(self._data, row) for row in rows}
-                found = trainer.score(trainer.model, samples, [rows], fields=("logprobs", "correct"))
-                for number, by_row in enumerate(found):
+                scored = trainer.score(trainer.model, samples, [rows], fields=("logprobs", "correct"))
+                for number, by_row in enumerate(scored):
                     sums[number] += sum(float(values.double().sum()) for values in by_row.values())
             logprobs, correct = trainer.group.reduce(sums, "sum")
         loss = -logprobs / self._tokens
@@ -201,8 +201,9 @@ class Sft:
             sums.end_step(trainer.apply(batch.step))
         metrics = {"tokens": float(sum(tokens)), "samples": float(len(samples)), "lr": trainer.lr(batch.step)}
         metrics |= trainer.scale_metrics()
-        for found in sums.reduce(trainer.group):
-            metrics |= {"loss": found["loss"], "accuracy": found["correct"] / n_tokens, **mean_norm([found])}
+        for update in sums.reduce(trainer.group):
+            metrics |= {"loss": update["loss"], "accuracy": update["correct"] / n_tokens}
+            metrics |= mean_norm([update])
         if not math.isfinite(metrics.get("loss", math.nan)):
             log.warning("step %d has no token to learn: it is committed without an update", batch.step)
         return metrics

@@ -89,7 +89,7 @@ class StepPlan:
         """The mini-batches that make an optimizer step: none whose tokens are all left out.
 
         tokens: of each row, those that count."""
-        return [one for one in self.mini_batches if any(tokens[row] for row in one.rows)]
+        return [mini_batch for mini_batch in self.mini_batches if any(tokens[row] for row in mini_batch.rows)]
 
 
 Others = Callable[[StepPlan], list[tuple[Group, Sequence[Collection[int]]]]]
@@ -144,7 +144,7 @@ class Planner:
     def _needed(self, plan: StepPlan) -> Sequence[int]:
         """Add the rows that a rank of this unit computes for a model with a mesh of its own."""
         group, rows = self._trainer.group, self._with_groups(plan)
-        others = [one for find in self._others for one in find(plan)]
+        others = [share_of_model for find in self._others for share_of_model in find(plan)]
         unit = group.sizes.unit(group.rank)
         further = (share[ranks.sizes.data_rank(rank)] for ranks, share in others for rank in unit)
         return sorted({*rows, *chain(*further)}) if others else rows

@@ -153,7 +153,8 @@ class TeacherClient:
         self, http: httpx.AsyncClient, tokenize: Callable[[str], list[int]], longest: int
     ) -> None:
         listed = await self._request(http, "GET", "/v1/models")
-        served = {str(one.get("id")): one for one in listed.get("data") or () if isinstance(one, dict)}
+        models = (model for model in listed.get("data") or () if isinstance(model, dict))
+        served = {str(model.get("id")): model for model in models}
         if self._served is None and len(served) != 1:
             raise self._error(f"it serves {', '.join(served) or 'no model'}: say which with served_model")
         self._served = self._served or next(iter(served))
@@ -167,11 +168,11 @@ class TeacherClient:
             )
         body = {"model": self._served, "prompt": PROBE, "add_special_tokens": False}
         answer = await self._request(http, "POST", "/tokenize", body, optional=True)
-        ours, theirs = tokenize(PROBE), answer.get("tokens") if answer else None
-        if theirs is not None and theirs != ours:
+        tokens_here, tokens_there = tokenize(PROBE), answer.get("tokens") if answer else None
+        if tokens_there is not None and tokens_there != tokens_here:
             raise self._error(
-                f"it has another tokenizer: a text of {len(ours)} tokens here is {len(theirs)} others there; choose "
-                f"a teacher of the policy's family"
+                f"it has another tokenizer: a text of {len(tokens_here)} tokens here is {len(tokens_there)} others "
+                f"there; choose a teacher of the policy's family"
             )
         log.info("teacher %s: %s at %s", self.teacher.name, self._served, self.teacher.url)
 
@@ -196,9 +197,9 @@ class TeacherClient:
             async with room:
                 answer = await self._request(http, "POST", "/v1/completions", body, most=most)
             parts += list(self._entries(answer, ids, learned, k))
-        own, values, tokens = zip(*parts, strict=True)
+        of_tokens, values, tokens = zip(*parts, strict=True)
         top = TopTokens(torch.tensor(values), torch.tensor(tokens)) if k else None
-        self.found[row] = Judged(torch.tensor(own), top)
+        self.found[row] = Judged(torch.tensor(of_tokens), top)
 
     async def _request(
         self,
@@ -273,7 +274,7 @@ class TeacherClient:
         for position in learned:
             entry = entries[position]
             known = {} if not isinstance(entry, dict) else {
-                token: one.get("logprob") for token, one in entry.items() if isinstance(one, dict)
+                token: candidate.get("logprob") for token, candidate in entry.items() if isinstance(candidate, dict)
             }  # fmt: skip
             if str(ids[position]) not in known:
                 others = ", ".join(list(known)[:5]) or "nothing"

@@ -71,8 +71,8 @@ class Teachers:
         self._temperature = config.sampling_temperature if config.is_grpo else 1.0
         self._batching = Batching.of_config(config)
         self._all = [
-            Teaching(one, None if one.is_local else TeacherClient(one, trainer.vocabulary, _key(one)))
-            for one in config.teacher
+            Teaching(each, None if each.is_local else TeacherClient(each, trainer.vocabulary, _key(each)))
+            for each in config.teacher
         ]
         self.shutdown = ShutdownRequest()
         self.say: Callable[[str], None] = lambda _: None
@@ -81,24 +81,24 @@ class Teachers:
     @property
     def trouble(self) -> str:
         """Which servers do not answer; "": none."""
-        return "; ".join(filter(None, (one.client.trouble for one in self._all if one.client)))
+        return "; ".join(filter(None, (teaching.client.trouble for teaching in self._all if teaching.client)))
 
     def rows(self, table: StepTable) -> set[int]:
         """The rows that some teacher has a part in. Of the table alone."""
         return {
             row
             for row in range(table.n_samples)
-            if any(one.teacher.weight and one.teacher.teaches(_source(table, row)) for one in self._all)
+            if any(t.teacher.weight and t.teacher.teaches(_source(table, row)) for t in self._all)
         }
 
     def meet(self, tokenize: Callable[[str], list[int]]) -> bool:
         """Look whether the servers are the ones that are meant; False: this replica was asked to leave meanwhile.
 
         Raises `TeacherError`: one is not."""
-        for one in self._all:
-            if one.client is not None:
-                one.client.meet(tokenize, self._config.longest_sequence)
-                if not self._wait(one.client):
+        for teaching in self._all:
+            if teaching.client is not None:
+                teaching.client.meet(tokenize, self._config.longest_sequence)
+                if not self._wait(teaching.client):
                     return False
         return True
 
@@ -109,30 +109,30 @@ class Teachers:
             TeacherError: a server refuses, or answers of something else.
         """
         table = plan.table
-        for one in self._all:
-            teacher = one.teacher
+        for teaching in self._all:
+            teacher = teaching.teacher
             teaches = [teacher.teaches(_source(table, row)) for row in range(table.n_samples)]
             part = taught(plan.mini_batches, teaches)
             with span(f"teacher {teacher.name}"):
-                if one.client is None:
-                    self._pass(one, table, samples, part, plan.alike)
-                elif not self._ask(one, one.client, samples, part):
+                if teaching.client is None:
+                    self._pass(teaching, table, samples, part, plan.alike)
+                elif not self._ask(teaching, teaching.client, samples, part):
                     return False
         return True
 
     def _pass(
         self,
-        one: Teaching,
+        teaching: Teaching,
         table: StepTable,
         samples: Mapping[int, TrainSample],
         plan: Sequence[MiniBatch],
         alike: Sequence[int] | None,
     ) -> None:
-        teacher, trainer = one.teacher, self._trainer
+        teacher, trainer = teaching.teacher, self._trainer
         model = trainer.teachers[teacher.name]
         batching = self._batching.cut_to(teacher.mini_batch, teacher.max_token_len_per_mini_batch)
         batches = plan_pass(plan, table.total_tokens, batching, alike)
-        mine = batches[trainer.group.data_rank] if batches else []
+        batches_here = batches[trainer.group.data_rank] if batches else []
         more: More | None = None
         fields = ["logprobs"]
         if teacher.loss == "top_k_jsd":
@@ -143,17 +143,17 @@ class Teachers:
 
         elif teacher.loss == "reverse_kl_full":
             fields.append("hidden")
-            one.head = trainer.head_of(model) if batches else None
-        found = trainer.score(model, samples, mine, self._temperature, fields, more=more)
-        one.logprobs = found[0]
+            teaching.head = trainer.head_of(model) if batches else None
+        scored = trainer.score(model, samples, batches_here, self._temperature, fields, more=more)
+        teaching.logprobs = scored[0]
         if teacher.loss == "top_k_jsd":
-            one.top = {row: TopTokens(values, found[2][row]) for row, values in found[1].items()}
+            teaching.top = {row: TopTokens(values, scored[2][row]) for row, values in scored[1].items()}
         elif teacher.loss == "reverse_kl_full":
-            one.hidden = found[1]
+            teaching.hidden = scored[1]
 
     def _ask(
         self,
-        one: Teaching,
+        teaching: Teaching,
         client: TeacherClient,
         samples: Mapping[int, TrainSample],
         plan: Sequence[MiniBatch],
@@ -163,8 +163,8 @@ class Teachers:
         client.ask({row: samples[row] for row in rows})
         if not self._wait(client):
             return False
-        one.logprobs = {row: judged.logprobs for row, judged in client.found.items()}
-        one.top = {row: judged.top for row, judged in client.found.items() if judged.top is not None}
+        teaching.logprobs = {row: judged.logprobs for row, judged in client.found.items()}
+        teaching.top = {row: judged.top for row, judged in client.found.items() if judged.top is not None}
         return True
 
     def _wait(self, client: TeacherClient) -> bool:
@@ -176,13 +176,13 @@ class Teachers:
                 client.advance(SLICE)
             except TeacherError as caught:
                 error = caught
-            mine = [
+            state = [
                 not client.is_done,
                 "" if error is None else str(error),
                 bool(self.shutdown),
                 client.trouble,
             ]
-            ranks = self._trainer.group.gather(mine)
+            ranks = self._trainer.group.gather(state)
             if error is not None:
                 raise error
             pending, errors, leaves, troubles = zip(*ranks, strict=True)
@@ -206,60 +206,61 @@ class Teachers:
     def more(self, batch: MicroBatch) -> More | None:
         """Return what the policy's forward computes for `teach`, of tokens of taught samples alone; None: nothing."""
         wanted = [
-            (one, rows, _places(batch, rows))
-            for one in self._all
-            if one.teacher.loss in DIVERGENCES and (rows := _rows(batch, one.logprobs))
+            (teaching, rows, _places(batch, rows))
+            for teaching in self._all
+            if teaching.teacher.loss in DIVERGENCES and (rows := _rows(batch, teaching.logprobs))
         ]
         if not wanted:
             return None
-        own = batch.of_piece(torch.arange(len(batch.labels), device=batch.labels.device))
+        positions = batch.of_piece(torch.arange(len(batch.labels), device=batch.labels.device))
 
         def compute(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-            found = []
-            for one, rows, places in wanted:
-                here = torch.isin(places, own)
-                at = torch.searchsorted(own, places[here])
-                loss = self._divergence(one, rows, here, hidden.index_select(0, at), head)
-                found.append(loss.new_zeros(len(hidden)).index_add(0, at, loss))
-            return tuple(found)
+            losses = []
+            for teaching, rows, places in wanted:
+                here = torch.isin(places, positions)
+                at = torch.searchsorted(positions, places[here])
+                loss = self._divergence(teaching, rows, here, hidden.index_select(0, at), head)
+                losses.append(loss.new_zeros(len(hidden)).index_add(0, at, loss))
+            return tuple(losses)
 
         return compute
 
     def _divergence(
-        self, one: Teaching, rows: Sequence[int], here: Tensor, hidden: Tensor, head: Head
+        self, teaching: Teaching, rows: Sequence[int], here: Tensor, hidden: Tensor, head: Head
     ) -> Tensor:
         """Compute the losses of the tokens of these rows that are `here`, whose states are `hidden`."""
 
         def known(values: Mapping[int, Tensor]) -> Tensor:
             return torch.cat([values[row] for row in rows]).to(hidden.device)[here]
 
-        if one.teacher.loss == "reverse_kl_full":
-            assert one.head is not None
-            return token_kl(hidden, head, Beside(known(one.hidden), one.head), self._temperature)
-        ids = known({row: one.top[row].ids for row in rows})
-        theirs = known({row: one.top[row].logprobs for row in rows})
-        ours = logprobs_at(hidden, head, ids, self._temperature)
-        return top_k_jsd(ours, theirs.to(ours.dtype), one.teacher.beta)
+        if teaching.teacher.loss == "reverse_kl_full":
+            assert teaching.head is not None
+            return token_kl(hidden, head, Beside(known(teaching.hidden), teaching.head), self._temperature)
+        ids = known({row: teaching.top[row].ids for row in rows})
+        teacher_logprobs = known({row: teaching.top[row].logprobs for row in rows})
+        policy_logprobs = logprobs_at(hidden, head, ids, self._temperature)
+        return top_k_jsd(policy_logprobs, teacher_logprobs.to(policy_logprobs.dtype), teaching.teacher.beta)
 
     def teach(self, tokens: PolicyTokens, out: TokenOutputs, batch: MicroBatch) -> PolicyTokens:
         """The same tokens, with what the teachers add."""
         advantages, loss = tokens.advantages, torch.zeros_like(out.logprobs)
         computed = iter(out.more)
-        for one in self._all:
-            rows = _rows(batch, one.logprobs)
+        for teaching in self._all:
+            rows = _rows(batch, teaching.logprobs)
             if not rows:
                 continue
-            places, weight, kind = _places(batch, rows), one.teacher.weight, one.teacher.loss
+            places, weight, kind = _places(batch, rows), teaching.teacher.weight, teaching.teacher.loss
             if kind in DIVERGENCES:
                 loss = loss + weight * next(computed).to(loss.dtype)
                 continue
-            theirs = torch.cat([one.logprobs[row] for row in rows]).to(out.logprobs)
+            teacher_logprobs = torch.cat([teaching.logprobs[row] for row in rows]).to(out.logprobs)
             if kind == "reverse_kl_advantage":
-                found = reverse_kl_advantage(tokens.old_logprobs[places].to(theirs.dtype), theirs)
-                advantages = advantages.index_add(0, places, weight * found.to(advantages.dtype))
+                old_logprobs = tokens.old_logprobs[places].to(teacher_logprobs.dtype)
+                added = reverse_kl_advantage(old_logprobs, teacher_logprobs)
+                advantages = advantages.index_add(0, places, weight * added.to(advantages.dtype))
             else:
-                found = reverse_kl_estimate(out.logprobs[places], theirs, kind)
-                loss = loss.index_add(0, places, weight * found)
+                added = reverse_kl_estimate(out.logprobs[places], teacher_logprobs, kind)
+                loss = loss.index_add(0, places, weight * added)
         return replace(tokens, advantages=advantages, taught=loss) if self._all else tokens
 
     def metrics(self, samples: Mapping[int, TrainSample]) -> Metrics:
@@ -268,19 +269,20 @@ class Teachers:
         if not self._all:
             return {}
         sums: list[float] = []
-        for one in self._all:
-            judged = {row: values.double() for row, values in one.logprobs.items() if row in samples}
-            theirs = [*judged.values()]
+        for teaching in self._all:
+            judged = {row: values.double() for row, values in teaching.logprobs.items() if row in samples}
+            teacher_logprobs = [*judged.values()]
             gaps = [samples[row].learned_logprobs.double() - values for row, values in judged.items()]
-            sums += [math.fsum(float(v.sum()) for v in gaps), math.fsum(float(v.sum()) for v in theirs)]
-            sums.append(float(sum(len(v) for v in theirs)))
+            sums += [math.fsum(float(v.sum()) for v in values) for values in (gaps, teacher_logprobs)]
+            sums.append(float(sum(len(v) for v in teacher_logprobs)))
         total = iter(self._trainer.group.reduce(sums, "sum"))
-        found: Metrics = {}
-        for one in self._all:
-            (gap, own, n), name = (next(total), next(total), next(total)), f"teacher/{one.teacher.name}"
-            found |= {f"{name}/kl": gap / n, f"{name}/logprob": own / n} if n else {}
-            found[f"{name}/tokens"] = n
-        return found
+        metrics: Metrics = {}
+        for teaching in self._all:
+            gap, logprob, n = (next(total) for _ in range(3))
+            name = f"teacher/{teaching.teacher.name}"
+            metrics |= {f"{name}/kl": gap / n, f"{name}/logprob": logprob / n} if n else {}
+            metrics[f"{name}/tokens"] = n
+        return metrics
 
 
 def tokenizer_of(config: Config) -> Callable[[str], list[int]]:
@@ -320,9 +322,9 @@ def _places(batch: MicroBatch, rows: Sequence[int]) -> Tensor:
 def _key(teacher: TeacherConfig) -> str | None:
     if teacher.key_variable is None:
         return None
-    found = os.environ.get(teacher.key_variable)
-    if not found:
+    value = os.environ.get(teacher.key_variable)
+    if not value:
         raise TeacherError(
             f"teacher {teacher.name}: the variable {teacher.key_variable} (key_variable) is not set"
         )
-    return found
+    return value

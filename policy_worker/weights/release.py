@@ -178,8 +178,8 @@ class Release:
         """Write the snapshot once: as a delta where there is a base, and it is not dense."""
         target, full = self._group.lead(lambda: self._choose(version))
         if not full:
-            own = sum(tensor.nbytes for tensor in self._shadow.taken.values())
-            most = int(DELTA_SHARE * sum(self._group.gather(own)))
+            bytes_here = sum(tensor.nbytes for tensor in self._shadow.taken.values())
+            most = int(DELTA_SHARE * sum(self._group.gather(bytes_here)))
             try:
                 return self._store_delta(version, target, most)
             except DenseError as error:

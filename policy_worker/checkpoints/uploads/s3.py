@@ -93,22 +93,22 @@ class S3Target:
         """Send a directory, or what is missing of it.
 
         Raises `UploadError`: it failed for good. `UploadStoppedError`: the process leaves."""
-        prefix, there = object_prefix(self._prefix, self._run, path.name), path.stat()
+        prefix, directory = object_prefix(self._prefix, self._run, path.name), path.stat()
         self._remove_other_marker(prefix, record.progress.stamp)
         for file in files_in(path):
             name = str(file.relative_to(path))
             key, progress = f"{prefix}/{name}", record.file_progress(name)
             if not (progress.done and self._is_there(key, file.stat().st_size, record.progress.stamp)):
                 self._send_file(file, key, name, record)
-        if not os.path.samestat(there, path.stat()):
+        if not os.path.samestat(directory, path.stat()):
             raise UploadError(f"{path} was replaced while it was sent")
         self._write_marker(prefix, path, record)
 
     def _remove_other_marker(self, prefix: str, stamp: str) -> None:
         """Remove the marker of a timeline that was left: until all is replaced the copy is not complete."""
         key = f"{prefix}/{MARKER}"
-        found = self._head(key)
-        if found is not None and found.get("Metadata", {}).get("stamp") != stamp:
+        marker = self._head(key)
+        if marker is not None and marker.get("Metadata", {}).get("stamp") != stamp:
             self._call(f"removing {key}", lambda: self._client.delete_object(Bucket=self.bucket, Key=key))
 
     def _write_marker(self, prefix: str, path: Path, record: Record) -> None:
@@ -217,8 +217,8 @@ class S3Target:
         """Parts of an upload that was begun and never noted are paid for until somebody removes them."""
 
         def abort() -> None:
-            found = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=key).get("Uploads", [])
-            for upload in found:
+            begun = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=key).get("Uploads", [])
+            for upload in begun:
                 if upload["Key"] == key:
                     self._client.abort_multipart_upload(
                         Bucket=self.bucket, Key=key, UploadId=upload["UploadId"]
@@ -244,9 +244,9 @@ class S3Target:
         return explain(error, self._client, BUCKET_KEY)
 
 
-def _is(found: Any | None, size: int, stamp: str) -> bool:
+def _is(facts: Any | None, size: int, stamp: str) -> bool:
     """Whether an object, as `head` finds it, is a file of this size of the directory with this stamp."""
-    return found is not None and found["ContentLength"] == size and found["Metadata"].get("stamp") == stamp
+    return facts is not None and facts["ContentLength"] == size and facts["Metadata"].get("stamp") == stamp
 
 
 def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:

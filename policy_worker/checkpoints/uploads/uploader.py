@@ -120,17 +120,17 @@ class Uploader:
     def resume(self) -> None:
         """Take the checkpoints that an earlier process did not finish or could not offer. The final model is offered
         again by whoever finishes the run."""
-        there = named_in(checkpoints_of(self._run_dir))
+        checkpoints = named_in(checkpoints_of(self._run_dir))
         for target in self._targets:
-            self._forget({path.name for _, path in there}, target)
+            self._forget({path.name for _, path in checkpoints}, target)
             if self._wanted(target.name, False):
-                for step, path in there:
+                for step, path in checkpoints:
                     self._take(Job(path, step, False, target))
 
-    def _forget(self, there: set[str], target: Target) -> None:
+    def _forget(self, names: set[str], target: Target) -> None:
         """Remove the records of checkpoints that have been deleted."""
         for file in self._records.glob(f"{STEP}*.{target.name}.json"):
-            if file.name.partition(".")[0] not in there:
+            if file.name.partition(".")[0] not in names:
                 file.unlink(missing_ok=True)
 
     def _take(self, job: Job) -> None:

@@ -163,11 +163,11 @@ class Shares(NamedTuple):
 
 def owners_of(plan: Sequence[MiniBatch]) -> dict[int, int]:
     """For each row that is computed the first data rank that trains on it."""
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for rank in range(len(plan[0].ranks) if plan else 0):
         for row in rows_of(plan, rank):
-            found.setdefault(row, rank)
-    return found
+            owners.setdefault(row, rank)
+    return owners
 
 
 def rows_of(plan: Sequence[MiniBatch], data_rank: int) -> Rows:
@@ -211,10 +211,10 @@ def _shares(
 
 def _units(rows: Rows, alike: Sequence[int] | None) -> list[Rows]:
     """Rows that are alike together, the others one by one."""
-    found: dict[int, Rows] = {}
+    units: dict[int, Rows] = {}
     for row in rows:
-        found.setdefault(row if alike is None else alike[row], []).append(row)
-    return list(found.values())
+        units.setdefault(row if alike is None else alike[row], []).append(row)
+    return list(units.values())
 
 
 def alike_of(

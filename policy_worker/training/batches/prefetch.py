@@ -74,9 +74,9 @@ class Prefetcher:
                 self._guessed.set()
                 (table, frames), before = answer, guess
                 if rows is not None and table == before:
-                    found = zip(rows, frames, strict=True)
+                    payloads = zip(rows, frames, strict=True)
                     self._found = {
-                        line_of(table, row): self._decode(table, row, frame) for row, frame in found
+                        line_of(table, row): self._decode(table, row, frame) for row, frame in payloads
                     }
                     return
                 guess, rows = table, self._rows_of(table)
@@ -91,6 +91,6 @@ class Prefetcher:
         """By row, the samples of a batch that are there. Waits for what is on its way, not for ever."""
         if self._thread is not None and self.guessed():
             self._thread.join(PATIENCE)
-        found, self._found = self._found, {}
-        lines = ((row, line_of(table, row)) for row in range(table.n_samples) if found)
-        return {row: found[line] for row, line in lines if line in found}
+        fetched, self._found = self._found, {}
+        lines = ((row, line_of(table, row)) for row in range(table.n_samples) if fetched)
+        return {row: fetched[line] for row, line in lines if line in fetched}

@@ -152,8 +152,8 @@ class BatchSource:
         self.ahead_fraction = n_ahead / n_rows if n_rows else None
         if self.prefetcher is not None:
             self.prefetcher.begin(table.step + 1)
-        found = dict(zip(missing, frames, strict=True))
-        return {row: ahead[row] if row in ahead else self._decoded(table, row, found[row]) for row in rows}
+        fetched = dict(zip(missing, frames, strict=True))
+        return {row: ahead[row] if row in ahead else self._decoded(table, row, fetched[row]) for row in rows}
 
     def _decoded(self, table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
         return train_sample(table, row, self._whole(table, row, frame), self.bound)
@@ -269,14 +269,14 @@ def decode_payload(table: StepTable, row: int, frame: bytes | memoryview) -> Tra
     except FrameError as error:
         raise BadBatchError(f"sample {row} of step {table.step} cannot be decoded: {error}") from error
     header = sample.header
-    found = (
+    in_payload = (
         header.index, header.total_tokens, header.response_tokens, header.oldest_version, header.newest_version,
         header.score, header.baseline,
     )  # fmt: skip
     claimed = line_of(table, row)[1:]
-    if found != claimed:
+    if in_payload != claimed:
         raise BadBatchError(
             f"sample {row} of step {table.step} is not what the table says: index, tokens, response tokens, "
-            f"versions, score, baseline are {found}, not {claimed}"
+            f"versions, score, baseline are {in_payload}, not {claimed}"
         )
     return TrainSample.of_wire(sample)
