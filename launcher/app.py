@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -219,15 +218,15 @@ def run(
         raise LaunchError("no job is named", "cosmos-launch --config run.toml (see cosmos-launch --help)")
     if as_json and not dry_run:
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
-    _check_options(
-        {
-            "--node": (node is not None, bool(head), "--head"),
-            "--output": (output, target != "local", "--target slurm or kubernetes"),
-            "--sbatch": (sbatch, target == "slurm", "--target slurm"),
-            "--rollout-array": (rollout_array, target == "slurm", "--target slurm"),
-            "--apply": (apply, target != "local", "--target slurm or kubernetes"),
-        }
+    dependent = (
+        ("--node", node is not None, bool(head), "--head"),
+        ("--output", output, target != "local", "--target slurm or kubernetes"),
+        ("--sbatch", sbatch, target == "slurm", "--target slurm"),
+        ("--rollout-array", rollout_array, target == "slurm", "--target slurm"),
+        ("--apply", apply, target != "local", "--target slurm or kubernetes"),
     )
+    if alone := next(((name, other) for name, given, meant, other in dependent if given and not meant), None):
+        raise LaunchError(f"{alone[0]} needs {alone[1]}", f"write {alone[1]}, or leave {alone[0]} out")
     configs, overrides = config or [], set_ or []
     if target != "local" and (head or resume is not None or dry_run):
         raise LaunchError(
@@ -235,14 +234,15 @@ def run(
         )
     if target == "kubernetes":
         from launcher.targets import kubernetes
+        from schema.config.loading.load import load
 
-        manifests = kubernetes.Wanted(configs, overrides, output, apply)
-        raise typer.Exit(kubernetes.write(manifests, os.environ))
+        loaded = load(configs, overrides, os.environ, elsewhere=True)
+        raise typer.Exit(kubernetes.write(loaded, output, os.environ, applies=apply))
     if target == "slurm":
         from launcher.targets import slurm
 
-        written = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
-        raise typer.Exit(slurm.write(written, os.environ))
+        wanted = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
+        raise typer.Exit(slurm.write(wanted, os.environ))
     with ended_at_once():
         from launcher.job.checked import check
         from launcher.job.request import Cluster, Request
@@ -263,13 +263,6 @@ def run(
     else:
         typer.echo("\n".join(plan_lines(planned)))
         print_problems("warning", planned.warnings)
-
-
-def _check_options(options: Mapping[str, tuple[object, bool, str]]) -> None:
-    """Options that mean nothing without another one: name -> given, whether that one is there, its name."""
-    for name, (given, has_meaning, other) in options.items():
-        if given and not has_meaning:
-            raise LaunchError(f"{name} needs {other}", f"write {other}, or leave {name} out")
 
 
 def _number(node: int | None) -> int | None:

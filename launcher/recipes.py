@@ -79,7 +79,7 @@ class Recipe:
             "reward": str(Path(file).with_name(REWARD_FILE)),
             "fit": self.words(fit),
             "system": BOXED,
-            "shards": str(self._shards(fit)),
+            "shards": str(max(1, fit.gpus) if self.supervised else fit.training_gpus),
             "rollouts": str(fit.rollout_gpus if fit.gpus > 1 else 1),
             "engine": fit.engine,
             "model": model or fit.model or (GPU_MODEL if fit.gpus else CPU_MODEL),
@@ -110,9 +110,6 @@ class Recipe:
         """Return the key that only vLLM has, and only a GPU needs."""
         share = {0: "", 1: "0.4"}.get(fit.gpus, "0.85") if fit.engine == "vllm" else ""
         return (MEMORY.format(share) if share else "") + "\n"
-
-    def _shards(self, fit: Fit) -> int:
-        return max(1, fit.gpus) if self.supervised else fit.training_gpus
 
 
 def commands(file: str, scores: bool) -> str:

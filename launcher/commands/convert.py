@@ -83,7 +83,8 @@ def convert(
         print_json(_account(conversion, text, problems, more))
     else:
         if output is None:
-            _print(text)
+            sys.stdout.flush()
+            typer.echo(text.encode("utf-8", "backslashreplace"), nl=False)  # TOML is UTF-8 on any terminal
         _explain(conversion, output, problems, more, full)
     if strict and (short := _falls_short(conversion)):
         typer.echo(f"error: --strict: {short}", err=True)
@@ -157,12 +158,6 @@ def _explain(
         typer.echo(f"{name} needs {count} changed before it runs here", err=True)
     else:
         typer.echo(f"{name} is valid", err=True)
-
-
-def _print(text: str) -> None:
-    """TOML is UTF-8, whatever the terminal's encoding is."""
-    sys.stdout.flush()
-    typer.echo(text.encode("utf-8", "backslashreplace"), nl=False)
 
 
 def _cut(text: str) -> str:

@@ -153,11 +153,8 @@ def _services(config: Config, run: RunDir) -> Iterator[Replica]:
     yield placement.controller(str(run.path), config.controller.host, config.controller.port or FREE_PORT)
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    device: str
-    parts: tuple[Part, ...] = ()
-    cache: Cache | None = None
+_Memory = tuple[str, tuple[Part, ...], Cache | None]
+"""The device of a process, what it takes there, and the cache of an engine."""
 
 
 def _memory_of(
@@ -182,10 +179,10 @@ def _memory_of(
         for number, role in enumerate(apart_layouts(config) if gpus else ()):
             mine = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
             apart[role.name] = f"GPU {mine}"
-        return _Memory(device, memory.trainer(config, model, shards, data_ranks, apart, teachers))
+        return device, memory.trainer(config, model, shards, data_ranks, apart, teachers), None
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
-    return _Memory(device)
+    return device, (), None
 
 
 def _rollout_memory(
@@ -199,7 +196,7 @@ def _rollout_memory(
         takes_all = on_gpu and config.rollout.engine.reserves_memory
         words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"
         parts.append(Part("KV cache", cache.room if takes_all else cache.bytes, words))
-    return _Memory(device, tuple(parts), cache)
+    return device, tuple(parts), cache
 
 
 def _gpus(spec: ProcessSpec) -> tuple[str, ...]:
@@ -220,7 +217,7 @@ def _process(
     argv = (*(nsight.command(run.profiles, spec.name) if spec.profiled else ()), *spec.argv)
     return PlannedProcess(
         spec.name, str(spec.role), what, argv, {**spec.env, **own}, _gpus(spec),
-        int(threads) if threads else None, needs.device, needs.parts, needs.cache, spec.node,
+        int(threads) if threads else None, *needs, spec.node,
     )  # fmt: skip
 
 

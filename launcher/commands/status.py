@@ -74,12 +74,13 @@ def _ask(target: Target) -> dict[str, Any]:
 
 
 def _local(target: Target, run: RunDir) -> dict[str, Any]:
-    checkpoint = newest_checkpoint(run.checkpoints)
+    checkpoint, config = newest_checkpoint(run.checkpoints), run.written_config() or {}
+    answers = (config.get("evaluation") or {}).get("dataset") or {}
     found: dict[str, Any] = {
         "run_dir": str(run.path),
         "launcher": run.launcher() or None,
-        "evaluates": _evaluates(run),
-        "embeds_redis": not ((run.written_config() or {}).get("redis") or {}).get("url"),
+        "evaluates": bool(answers.get("name") or answers.get("files")),
+        "embeds_redis": not (config.get("redis") or {}).get("url"),
         "checkpoint": {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint else None,
     }
     if run.is_alive():
@@ -113,12 +114,6 @@ def _history(run: RunDir) -> dict[str, Any]:
         "alarms": health.alarms,
         "faults": [fault.model_dump(mode="json") for fault in health.faults.values()],
     }
-
-
-def _evaluates(run: RunDir) -> bool:
-    """Whether the run scores answers of a file (see `schema.config.sections.evaluation`)."""
-    dataset = ((run.written_config() or {}).get("evaluation") or {}).get("dataset") or {}
-    return bool(dataset.get("name") or dataset.get("files"))
 
 
 def _alive(target: Target, ending: bool) -> dict[str, Any]:
@@ -168,12 +163,8 @@ def advice(found: Mapping[str, Any]) -> str:
     if found["evaluates"]:
         return f"its logs are in {where}/logs; an evaluation is not resumed, but run again"
     resume = f"`cosmos-launch --resume {where}` goes on{_from_where(found)}" if where else "start it again"
-    if state == "failed":
-        return _after_failure(found, resume)
-    return resume
-
-
-def _after_failure(found: Mapping[str, Any], resume: str) -> str:
+    if state != "failed":
+        return resume
     from launcher.display.summary import ALL_DROPPED, out_of_data
 
     if found["summary"] and out_of_data(found["summary"]):
@@ -231,7 +222,11 @@ def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
     elif found["status"] is not None:
         text += _job_lines(found)
     elif found["history"]:
-        text += _history_lines(found)
+        from launcher.display.summary import learning
+
+        steps, validations = found["history"]["steps"], found["history"]["validations"]
+        text += [f"  steps: {_steps(found)}, the last at {_clock(steps[-1]['at'])}"] if steps else []
+        text += [f"  {name}: {value}" for name, value in learning(steps, validations)]
     text += _process_lines(found, now)
     if found["alive"] and (redis := _redis(found)):
         text.append(f"  redis: {redis}")
@@ -298,14 +293,6 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
             continue
         text.append(f"  {_replica(replica)}")
     return [*text, f"  left in order: {gone}"] if gone else text
-
-
-def _history_lines(found: Mapping[str, Any]) -> list[str]:
-    from launcher.display.summary import learning
-
-    steps, validations = found["history"]["steps"], found["history"]["validations"]
-    text = [f"  steps: {_steps(found)}, the last at {_clock(steps[-1]['at'])}"] if steps else []
-    return text + [f"  {name}: {value}" for name, value in learning(steps, validations)]
 
 
 def why_lines(found: Mapping[str, Any]) -> list[str]:

@@ -166,7 +166,8 @@ def signal_launcher(run: RunDir, holder: Holder, number: signal.Signals) -> bool
 
 def signal_keepers(run: RunDir, number: signal.Signals) -> int:
     """Signal the keepers of all processes of a run; how many there were. Raises LaunchError as above."""
-    return sum(_send(pid, number, partial(_keeps, pid, run)) for pid in _all_pids() if _keeps(pid, run))
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return sum(_send(pid, number, partial(_keeps, pid, run)) for pid in pids if _keeps(pid, run))
 
 
 def _send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> bool:
@@ -190,10 +191,6 @@ def _send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> boo
     finally:
         os.close(handle)
     return True
-
-
-def _all_pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
 def _keeps(pid: int, run: RunDir) -> bool:

@@ -67,18 +67,12 @@ def _weights(vocabulary: int, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (vocabulary, HIDDEN), "norm": (HIDDEN,)}
     for number in range(LAYERS):
         layer = {
-            "self_attn.q_proj": (wide, HIDDEN),
-            "self_attn.k_proj": (narrow, HIDDEN),
-            "self_attn.v_proj": (narrow, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, wide),
-            "self_attn.q_norm": (HEAD_DIM,),
-            "self_attn.k_norm": (HEAD_DIM,),
-            "mlp.gate_proj": (INNER, HIDDEN),
-            "mlp.up_proj": (INNER, HIDDEN),
-            "mlp.down_proj": (HIDDEN, INNER),
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-        }
+            "self_attn.q_proj": (wide, HIDDEN), "self_attn.k_proj": (narrow, HIDDEN),
+            "self_attn.v_proj": (narrow, HIDDEN), "self_attn.o_proj": (HIDDEN, wide),
+            "self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,),
+            "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+            "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+        }  # fmt: skip
         shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
     random = np.random.default_rng(seed)
     return {
@@ -91,26 +85,13 @@ def _weights(vocabulary: int, seed: int) -> dict[str, npt.NDArray[np.float32]]:
 
 def _config(vocabulary: int) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": vocabulary,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "max_position_embeddings": LENGTH,
-        "initializer_range": DEVIATION,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "dtype": "float32",
-    }
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocabulary,
+        "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
+        "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "max_position_embeddings": LENGTH,
+        "initializer_range": DEVIATION, "tie_word_embeddings": True, "bos_token_id": None, "dtype": "float32",
+    }  # fmt: skip
 
 
 def byte_characters() -> list[str]:
@@ -128,22 +109,14 @@ def _tokenizer() -> dict[str, Any]:
     extra = {word: len(words) + number for number, word in enumerate(WHOLE)}
     added = [(number, word, True) for number, word in enumerate(SPECIAL)]
     added += [(number, word, False) for word, number in extra.items()]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": number,
-                "content": word,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": special,
-            }
-            for number, word, special in added
+            {"id": number, "content": word, **plain, "special": special} for number, word, special in added
         ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
@@ -151,13 +124,8 @@ def _tokenizer() -> dict[str, Any]:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
             "vocab": {word: number for number, word in enumerate(words)},
             "merges": [],
         },

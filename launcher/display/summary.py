@@ -119,9 +119,12 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("data", data_report.brief(report)))
     found += learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
-        found += _speed(status)
-    if rewards := _rewards(status):
-        found.append(("rewards", rewards))
+        speed = f"{status['samples_per_s']:.1f} samples/s, {status['tokens_per_s']:.0f} tokens/s"
+        idle = ", ".join(f"{role} {share:.1%}" for role, share in sorted(status["idle"].items()))
+        found += [("speed", speed), *([("idle", idle)] if idle else [])]
+    if status.get("rewards"):  # not in summaries of older versions
+        rewards = rewards_text(JobStatus.model_validate(status))
+        found += [("rewards", rewards)] if rewards else []
     if ledger and status.get("mode") == "grpo":
         mean = "–" if status.get("staleness_mean") is None else f"{status['staleness_mean']:.2f}"
         found.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
@@ -136,13 +139,6 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("model", summary["final_model"]))
     found.append(("logs", str(Path(summary["run_dir"]) / "logs")))
     return [(name, one_line(value)) for name, value in found]
-
-
-def _rewards(status: Mapping[str, Any]) -> str:
-    """How rewards did over the run; empty in summaries of older versions."""
-    if not status.get("rewards"):
-        return ""
-    return rewards_text(JobStatus.model_validate(status))
 
 
 def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -160,7 +156,8 @@ def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> 
         change = f"{before} → " if len(validations) > 1 else ""
         where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
         failed = f", {last['errors']} gradings failed" if last.get("errors") else ""
-        found.append(("held-out", f"{_loss(last)}{change}{after} {where}{failed}"))
+        loss = "" if last.get("loss") is None else "loss "
+        found.append(("held-out", f"{loss}{change}{after} {where}{failed}"))
     return found
 
 
@@ -168,16 +165,6 @@ def _held_out(record: Mapping[str, Any]) -> float | None:
     """Return the number that judges a validation; summaries of older versions have no loss."""
     loss: float | None = record.get("loss")
     return record["score_mean"] if loss is None else loss
-
-
-def _loss(record: Mapping[str, Any]) -> str:
-    return "" if record.get("loss") is None else "loss "
-
-
-def _speed(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    speed = f"{status['samples_per_s']:.1f} samples/s, {status['tokens_per_s']:.0f} tokens/s"
-    idle = ", ".join(f"{role} {share:.1%}" for role, share in sorted(status["idle"].items()))
-    return [("speed", speed), *([("idle", idle)] if idle else [])]
 
 
 def table(summary: Mapping[str, Any]) -> Table:

@@ -66,7 +66,9 @@ def line(view: View) -> str:
     status = view.status
     if status is None:
         return one_line(f"phase=starting stage={_quoted(view.stage)} elapsed={view.elapsed:.0f}s")
-    held_out = status.validation.value if status.validation else None
+    held_out, rewards = status.validation.value if status.validation else None, status.rewards
+    failed = sum(rewards.failed.values()) if rewards else 0
+    waits = rewards.wait_fraction or 0.0 if rewards else 0.0
     values: list[tuple[str, str | None]] = [
         ("phase", phase_of(view)),
         ("step", f"{status.step}/{status.total_steps}"),
@@ -82,10 +84,10 @@ def line(view: View) -> str:
         ("trainers", _quoted(members_text(status))),
         ("eta", duration(status.eta_s) if status.eta_s is not None else None),
         ("redis", view.redis or None),
-        ("controller", _controller(view)),
+        ("controller", _quoted(view.refusal) if view.reachable else "unreachable"),
         ("notice", _quoted(view.notice)),
-        ("rewards_failed", _failed_rewards(status)),
-        ("waiting_for_rewards", _reward_wait(status)),
+        ("rewards_failed", f"{failed}/{failed + rewards.scored}" if rewards and failed else None),
+        ("waiting_for_rewards", f"{waits:.0%}" if waits >= WORTH_SHOWING else None),
         ("alarms", ",".join(alarm.name for alarm in status.alarms) or None),
         ("note", _quoted(status.note)),
         ("error", _quoted(status.last_error)),
@@ -93,29 +95,9 @@ def line(view: View) -> str:
     return one_line(" ".join(f"{key}={value}" for key, value in values if value is not None))
 
 
-def _failed_rewards(status: JobStatus) -> str | None:
-    """How many gradings failed, of how many."""
-    rewards = status.rewards
-    failed = 0 if rewards is None else sum(rewards.failed.values())
-    return f"{failed}/{failed + rewards.scored}" if rewards and failed else None
-
-
-def _reward_wait(status: JobStatus) -> str | None:
-    rewards = status.rewards
-    if rewards is None or rewards.wait_fraction is None or rewards.wait_fraction < WORTH_SHOWING:
-        return None
-    return f"{rewards.wait_fraction:.0%}"
-
-
 def _quoted(text: str | None) -> str | None:
     """Whatever it says, it ends where its quotes do."""
     return '"' + text.replace('"', "'") + '"' if text else None
-
-
-def _controller(view: View) -> str | None:
-    if not view.reachable:
-        return "unreachable"
-    return _quoted(view.refusal)
 
 
 class LinePacer:

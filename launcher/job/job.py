@@ -69,7 +69,10 @@ class Job:
         self.plan, self.screen, self._early = plan, screen, early
         config, run = plan.config, plan.run
         self.view = View(bound=config.staleness_bound if config.is_grpo else None, log_dir=str(run.logs))
-        setting = Setting.of_run(config, run, self._environment, hosts, _meeting)
+        # The ranks of a replica find each other through the controller.
+        setting = Setting.of_run(
+            config, run, self._environment, hosts, lambda: {"COSMOS_RENDEZVOUS": secrets.token_hex(8)}
+        )
         self.supervisor, self._grace = Supervisor(setting, self), setting.grace
         self.link = ControllerLink(plan.site.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
@@ -143,18 +146,9 @@ class Job:
 
     def _result(self, outcome: Outcome, collected: Collected) -> Result:
         restarts = {name: kept.restarts.total for name, kept in self.supervisor.replicas.items()}
-        elapsed = time.monotonic() - self._started
-        run = self.plan.run
-        result = Result(
-            outcome.exit_code,
-            outcome.name,
-            outcome.reason,
-            run.path,
-            elapsed,
-            collected,
-            restarts,
-            run.earlier(),
-        )
+        elapsed, run = time.monotonic() - self._started, self.plan.run
+        how = outcome.exit_code, outcome.name, outcome.reason
+        result = Result(*how, run.path, elapsed, collected, restarts, run.earlier())
         result.write()
         if outcome.lines:
             self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "the error in full:")
@@ -200,7 +194,11 @@ class Job:
             return Outcome("finished", EXIT_OK, "it was finished before")
         if plan.continued:
             self._launch_workers()
-        self._hint_join()
+        if config.is_grpo:
+            self.event(
+                f"the controller listens at {plan.site.url}; another rollout replica joins with "
+                f"`cosmos-launch join {plan.run.path}`"
+            )
         if config.autoscale.enable:
             self._send(self.scaling.follow)
         return await self.watch.until_over()
@@ -238,13 +236,6 @@ class Job:
         for text in data_report.of_run(self.plan.run.path):
             self.event(f"data: {text}")
         return None
-
-    def _hint_join(self) -> None:
-        if self.plan.config.is_grpo:
-            self.event(
-                f"the controller listens at {self.plan.site.url}; another rollout replica joins with "
-                f"`cosmos-launch join {self.plan.run.path}`"
-            )
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
@@ -325,7 +316,10 @@ class Job:
 
     async def _finish(self, outcome: Outcome) -> Collected:
         self.scaling.over = True
-        workers = [name for name, kept in self.supervisor.replicas.items() if _is_worker(kept.replica.role)]
+        services = (Role.CONTROLLER, Role.REDIS)
+        workers = [
+            name for name, kept in self.supervisor.replicas.items() if kept.replica.role not in services
+        ]
         if outcome.name == "failed":
             self.event(f"failed: {outcome.reason}")
             await self.link.notify(api.fail(outcome.reason))
@@ -352,13 +346,11 @@ class Job:
         chosen = [kept.replica.name for kept in self.supervisor.running(names)]
         if not chosen:
             return
-        grace = self._grace
-        stopping = asyncio.create_task(self.supervisor.stop(chosen))
-        begun = time.monotonic()
+        stopping, begun = asyncio.create_task(self.supervisor.stop(chosen)), time.monotonic()
         try:
             while not (await asyncio.wait({stopping}, timeout=POLL))[0]:
                 left = [kept.replica.name for kept in self.supervisor.running(chosen)]
-                remaining = max(0.0, grace - (time.monotonic() - begun))
+                remaining = max(0.0, self._grace - (time.monotonic() - begun))
                 self.view.notice = (
                     f"waiting for {', '.join(left)}: {duration(remaining)} until they are killed; "
                     "Ctrl-C kills them now"
@@ -377,18 +369,17 @@ class Job:
         self.view.elapsed = time.monotonic() - self._started
         self.view.redis = self.event_log.redis = self.redis.trouble
         self.view.processes = {
-            name: _state(kept) for name, kept in self.supervisor.replicas.items() if name != "data"
+            name: kept.state + (f" ({total} restarts)" if (total := kept.restarts.total) else "")
+            for name, kept in self.supervisor.replicas.items()
+            if name != "data"
         }
         self.screen.show(self.view)
+        status = self.view.status
+        stage = self.view.notice or (self.view.stage if status is None else str(status.phase))
         try:
-            self.event_log.write(self._stage(), self.supervisor.replicas.values())
+            self.event_log.write(stage, self.supervisor.replicas.values())
         except OSError as error:
             log.warning("%s cannot be written: %s", self.event_log.path, error.strerror)
-
-    def _stage(self) -> str:
-        """Return the present stage of the launcher, in words."""
-        status = self.view.status
-        return self.view.notice or (self.view.stage if status is None else str(status.phase))
 
     # ---- signals ------------------------------------------------------------------------------------------
 
@@ -407,20 +398,6 @@ class Job:
             )
         else:
             self.event(f"SIGUSR1: a checkpoint is saved after step {done.step}")
-
-
-def _meeting() -> dict[str, str]:
-    """The ranks of a replica find each other through the controller."""
-    return {"COSMOS_RENDEZVOUS": secrets.token_hex(8)}
-
-
-def _is_worker(role: Role) -> bool:
-    return role in (Role.POLICY, Role.ROLLOUT, Role.DATA)
-
-
-def _state(kept: Supervised) -> str:
-    total = kept.restarts.total
-    return kept.state + (f" ({total} restarts)" if total else "")
 
 
 def _blamed(ending: Ending) -> Outcome:

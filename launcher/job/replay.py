@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,11 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
             "first-step": first, "steps": len(recorded), "repeat": wanted.repeat,
         }  # fmt: skip
         spelled = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-        replica = _placed(config, recorded[first].ranks, [str(run.path), *spelled], env)
+        ranks = recorded[first].ranks
+        try:
+            replica = placement.replay(config, find_machine(env), ranks, [str(run.path), *spelled])
+        except PlacementError as error:
+            raise ConfigError([error.problem]) from None
         screen = Screen(str(run.path), recorded, changes, wanted.as_json)
         setting = Setting(
             Folders(directory, directory, run.profiles),
@@ -165,8 +170,9 @@ def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts
     except FrameError as error:
         hint = "leave its step out with --first-step and --steps"
         raise LaunchError(str(error), hint, EXIT_FAILED) from None
-    job = _job_of(run)
-    job_then = facts[chosen[0]].job_id
+    job, job_then = "", facts[chosen[0]].job_id
+    with suppress(OSError):
+        job = (run.path / "job_id").read_text().strip()
     for step, found in facts.items():
         if found.job_id != (job or job_then):
             path = batch_file.path_of(folder, step)
@@ -175,25 +181,11 @@ def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts
     return facts
 
 
-def _job_of(run: RunDir) -> str:
-    try:
-        return (run.path / "job_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _how_to_record(run: RunDir) -> str:
     if (run.summary() or {}).get("outcome") == "finished":
         return f"run it again: cosmos-launch --config {run.config_toml} --set {KEY}=8"
     first = f"cosmos-launch stop {run.path} --wait 60, then " if run.is_alive() else ""
     return f"{first}cosmos-launch --resume {run.path} --set {KEY}=8 keeps those of the newest 8 steps"
-
-
-def _placed(config: Config, ranks: int, arguments: Sequence[str], env: Mapping[str, str]) -> Replica:
-    try:
-        return placement.replay(config, find_machine(env), ranks, arguments)
-    except PlacementError as error:
-        raise ConfigError([error.problem]) from None
 
 
 def sweep(profiles: Path) -> None:

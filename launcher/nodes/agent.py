@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from launcher.nodes.announcement import (
     place_of,
     shared_directories,
 )
-from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, T
+from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, RefusedError
 from launcher.nodes.orders import OrderError, Orders, run_of
 from launcher.plan import nsight
 from launcher.plan.credentials import trust
@@ -63,12 +63,6 @@ class Joining:
     head: HeadAddress
     number: int | None
     env: Mapping[str, str]
-
-
-class _RefusedError(Exception):
-    def __init__(self, refusal: m.Refusal) -> None:
-        super().__init__(refusal.reason)
-        self.refusal = refusal
 
 
 async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
@@ -108,7 +102,7 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
     while True:
         try:
             return await _handshake(joining, known, place, event)
-        except _RefusedError as error:
+        except RefusedError as error:
             refusal, held = error.refusal, held or time.monotonic()
             # A node that died a moment ago is believed to be there until its silence is noticed.
             if not refusal.again or time.monotonic() - held > 2 * config.controller.heartbeat_timeout:
@@ -164,10 +158,10 @@ async def _handshake(
                     clock=time.time(), machine=joining.machine, facts=dict(known),
                 )
             )  # fmt: skip
-            challenge = await _answer(link, m.Challenge)
+            challenge = await link.expect(m.Challenge)
             run = run_of(config, challenge.run)
             link.send(m.Proof(faults=await _prove(challenge, shared_directories(config, run))))
-            welcome = await _answer(link, m.Welcome)
+            welcome = await link.expect(m.Welcome)
         nodes = config.placement.nodes
         if not 0 < welcome.node < nodes or joining.number not in (None, welcome.node):
             raise OrderError(f"the head makes this machine node {welcome.node} of {nodes}")
@@ -208,15 +202,6 @@ async def _proven(
     except BaseException:
         writer.transport.abort()
         raise
-
-
-async def _answer(link: Link, kind: type[T]) -> T:
-    message = await link.receive()
-    if isinstance(message, m.Refusal):
-        raise _RefusedError(message)
-    if not isinstance(message, kind):
-        raise LinkClosedError(f"expected {kind.__name__}, not {type(message).__name__}")
-    return message
 
 
 async def _prove(challenge: m.Challenge, directories: Mapping[str, str]) -> dict[str, str]:
@@ -301,7 +286,9 @@ class Node:
             except OrderError as error:
                 raise LinkClosedError(str(error)) from None
         elif isinstance(message, m.Start):
-            self._task(self._start(message))
+            task = asyncio.create_task(self._start(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         elif isinstance(message, m.Signal):
             process = self._processes.get(message.number)
             if process is not None:
@@ -322,8 +309,11 @@ class Node:
             process = await self._host.spawn(Order(spec, {}))
         except (OSError, OrderError) as error:
             self._names.discard(name)
-            self._not_started(message, error)
-            return
+            verb = "refuses" if isinstance(error, OrderError) else "cannot start a process"
+            text = f"{socket.gethostname()} {verb}: {error}"
+            self._event(text)
+            self._link.send(m.Started(number=message.number, pid=0))
+            return self._link.send(m.Ended.of(message.number, NOT_STARTED, (text,)))
         self._processes[message.number] = process
         self._event(f"{spec.name} is started (pid {process.pid})")
         self._link.send(m.Started(number=message.number, pid=process.pid))
@@ -332,18 +322,6 @@ class Node:
         self._names.discard(name)
         self._event(f"{spec.name} has ended (exit code {end.code})")
         self._link.send(m.Ended.of(message.number, end.code, end.lines, end.out_of_memory))
-
-    def _not_started(self, message: m.Start, error: Exception) -> None:
-        verb = "refuses" if isinstance(error, OrderError) else "cannot start a process"
-        text = f"{socket.gethostname()} {verb}: {error}"
-        self._event(text)
-        self._link.send(m.Started(number=message.number, pid=0))
-        self._link.send(m.Ended.of(message.number, NOT_STARTED, (text,)))
-
-    def _task(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _end_all(self) -> None:
         """SIGTERM, the grace, then kill; none is left."""

@@ -14,6 +14,7 @@ import re
 import socket
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -62,15 +63,14 @@ class HeadAddress:
 
     def listening_host(self) -> str | None:
         """Return the host to listen at; None, all addresses, where its name means the loopback one to the head."""
+        with suppress(ValueError):
+            ip_address(self.host)
+            return self.host
         try:
-            return (
-                None if not _is_address(self.host) and all(map(is_loopback, self._addresses())) else self.host
-            )
+            infos = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
         except OSError:
             return self.host
-
-    def _addresses(self) -> list[str]:
-        return [str(found[4][0]) for found in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)]
+        return None if all(is_loopback(str(info[4][0])) for info in infos) else self.host
 
     def is_here(self) -> bool:
         """Whether this machine has the address: one can listen there. Raises LaunchError if the name is unknown."""
@@ -124,14 +124,6 @@ class Announcement:
         except (TypeError, ValueError):
             return None
         return made if isinstance(made.token, str) and made.token else None
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def place_of(config: Config, head: HeadAddress) -> Path:

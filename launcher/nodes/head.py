@@ -288,7 +288,8 @@ class NodeServer:
             hello = await link.expect(m.Hello)
         number, refusal = self._number_for(hello)
         if refusal is None and number in self._taken:
-            refusal = self._twice(number)
+            reason = f"{self.hosts[number].name} is there already"
+            refusal = m.Refusal(reason=reason, hint="start the command once on each machine", again=True)
         if refusal is not None:
             return self._refuse(link, hello, refusal)
         self._taken.add(number)
@@ -326,10 +327,6 @@ class NodeServer:
             return (before or free)[0], None
         reason = f"all {len(self.hosts) + 1} nodes are there (placement.nodes)"
         return 0, m.Refusal(reason=reason, hint="start the command once on each machine", again=True)
-
-    def _twice(self, number: int) -> m.Refusal:
-        reason = f"{self.hosts[number].name} is there already"
-        return m.Refusal(reason=reason, hint="start the command once on each machine", again=True)
 
     def _disagreement(self, hello: m.Hello, number: int) -> m.Refusal | None:
         if apart := clocks_apart(time.time(), hello.clock):

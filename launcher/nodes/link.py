@@ -17,7 +17,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from launcher.nodes.announcement import HeadAddress
-from launcher.nodes.messages import ADAPTER, AnyMessage, Beat, Message
+from launcher.nodes.messages import ADAPTER, AnyMessage, Beat, Message, Refusal
 from schema.util.proof import Handshake, Speaker
 from schema.util.proof_exchange import (
     ANSWER_BYTES,
@@ -46,6 +46,14 @@ BEATS = 5
 
 class LinkClosedError(Exception):
     """The other side is gone, or does not speak our language; the message says which."""
+
+
+class RefusedError(LinkClosedError):
+    """The head refuses this machine."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 class Link:
@@ -154,8 +162,10 @@ class Link:
         return body
 
     async def expect(self, kind: type[T]) -> T:
-        """The next message, of this kind. Raises LinkClosedError."""
+        """The next message, of this kind. Raises LinkClosedError, and RefusedError for a refusal."""
         message = await self.receive()
+        if isinstance(message, Refusal):
+            raise RefusedError(message)
         if not isinstance(message, kind):
             raise LinkClosedError(f"expected {kind.__name__}, not {type(message).__name__}")
         return message

@@ -146,19 +146,7 @@ class Finish(Message):
 
 
 AnyMessage = Annotated[
-    Hello
-    | Challenge
-    | Proof
-    | Refusal
-    | Welcome
-    | Layout
-    | Start
-    | Signal
-    | Started
-    | Ended
-    | Beat
-    | Leave
-    | Finish,
+    Hello | Challenge | Proof | Refusal | Welcome | Layout | Start | Signal | Started | Ended | Beat | Leave | Finish,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)

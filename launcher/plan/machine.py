@@ -40,8 +40,9 @@ class GpuFacts:
 
 def find_machine(env: Mapping[str, str]) -> Machine:
     """Look around. CUDA_VISIBLE_DEVICES in `env` limits the GPUs as usual."""
-    listed = _ask_driver()
-    gpus = visible_gpus(len(listed) or _count_device_files(), env.get("CUDA_VISIBLE_DEVICES"))
+    listed = parse_driver(_query_driver("index,uuid,compute_cap"))
+    files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    gpus = visible_gpus(len(listed) or len(files), env.get("CUDA_VISIBLE_DEVICES"))
     if not torch_has_cuda():
         return Machine(count_cores(), unused_gpus=len(gpus))
     return Machine(count_cores(), gpus, capabilities=tuple(_capability_of(name, listed) for name in gpus))
@@ -58,11 +59,6 @@ def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
             break
         chosen.append(name)
     return tuple(chosen)
-
-
-def _ask_driver() -> list[GpuFacts]:
-    """All GPUs of the machine; empty without an NVIDIA driver that answers."""
-    return parse_driver(_query_driver("index,uuid,compute_cap"))
 
 
 def _query_driver(fields: str) -> str:
@@ -107,10 +103,6 @@ def _capability_of(name: str, listed: list[GpuFacts]) -> Capability | None:
     return next(
         (fact.capability for fact in listed if fact.index == name or fact.uuid.startswith(name)), None
     )
-
-
-def _count_device_files() -> int:
-    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 
 def torch_has_cuda() -> bool:

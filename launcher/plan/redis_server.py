@@ -85,7 +85,13 @@ def embedded(data_dir: Path) -> RedisServer:
     A file in `data_dir` names that directory: if launcher and keeper were killed, the next start removes it.
     """
     note = data_dir / "socket-directory"
-    _remove_left(note)
+    with contextlib.suppress(
+        OSError
+    ):  # what an earlier start has left, if it is still ours and holds a socket alone
+        left = Path(note.read_text().strip())
+        if left.name.startswith("cosmos-") and left.lstat().st_uid == os.geteuid():
+            (left / "redis.sock").unlink(missing_ok=True)
+            left.rmdir()
     directory = tempfile.mkdtemp(prefix="cosmos-", dir=short_directory(len("/cosmos-01234567/redis.sock")))
     socket = os.path.join(directory, "redis.sock")
     binary = valkey_binary()
@@ -95,15 +101,6 @@ def embedded(data_dir: Path) -> RedisServer:
     argv = command(binary, socket, data_dir)
     spec = ProcessSpec("redis", Role.REDIS, argv)
     return RedisServer(f"unix://{socket}", "", Replica("redis", Role.REDIS, (spec,)), directory)
-
-
-def _remove_left(note: Path) -> None:
-    """Remove the directory that an earlier start has left behind, if it is still ours and holds a socket alone."""
-    with contextlib.suppress(OSError):
-        directory = Path(note.read_text().strip())
-        if directory.name.startswith("cosmos-") and directory.lstat().st_uid == os.geteuid():
-            (directory / "redis.sock").unlink(missing_ok=True)
-            directory.rmdir()
 
 
 TLS_HINT = (

@@ -227,12 +227,8 @@ class RunDir:
         found = read_json(self.summary_json)
         if found is None or found.get("outcome") not in OUTCOMES:
             return None
-        model = self.path / "final"
-        return {
-            **found,
-            "run_dir": str(self.path),
-            "final_model": str(model) if found.get("final_model") else None,
-        }
+        model = str(self.path / "final") if found.get("final_model") else None
+        return {**found, "run_dir": str(self.path), "final_model": model}
 
     def leaving(self) -> list[str]:
         """Roles whose processes still run: the job's, or what outlives a killed launcher."""
@@ -243,14 +239,20 @@ class RunDir:
         try:
             handle = os.open(self.locks / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise _not_ours(self.path, error) from None
+            raise LaunchError(
+                f"{self.path} cannot be written to: {error.strerror}",
+                "go on with it as the user who started it, where it can be written, or copy it and resume the copy",
+            ) from None
         give_up = time.monotonic() + LOCK_PATIENCE
         try:
             while not (free := try_lock(handle, exclusive=True)) and time.monotonic() < give_up:
                 time.sleep(LEAVING_POLL)
         except OSError as error:
             os.close(handle)
-            raise _not_lockable(self.path, error) from None
+            raise LaunchError(
+                f"train.output_dir: files in {self.path} cannot be locked: {error.strerror}",
+                "choose a directory on a file system that has locks",
+            ) from None
         if not free:
             os.close(handle)
             raise already_running(self)
@@ -315,12 +317,8 @@ class RunDir:
         except (KeyError, TypeError, ValueError, AttributeError):
             return
         known = self.earlier()
-        total = Counter(known["restarts"]) + Counter(restarts)
-        written = {
-            "starts": known["starts"] + 1,
-            "elapsed_s": known["elapsed_s"] + seconds,
-            "restarts": total,
-        }
+        written = {"starts": known["starts"] + 1, "elapsed_s": known["elapsed_s"] + seconds}
+        written["restarts"] = Counter(known["restarts"]) + Counter(restarts)
         write_text(self.starts_json, json.dumps(written) + "\n")
 
     def sweep(self) -> None:
@@ -329,20 +327,6 @@ class RunDir:
             for path in folder.glob(".*"):
                 if TEMPORARY.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
-
-
-def _not_lockable(path: Path, error: OSError) -> LaunchError:
-    return LaunchError(
-        f"train.output_dir: files in {path} cannot be locked: {error.strerror}",
-        "choose a directory on a file system that has locks",
-    )
-
-
-def _not_ours(path: Path, error: OSError) -> LaunchError:
-    return LaunchError(
-        f"{path} cannot be written to: {error.strerror}",
-        "go on with it as the user who started it, where it can be written, or copy it and resume the copy",
-    )
 
 
 def already_running(run: RunDir) -> LaunchError:

@@ -140,32 +140,24 @@ def _controller(config: Config) -> NoReturn:
 def _alone(run: RunDir, seconds: float) -> Iterator[None]:
     """Be the one controller that writes in the run directory. Raises LaunchError: another one is, all the time."""
     path = run.locks / "preparation.lock"
+    give_up = time.monotonic() + seconds
     try:
-        handle = _locked(path, seconds)
+        handle = open_lock(path)
+        while not (taken := try_lock(handle, exclusive=True)) and time.monotonic() < give_up:
+            time.sleep(LOOK)
     except OSError as error:
         hint = "name a claim whose file system has locks"
         raise LaunchError(f"{path} cannot be locked: {error.strerror}", hint, EXIT_FAILED) from None
-    if handle is None:
-        raise LaunchError(
-            f"another controller has prepared the data in {run.path} for {seconds:g} s",
-            "its log says what it does; this one waits again when it is started again",
-            EXIT_FAILED,
-        )
     try:
+        if not taken:
+            raise LaunchError(
+                f"another controller has prepared the data in {run.path} for {seconds:g} s",
+                "its log says what it does; this one waits again when it is started again",
+                EXIT_FAILED,
+            )
         yield
     finally:
         release(handle)
-
-
-def _locked(path: Path, seconds: float) -> int | None:
-    """The open file once it is locked; None after so many seconds. Raises OSError."""
-    handle, give_up = open_lock(path), time.monotonic() + seconds
-    while not try_lock(handle, exclusive=True):
-        if time.monotonic() >= give_up:
-            release(handle)
-            return None
-        time.sleep(LOOK)
-    return handle
 
 
 def _keep_config(run: RunDir, config: Config) -> None:
@@ -229,7 +221,9 @@ def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | 
     typer.echo(reason, err=True)
     if stay and not ended.signalled and _is_over(status):
         typer.echo("nothing is left to do: waiting for SIGTERM", err=True)
-        _wait_for_the_end()
+        leave = {signal.SIGTERM, signal.SIGINT}
+        signal.pthread_sigmask(signal.SIG_BLOCK, leave)
+        signal.sigwait(leave)
         return EXIT_OK
     return code
 
@@ -245,12 +239,6 @@ async def _until_hung(name: str, config: Config, url: str, token: str) -> str:
                 for info in await client.send(api.replicas(name)):
                     if is_hung(info, time.monotonic() - began, timeout):
                         return f"{name} is alive, but has sent nothing for {info.last_seen_s:.0f} s"
-
-
-def _wait_for_the_end() -> None:
-    leave = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, leave)
-    signal.sigwait(leave)
 
 
 def _is_over(status: JobStatus | None) -> bool:

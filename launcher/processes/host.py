@@ -136,7 +136,12 @@ class LocalHost:
     async def spawn(self, order: Order) -> LocalProcess:
         spec, folders = order.spec, self.folders
         role = "workers" if spec.role not in ("redis", "controller") else str(spec.role)
-        self._make_folders(order)
+        # Somebody may have removed what the process needs.
+        folders.logs.mkdir(parents=True, exist_ok=True)
+        for folder in (folders.locks, *([Path(order.keeps)] if order.keeps else [])):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if order.private:
+            make_private(Path(order.private))
         settings = keeper.Settings(
             parent=os.getpid(),
             grace=self.grace,
@@ -160,14 +165,6 @@ class LocalHost:
                 stderr=output,
             )
         return LocalProcess(started, log_file, begins)
-
-    def _make_folders(self, order: Order) -> None:
-        """Make what the process needs and somebody may have removed."""
-        self.folders.logs.mkdir(parents=True, exist_ok=True)
-        for own in (self.folders.locks, *([Path(order.keeps)] if order.keeps else [])):
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if order.private:
-            make_private(Path(order.private))
 
 
 class LocalProcess:

@@ -99,10 +99,8 @@ def descendants(root: int) -> list[int]:
     """All living processes below `root`, from /proc; empty where there is none."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if entry.isdigit():
-            parent = _parent(int(entry))
-            if parent is not None:
-                children.setdefault(parent, []).append(int(entry))
+        if entry.isdigit() and (stat := _stat(int(entry))) is not None:
+            children.setdefault(int(stat[1]), []).append(int(entry))
     found: list[int] = []
     todo = [root]
     while todo:
@@ -172,12 +170,6 @@ def left_behind(keeper: int) -> list[int]:
         if marked or stat[3] == str(keeper):
             found.append(int(entry))
     return found
-
-
-def _parent(pid: int) -> int | None:
-    """The parent of a living process."""
-    stat = _stat(pid)
-    return None if stat is None else int(stat[1])
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -20,7 +20,6 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,9 +32,9 @@ from launcher.plan.pods import pods
 from launcher.plan.rundir import Tokens
 from launcher.restarts import EXIT_OK
 from launcher.targets.manifests import scaling, services, workers
-from launcher.targets.manifests.base import ClusterJob, Manifest
+from launcher.targets.manifests.base import ClusterJob, Manifest, manifest
 from schema.config import Config
-from schema.config.loading.load import load
+from schema.config.loading.load import Loaded
 from schema.config.rules.model import unread_models
 from schema.util.atomic_file import write_text
 from schema.util.text import visible
@@ -60,6 +59,7 @@ CRDS = {
 """Kinds that a cluster must have first: the project that brings each, its definition, and what needs none."""
 BASE, OVERLAY, SECRETS = "base", "kustomization.yaml", "secrets.yaml"
 KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
+_TEXT = "tag:yaml.org,2002:str"
 OWN = """\
 # What `kubectl apply -k` reads. This file is yours: it is written once, and stays when the manifests in base/ are
 # rendered again. What cosmos-launch has no key for is changed here, for example:
@@ -89,10 +89,12 @@ def render(job: ClusterJob) -> dict[str, list[Manifest]]:
     callers = ["keda"] if chosen == "keda" else []
     callers += [kubernetes.metrics_namespace] if kubernetes.metrics_namespace else []
     files = {
-        "config.yaml": [services.config_map(job)],
+        "config.yaml": [
+            manifest("v1", "ConfigMap", job, "", "config", data={"config.json": job.config_json})
+        ],
         SECRETS: services.secrets(job),
         "storage.yaml": services.storage(job),
-        "accounts.yaml": services.accounts(job),
+        "accounts.yaml": [manifest("v1", "ServiceAccount", job, "", automountServiceAccountToken=False)],
         "network.yaml": services.network(job, callers),
         "redis.yaml": services.redis(job),
         "controller.yaml": services.controller(job),
@@ -101,16 +103,6 @@ def render(job: ClusterJob) -> dict[str, list[Manifest]]:
         "scaler.yaml": scaler,
     }
     return {name: objects for name, objects in files.items() if objects}
-
-
-def kustomization(job: ClusterJob, files: Sequence[str]) -> Manifest:
-    """The base."""
-    return {
-        "apiVersion": KUSTOMIZE,
-        "kind": "Kustomization",
-        "namespace": job.config.kubernetes.namespace,
-        "resources": list(files),
-    }
 
 
 def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") -> ClusterJob:
@@ -207,21 +199,13 @@ def _tokens(earlier: Mapping[str, Any]) -> Tokens:
 # ---- the command ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The options of the command. directory: None is kubernetes/<name of the job>. apply: give it to the cluster."""
+def write(loaded: Loaded, directory: Path | None, env: Mapping[str, str], *, applies: bool) -> int:
+    """Write the manifests; the exit code. Raises ConfigError, LaunchError.
 
-    configs: Sequence[Path]
-    overrides: Sequence[str]
-    directory: Path | None
-    apply: bool
-
-
-def write(wanted: Wanted, env: Mapping[str, str]) -> int:
-    """Write the manifests; the exit code. Raises ConfigError, LaunchError."""
-    loaded = load(wanted.configs, wanted.overrides, env, elsewhere=True)
+    directory: None is kubernetes/<name of the job>. applies: whether they are given to the cluster.
+    """
     config = loaded.config
-    target = wanted.directory or Path("kubernetes") / _name(config)
+    target = directory or Path("kubernetes") / _name(config)
     job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
     files = render(job)
     _write_files(target, job, files)
@@ -237,7 +221,7 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
             "warning: logging.logger: trackers follow jobs that are run from here; pods report /metrics",
             err=True,
         )
-    if not wanted.apply:
+    if not applies:
         typer.echo(f"give it to the cluster with kubectl apply -k {target}")
         return EXIT_OK
     return apply(target, [one["kind"] for objects in files.values() for one in objects])
@@ -247,7 +231,8 @@ def _write_files(target: Path, job: ClusterJob, files: Mapping[str, Sequence[Man
     base, overlay = target / BASE, target / OVERLAY
     base.mkdir(parents=True, exist_ok=True)
     texts = {name: _text(objects) for name, objects in files.items()}
-    texts[OVERLAY] = _text([kustomization(job, list(files))])
+    listed = {"namespace": job.config.kubernetes.namespace, "resources": list(files)}
+    texts[OVERLAY] = _text([{"apiVersion": KUSTOMIZE, "kind": "Kustomization", **listed}])
     for name, text in texts.items():
         write_text(base / name, text, mode=0o600 if name == SECRETS else 0o666)
         typer.echo(str(base / name))
@@ -265,17 +250,15 @@ def _write_files(target: Path, job: ClusterJob, files: Mapping[str, Sequence[Man
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]
-    """Without anchors: what two pods have in common is written twice. Texts of several lines stay readable."""
+    """Write no anchors: what two pods have in common is written twice. Texts of several lines stay readable."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _text_of(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Plain.add_representer(str, _text_of)
+_Plain.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style="|" if "\n" in text else None)
+)
 
 
 def _text(objects: Sequence[Manifest]) -> str:

@@ -99,9 +99,7 @@ def _batch(job: SlurmJob) -> str:
     command += [part for text in job.overrides for part in ("--set", text)]
     command += ["--no-rollouts"] if job.rollouts else []
     started = f'srun {shlex.join([*ours, *command])} --set "train.timestamp=\\"$name\\"" --resume'
-    lines = [
-        *_header(job, job.name, [f"--nodes={job.nodes}", "--ntasks-per-node=1", *_gpus("node", job.gpus)])
-    ]
+    lines = [*_header(job, job.name, [f"--nodes={job.nodes}", "--ntasks-per-node=1", *_gpus(job.gpus)])]
     lines += [f"#SBATCH --signal=B:USR2@{WARNING}", "set -euo pipefail", "", "name=slurm-$SLURM_JOB_ID"]
     lines += [f"run={shlex.quote(job.output)}/$name"]
     if job.nodes > 1:
@@ -139,7 +137,7 @@ def _batch(job: SlurmJob) -> str:
 
 
 def _rollouts(job: SlurmJob) -> str:
-    sizes = [f"--array=0-{job.rollouts - 1}", "--nodes=1", "--ntasks=1", *_gpus("node", job.rollout_gpus)]
+    sizes = [f"--array=0-{job.rollouts - 1}", "--nodes=1", "--ntasks=1", *_gpus(job.rollout_gpus)]
     lines = [*_header(job, f"{job.name}-rollout", sizes, log="%A_%a")]
     lines += [
         "set -euo pipefail",
@@ -158,8 +156,8 @@ def _header(job: SlurmJob, name: str, sizes: Sequence[str], log: str = "%j") -> 
     yield from (f"#SBATCH {option}" for option in [*own, *job.options])
 
 
-def _gpus(per: str, count: int) -> list[str]:
-    return [f"--gpus-per-{per}={count}"] if count else []
+def _gpus(count: int) -> list[str]:
+    return [f"--gpus-per-node={count}"] if count else []
 
 
 # ---- the command ---------------------------------------------------------------------------------------------

@@ -134,12 +134,16 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
     """The pod template."""
     kubernetes = job.config.kubernetes
     # HOME is a folder of the pod, since the rest of its root cannot be written; some libraries ask who they are.
-    env = [value("HOME", "/tmp"), value("USER", "cosmos"), *_caches(job, pod), *pod.env]  # noqa: S108 - of this pod alone
+    env = [value("HOME", "/tmp"), value("USER", "cosmos")]  # noqa: S108 - of this pod alone
+    if (
+        pod.component != "scaler"
+    ):  # files of the hub are on the claim: once for all pods, and for their successors
+        env.append(value("HF_HOME", f"{kubernetes.volume_path}/huggingface"))
     container: Manifest = {
         "name": pod.component,
         "image": image(job, pod.component),
         "command": ["cosmos-launch", *pod.command],
-        "env": env,
+        "env": [*env, *pod.env],
         "resources": _resources(job, pod),
         "securityContext": confined(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -176,15 +180,6 @@ def pulls(job: ClusterJob) -> Manifest:
     """Fields of a pod that say how its image is pulled."""
     found = [{"name": name} for name in job.config.kubernetes.pull_secrets]
     return {"imagePullSecrets": found} if found else {}
-
-
-def _caches(job: ClusterJob, pod: Pod) -> list[Manifest]:
-    """Keep files of the hub on the claim: once for all pods, and for their successors."""
-    return (
-        []
-        if pod.component == "scaler"
-        else [value("HF_HOME", f"{job.config.kubernetes.volume_path}/huggingface")]
-    )
 
 
 def unprivileged(user: int) -> Manifest:

@@ -7,17 +7,8 @@ from __future__ import annotations
 
 import math
 
-from launcher.targets.manifests.base import (
-    ClusterJob,
-    Manifest,
-    Pod,
-    from_secret,
-    labels,
-    manifest,
-    selector,
-    template,
-    value,
-)
+from launcher.targets.manifests import base
+from launcher.targets.manifests.base import ClusterJob, Manifest, Pod
 
 FAILURES = 3
 """Answers in a row that KEDA misses before it keeps the number that there is."""
@@ -70,8 +61,8 @@ def keda(job: ClusterJob) -> list[Manifest]:
     token = {"parameter": "token", "name": f"{job.name}-tokens", "key": "rollout"}
     api = "keda.sh/v1alpha1"
     return [
-        manifest(api, "TriggerAuthentication", job, "rollout", spec={"secretTargetRef": [token]}),
-        manifest(api, "ScaledObject", job, "rollout", spec=spec),
+        base.manifest(api, "TriggerAuthentication", job, "rollout", spec={"secretTargetRef": [token]}),
+        base.manifest(api, "ScaledObject", job, "rollout", spec=spec),
     ]
 
 
@@ -91,7 +82,7 @@ def hpa(job: ClusterJob) -> list[Manifest]:
             }
         ],
     }
-    return [manifest("autoscaling/v2", "HorizontalPodAutoscaler", job, "rollout", spec=spec)]
+    return [base.manifest("autoscaling/v2", "HorizontalPodAutoscaler", job, "rollout", spec=spec)]
 
 
 def command(job: ClusterJob, obeys: bool) -> list[Manifest]:
@@ -113,23 +104,23 @@ def command(job: ClusterJob, obeys: bool) -> list[Manifest]:
             }
         )
     if job.config.kubernetes.deletion_cost:
-        argv += ["--costs", ",".join(f"{key}={text}" for key, text in labels(job, "rollout").items())]
+        argv += ["--costs", ",".join(f"{key}={text}" for key, text in base.labels(job, "rollout").items())]
         rules.append({"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]})
-    env = [from_secret("COSMOS_TOKEN", job, "tokens", "rollout")]
+    env = [base.from_secret("COSMOS_TOKEN", job, "tokens", "rollout")]
     if job.config.controller.tls_ca:
-        env.append(value("COSMOS_TLS_CA", job.config.controller.tls_ca))
+        env.append(base.value("COSMOS_TLS_CA", job.config.controller.tls_ca))
     pod = Pod("scaler", argv, env, memory="256Mi", grace=10, account=name)
     spec = {
         "replicas": 1,
         "strategy": {"type": "Recreate"},
-        "selector": selector(job, "scaler"),
-        "template": template(job, pod),
+        "selector": base.selector(job, "scaler"),
+        "template": base.template(job, pod),
     }
     rbac = "rbac.authorization.k8s.io"
     return [
-        manifest("v1", "ServiceAccount", job, "scaler", automountServiceAccountToken=False),
-        manifest(f"{rbac}/v1", "Role", job, "scaler", rules=rules),
-        manifest(
+        base.manifest("v1", "ServiceAccount", job, "scaler", automountServiceAccountToken=False),
+        base.manifest(f"{rbac}/v1", "Role", job, "scaler", rules=rules),
+        base.manifest(
             f"{rbac}/v1",
             "RoleBinding",
             job,
@@ -137,5 +128,5 @@ def command(job: ClusterJob, obeys: bool) -> list[Manifest]:
             roleRef={"apiGroup": rbac, "kind": "Role", "name": name},
             subjects=[{**subject, "namespace": namespace}],
         ),
-        manifest("apps/v1", "Deployment", job, "scaler", spec=spec),
+        base.manifest("apps/v1", "Deployment", job, "scaler", spec=spec),
     ]

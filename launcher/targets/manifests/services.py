@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from launcher.plan.redis_server import TIMER_HZ
-from launcher.targets.manifests.base import (
-    CONFIG_FOLDER,
-    VALKEY_USER,
-    ClusterJob,
-    Manifest,
-    Pod,
-    confined,
-    from_secret,
-    labels,
-    manifest,
-    pulls,
-    selector,
-    template,
-    unprivileged,
-)
+from launcher.targets.manifests import base
+from launcher.targets.manifests.base import ClusterJob, Manifest, Pod
 
 REDIS_PORT = 6379
 REDIS_MEMORY, REDIS_DISK = "8Gi", "20Gi"
@@ -28,11 +15,6 @@ PREPARATION = 6 * 3600
 WORKERS = ["policy", "rollout"]
 
 
-def config_map(job: ClusterJob) -> Manifest:
-    """The resolved configuration; no secret is in it."""
-    return manifest("v1", "ConfigMap", job, "", "config", data={"config.json": job.config_json})
-
-
 def secrets(job: ClusterJob) -> list[Manifest]:
     """The tokens of the roles, and what only controller and Valkey share."""
     tokens = {name: getattr(job.tokens, name) for name in ("user", "rollout", "policy")}
@@ -41,18 +23,14 @@ def secrets(job: ClusterJob) -> list[Manifest]:
         "password": job.redis_password,
     }
     if job.own_redis:
-        redis["valkey.conf"] = _valkey_conf(job.redis_password)
+        redis["valkey.conf"] = (
+            f'port {REDIS_PORT}\ndir /data\nappendonly yes\nappendfsync everysec\nhz {TIMER_HZ}\nsave ""\n'
+            f"maxmemory-policy noeviction\nrequirepass {job.redis_password}\n"
+        )
     return [
-        manifest("v1", "Secret", job, "", name, type="Opaque", stringData=data)
+        base.manifest("v1", "Secret", job, "", name, type="Opaque", stringData=data)
         for name, data in (("tokens", tokens), ("redis", redis))
     ]
-
-
-def _valkey_conf(password: str) -> str:
-    return (
-        f'port {REDIS_PORT}\ndir /data\nappendonly yes\nappendfsync everysec\nhz {TIMER_HZ}\nsave ""\n'
-        f"maxmemory-policy noeviction\nrequirepass {password}\n"
-    )
 
 
 def storage(job: ClusterJob) -> list[Manifest]:
@@ -66,12 +44,7 @@ def storage(job: ClusterJob) -> list[Manifest]:
     }
     if kubernetes.storage_class:
         spec["storageClassName"] = kubernetes.storage_class
-    return [manifest("v1", "PersistentVolumeClaim", job, "", "runs", spec=spec)]
-
-
-def accounts(job: ClusterJob) -> list[Manifest]:
-    """Return the account of the pods, which ask nothing of the cluster."""
-    return [manifest("v1", "ServiceAccount", job, "", automountServiceAccountToken=False)]
+    return [base.manifest("v1", "PersistentVolumeClaim", job, "", "runs", spec=spec)]
 
 
 def network(job: ClusterJob, namespaces: list[str]) -> list[Manifest]:
@@ -91,7 +64,7 @@ def network(job: ClusterJob, namespaces: list[str]) -> list[Manifest]:
         ports = [{"port": REDIS_PORT, "protocol": "TCP"}]
         rules.append(("redis", ["redis"], [{"from": from_controller, "ports": ports}]))
     return [
-        manifest(
+        base.manifest(
             "networking.k8s.io/v1",
             "NetworkPolicy",
             job,
@@ -106,7 +79,7 @@ def network(job: ClusterJob, namespaces: list[str]) -> list[Manifest]:
 def _pods(job: ClusterJob, components: list[str]) -> Manifest:
     key = "app.kubernetes.io/component"
     among = [{"key": key, "operator": "In", "values": components}]
-    return {"podSelector": {"matchLabels": labels(job), "matchExpressions": among}}
+    return {"podSelector": {"matchLabels": base.labels(job), "matchExpressions": among}}
 
 
 def redis(job: ClusterJob) -> list[Manifest]:
@@ -126,7 +99,7 @@ def redis(job: ClusterJob) -> list[Manifest]:
             "requests": {"cpu": "500m", "memory": REDIS_MEMORY},
             "limits": {"memory": REDIS_MEMORY},
         },
-        "securityContext": confined(),
+        "securityContext": base.confined(),
         "volumeMounts": [
             {"name": "data", "mountPath": "/data"},
             {"name": "config", "mountPath": "/etc/valkey", "readOnly": True},
@@ -138,20 +111,23 @@ def redis(job: ClusterJob) -> list[Manifest]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 60,
-        "securityContext": unprivileged(VALKEY_USER),
+        "securityContext": base.unprivileged(base.VALKEY_USER),
         "containers": [container],
         "volumes": [{"name": "config", "secret": conf}],
-        **pulls(job),
+        **base.pulls(job),
     }
     disk = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": REDIS_DISK}}}
     spec = {
         "serviceName": f"{job.name}-redis",
         "replicas": 1,
-        "selector": selector(job, "redis"),
-        "template": {"metadata": {"labels": labels(job, "redis")}, "spec": pod},
+        "selector": base.selector(job, "redis"),
+        "template": {"metadata": {"labels": base.labels(job, "redis")}, "spec": pod},
         "volumeClaimTemplates": [{"metadata": {"name": "data"}, "spec": disk}],
     }
-    return [_service(job, "redis", REDIS_PORT), manifest("apps/v1", "StatefulSet", job, "redis", spec=spec)]
+    return [
+        _service(job, "redis", REDIS_PORT),
+        base.manifest("apps/v1", "StatefulSet", job, "redis", spec=spec),
+    ]
 
 
 def controller(job: ClusterJob) -> list[Manifest]:
@@ -162,14 +138,14 @@ def controller(job: ClusterJob) -> list[Manifest]:
     ready = {"httpGet": {"path": "/readyz", "port": "http", "scheme": scheme}, "periodSeconds": 2}
     memory = CONTROLLER_MEMORY + config.controller.max_buffered_bytes
     env = [
-        from_secret(f"COSMOS_TOKEN_{role.upper()}", job, "tokens", role)
+        base.from_secret(f"COSMOS_TOKEN_{role.upper()}", job, "tokens", role)
         for role in ("user", "rollout", "policy")
     ]
-    env += [from_secret("COSMOS_REDIS_URL", job, "redis", "url")]
-    env += [from_secret("COSMOS_REDIS_PASSWORD", job, "redis", "password")]
+    env += [base.from_secret("COSMOS_REDIS_URL", job, "redis", "url")]
+    env += [base.from_secret("COSMOS_REDIS_PASSWORD", job, "redis", "password")]
     pod = Pod(
         "controller",
-        ["pod", "controller", "--config", f"{CONFIG_FOLDER}/config.json"],
+        ["pod", "controller", "--config", f"{base.CONFIG_FOLDER}/config.json"],
         env,
         memory=f"{-(-memory // 1024**2)}Mi",
         annotations={"cosmos-launch/config": job.checksum},
@@ -183,23 +159,23 @@ def controller(job: ClusterJob) -> list[Manifest]:
     spec = {
         "replicas": 2 if config.kubernetes.standby else 1,
         "strategy": {"type": "Recreate"},
-        "selector": selector(job, "controller"),
-        "template": template(job, pod),
+        "selector": base.selector(job, "controller"),
+        "template": base.template(job, pod),
     }
     budget = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": selector(job, "controller"),
+        "selector": base.selector(job, "controller"),
     }
     return [
         _service(job, "controller", job.port, "http"),
-        manifest("apps/v1", "Deployment", job, "controller", spec=spec),
-        manifest("policy/v1", "PodDisruptionBudget", job, "controller", spec=budget),
+        base.manifest("apps/v1", "Deployment", job, "controller", spec=spec),
+        base.manifest("policy/v1", "PodDisruptionBudget", job, "controller", spec=budget),
     ]
 
 
 def _service(job: ClusterJob, component: str, port: int, name: str = "redis") -> Manifest:
     ports = [{"name": name, "port": port, "targetPort": name}]
-    return manifest(
-        "v1", "Service", job, component, spec={"selector": labels(job, component), "ports": ports}
+    return base.manifest(
+        "v1", "Service", job, component, spec={"selector": base.labels(job, component), "ports": ports}
     )

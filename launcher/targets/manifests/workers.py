@@ -16,22 +16,8 @@ import re
 
 from launcher.plan import nsight
 from launcher.restarts import EXIT_CONFIG, EXIT_NO_CHECKPOINT
-from launcher.targets.manifests.base import (
-    CONFIG_FOLDER,
-    GROUPS,
-    SECRET_FOLDER,
-    ClusterJob,
-    Manifest,
-    Pod,
-    from_field,
-    from_label,
-    from_secret,
-    labels,
-    manifest,
-    selector,
-    template,
-    value,
-)
+from launcher.targets.manifests import base
+from launcher.targets.manifests.base import ClusterJob, Manifest, Pod
 
 LEAVING = 30
 """Seconds that a pod has for its end, besides what its worker takes to leave."""
@@ -42,17 +28,17 @@ def policy(job: ClusterJob) -> list[Manifest]:
     """The trainers."""
     if job.config.kubernetes.policy_kind == "jobset":
         return [_job_set(job)]
-    headless = {"clusterIP": "None", "selector": labels(job, "policy")}
-    return [manifest("v1", "Service", job, "policy", spec=headless), _stateful(job)]
+    headless = {"clusterIP": "None", "selector": base.labels(job, "policy")}
+    return [base.manifest("v1", "Service", job, "policy", spec=headless), _stateful(job)]
 
 
 def _job_set(job: ClusterJob) -> Manifest:
     env = [
-        from_label("COSMOS_POLICY", "jobset.sigs.k8s.io/job-index"),
-        from_label("COSMOS_START", "batch.kubernetes.io/controller-uid"),
-        from_label("COSMOS_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
+        base.from_label("COSMOS_POLICY", "jobset.sigs.k8s.io/job-index"),
+        base.from_label("COSMOS_START", "batch.kubernetes.io/controller-uid"),
+        base.from_label("COSMOS_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
     ]
-    pod = template(job, _policy(job, env, {"restartPolicy": "Never"}))
+    pod = base.template(job, _policy(job, env, {"restartPolicy": "Never"}))
     work = {
         "completionMode": "Indexed",
         "completions": job.pods.each,
@@ -77,27 +63,27 @@ def _job_set(job: ClusterJob) -> Manifest:
         "failurePolicy": {"maxRestarts": job.config.launcher.max_restarts, "rules": rules},
         "replicatedJobs": [{"name": "rank", "replicas": job.pods.replicas, "template": {"spec": work}}],
     }
-    return manifest("jobset.x-k8s.io/v1alpha2", "JobSet", job, "policy", spec=spec)
+    return base.manifest("jobset.x-k8s.io/v1alpha2", "JobSet", job, "policy", spec=spec)
 
 
 def _stateful(job: ClusterJob) -> Manifest:
-    pod = _policy(job, [from_field("COSMOS_POD", "metadata.name")], {}, "--stay")
+    pod = _policy(job, [base.from_field("COSMOS_POD", "metadata.name")], {}, "--stay")
     spec = {
         "serviceName": f"{job.name}-policy",
         "replicas": job.pods.replicas,
         "podManagementPolicy": "Parallel",
-        "selector": selector(job, "policy"),
-        "template": template(job, pod),
+        "selector": base.selector(job, "policy"),
+        "template": base.template(job, pod),
     }
-    return manifest("apps/v1", "StatefulSet", job, "policy", spec=spec)
+    return base.manifest("apps/v1", "StatefulSet", job, "policy", spec=spec)
 
 
 def _policy(job: ClusterJob, env: list[Manifest], rest: Manifest, *flags: str) -> Pod:
     changes = {"cosmos-launch/config": job.checksum} if flags else {}  # a JobSet's pods cannot change
     return Pod(
         "policy",
-        ["pod", "policy", "--config", f"{CONFIG_FOLDER}/config.json", *flags],
-        [*_common(job, "policy"), from_field("COSMOS_NODE_ADDRESS", "status.podIP"), *env],
+        ["pod", "policy", "--config", f"{base.CONFIG_FOLDER}/config.json", *flags],
+        [*_common(job, "policy"), base.from_field("COSMOS_NODE_ADDRESS", "status.podIP"), *env],
         worker=True,
         gpus=job.pods.gpus,
         grace=grace(job),
@@ -121,14 +107,22 @@ def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
                 "maxSkew": 1,
                 "topologyKey": kubernetes.topology_key,
                 "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": selector(job, "rollout"),
+                "labelSelector": base.selector(job, "rollout"),
             }
         ]
-    address = [from_field("COSMOS_NODE_ADDRESS", "status.podIP")] if job.pods.rollout_pods > 1 else []
+    address = [base.from_field("COSMOS_NODE_ADDRESS", "status.podIP")] if job.pods.rollout_pods > 1 else []
     pod = Pod(
         "rollout",
-        ["pod", "rollout", "--config", f"{CONFIG_FOLDER}/config.json", "--keep", SECRET_FOLDER, "--stay"],
-        [*_common(job, "rollout"), from_field("COSMOS_POD", "metadata.name"), *address],
+        [
+            "pod",
+            "rollout",
+            "--config",
+            f"{base.CONFIG_FOLDER}/config.json",
+            "--keep",
+            base.SECRET_FOLDER,
+            "--stay",
+        ],
+        [*_common(job, "rollout"), base.from_field("COSMOS_POD", "metadata.name"), *address],
         worker=True,
         gpus=job.pods.rollout_gpus,
         grace=grace(job),
@@ -137,14 +131,14 @@ def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
     )
     number = {} if scaled else {"replicas": job.pods.rollouts}
     if job.pods.rollout_pods > 1:
-        return [_groups(job, number, template(job, pod))]
+        return [_groups(job, number, base.template(job, pod))]
     spec = {
         **number,
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "selector": selector(job, "rollout"),
-        "template": template(job, pod),
+        "selector": base.selector(job, "rollout"),
+        "template": base.template(job, pod),
     }
-    return [manifest("apps/v1", "Deployment", job, "rollout", spec=spec)]
+    return [base.manifest("apps/v1", "Deployment", job, "rollout", spec=spec)]
 
 
 def _groups(job: ClusterJob, number: Manifest, pod: Manifest) -> Manifest:
@@ -162,7 +156,7 @@ def _groups(job: ClusterJob, number: Manifest, pod: Manifest) -> Manifest:
             "workerTemplate": pod,
         },
     }
-    groups = manifest(GROUPS.api, GROUPS.kind, job, "rollout", spec=spec)
+    groups = base.manifest(base.GROUPS.api, base.GROUPS.kind, job, "rollout", spec=spec)
     if topology := job.config.kubernetes.topology_key:
         groups["metadata"]["annotations"] = {"leaderworkerset.sigs.k8s.io/exclusive-topology": topology}
     return groups
@@ -174,7 +168,10 @@ def grace(job: ClusterJob) -> int:
 
 
 def _common(job: ClusterJob, role: str) -> list[Manifest]:
-    return [value("COSMOS_CONTROLLER_URL", job.url), from_secret("COSMOS_TOKEN", job, "tokens", role)]
+    return [
+        base.value("COSMOS_CONTROLLER_URL", job.url),
+        base.from_secret("COSMOS_TOKEN", job, "tokens", role),
+    ]
 
 
 def _nodes(job: ClusterJob) -> Manifest:
