@@ -53,7 +53,7 @@ def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
     """Every key that this job has, in the order of the schema; paths are absolute as the processes get them."""
     data = resolved(loaded.config)
     data["redis"]["url"] = loaded.config.redis.url
-    found = []
+    listed = []
     for key in leaf_keys():
         path = tuple(key.split("."))
         present, value = _get(data, path)
@@ -62,20 +62,20 @@ def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
         origins = _origins(loaded, path)
         if origins:
             where = ", ".join(dict.fromkeys(filter(None, map(_where, origins))))
-            found.append(Value(key, masked(value, path[-1]), origins[-1].kind, where))
+            listed.append(Value(key, masked(value, path[-1]), origins[-1].kind, where))
         elif not changed_only:
-            found.append(Value(key, masked(value, path[-1]), "default"))
-    return found
+            listed.append(Value(key, masked(value, path[-1]), "default"))
+    return listed
 
 
-def lines(found: list[Value]) -> list[str]:
+def lines(listed: list[Value]) -> list[str]:
     """TOML, one line per key, with the origin as a comment; unset keys are comments as a whole."""
-    return list(_lines(found)) or ["# nothing is written: every key has its default"]
+    return list(_lines(listed)) or ["# nothing is written: every key has its default"]
 
 
-def _lines(found: list[Value]) -> Iterator[str]:
+def _lines(listed: list[Value]) -> Iterator[str]:
     sections: dict[str, list[Value]] = {}
-    for value in found:
+    for value in listed:
         sections.setdefault(value.key.rpartition(".")[0], []).append(value)
     order = {
         name: number for number, name in enumerate(("", *section_keys()))

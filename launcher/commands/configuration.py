@@ -52,12 +52,12 @@ def validate(
 
     problems: tuple[Problem, ...] = ()
     report = None
-    more = 0
+    unlisted = 0
     warnings: list[Problem] = []
     try:
         loaded = load(config, set_ or [], os.environ)
     except ConfigError as error:
-        problems, more = error.problems, error.more
+        problems, unlisted = error.problems, error.more
     else:
         # The job may be meant for another machine: what this one lacks is a warning.
         findings = check_all(loaded.config, Machine(count_cores()), os.environ, asks_redis=False)
@@ -67,19 +67,22 @@ def validate(
     if report is not None and bad_data:
         bad = report.bad
         other = [] if bad.first and bad.first[0] in report.error else [report.error]
-        problems, more = tuple(Problem("", text) for text in bad.first + other), bad.count - len(bad.first)
+        problems, unlisted = (
+            tuple(Problem("", text) for text in bad.first + other),
+            bad.count - len(bad.first),
+        )
     if as_json:
         found_json = {
             "valid": not problems,
             "problems": as_dicts(problems),
-            "more_problems": more,
+            "more_problems": unlisted,
             "warnings": as_dicts(warnings),
         }
         if report is not None:
             found_json["data"] = report.model_dump(mode="json")
         print_json(found_json)
     else:
-        print_problems("error", problems, more)
+        print_problems("error", problems, unlisted)
         print_problems("warning", warnings)
         names = printable(" + ".join(map(str, config)))
         for text in data_lines(report, samples=True) if report is not None else ():
@@ -87,7 +90,7 @@ def validate(
         if bad_data:
             typer.echo(f"{names}: the data cannot be used", err=True)
         elif problems:
-            count = "1 mistake" if len(problems) == 1 else f"{len(problems) + more:,} mistakes"
+            count = "1 mistake" if len(problems) == 1 else f"{len(problems) + unlisted:,} mistakes"
             typer.echo(f"{names}: {count}" + ("; the data was not read" if data else ""), err=True)
         else:
             typer.echo(f"{names} is valid" if len(config) == 1 else f"{names} are valid together")
@@ -110,10 +113,10 @@ def _read_data(config: Config) -> DataReport:
         (directory / "config.json").write_text(json.dumps(resolved(config)), encoding="utf-8")
         written = str(data_report.path_of(directory).relative_to(directory))
         run_step(directory, module, ["--report-only"], READING, result=written)
-        found = data_report.read(directory)
-    if found is None:
+        report = data_report.read(directory)
+    if report is None:
         raise LaunchError("the report of the data cannot be read")
-    return found
+    return report
 
 
 def show(
@@ -128,11 +131,11 @@ def show(
     from launcher.resolved_config import lines, values
     from schema.config.loading.load import load
 
-    found = values(load(config, set_ or [], os.environ), changed_only=changed)
+    shown = values(load(config, set_ or [], os.environ), changed_only=changed)
     if as_json:
-        print_json([value.as_dict() for value in found])
+        print_json([value.as_dict() for value in shown])
     else:
-        typer.echo("\n".join(lines(found)))
+        typer.echo("\n".join(lines(shown)))
 
 
 def explain(
@@ -145,11 +148,11 @@ def explain(
     from launcher.commands.explain import lines
     from schema.config.reference.lookup import look_up
 
-    found = look_up(key or "")
+    answer = look_up(key or "")
     if as_json:
-        print_json(found.as_dict())
+        print_json(answer.as_dict())
     else:
-        typer.echo("\n".join(lines(found)))
+        typer.echo("\n".join(lines(answer)))
 
 
 def schema(output: Output = None) -> None:

@@ -78,14 +78,14 @@ def convert(
     text = to_toml(conversion)
     if output is not None:
         write_file(output, text)
-    problems, more = _problems(conversion, output)
+    problems, unlisted = _problems(conversion, output)
     if as_json:
-        print_json(_account(conversion, text, problems, more))
+        print_json(_account(conversion, text, problems, unlisted))
     else:
         if output is None:
             sys.stdout.flush()
             typer.echo(text.encode("utf-8", "backslashreplace"), nl=False)  # TOML is UTF-8 on any terminal
-        _explain(conversion, output, problems, more, full)
+        _explain(conversion, output, problems, unlisted, full)
     if strict and (short := _falls_short(conversion)):
         typer.echo(f"error: --strict: {short}", err=True)
         raise typer.Exit(EXIT_CONFIG)
@@ -123,11 +123,13 @@ def _falls_short(conversion: Conversion) -> str:
     unknown = [entry.source for entry in conversion.of(Outcome.UNKNOWN)]
     nearest = [entry.source for entry in conversion.entries if entry.faithful]
     nearest += [addition.key for addition in conversion.additions if addition.faithful is not None]
-    found = {"unsupported": conversion.unsupported, "not understood": unknown, "nearest values": nearest}
-    return "; ".join(f"{what}: {printable(', '.join(keys))}" for what, keys in found.items() if keys)
+    short = {"unsupported": conversion.unsupported, "not understood": unknown, "nearest values": nearest}
+    return "; ".join(f"{what}: {printable(', '.join(keys))}" for what, keys in short.items() if keys)
 
 
-def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], more: int) -> dict[str, Any]:
+def _account(
+    conversion: Conversion, text: str, problems: tuple[Problem, ...], unlisted: int
+) -> dict[str, Any]:
     from convert.engine.write import to_json
 
     return {
@@ -135,12 +137,12 @@ def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], m
         "toml": text,
         "valid": not problems,
         "problems": as_dicts(problems),
-        "more_problems": more,
+        "more_problems": unlisted,
     }
 
 
 def _explain(
-    conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], more: int, full: bool
+    conversion: Conversion, output: Path | None, problems: tuple[Problem, ...], unlisted: int, full: bool
 ) -> None:
     from convert.engine.write import to_report
     from schema.config.problem import format_key
@@ -151,10 +153,10 @@ def _explain(
         typer.echo("\n--full accounts for every key; the comments of the TOML do too", err=True)
     typer.echo("", err=True)
     listed = {format_key((TABLE, key)) for key in conversion.unsupported}  # by the report, with their lines
-    print_problems("error", [problem for problem in problems if problem.key not in listed], more)
+    print_problems("error", [problem for problem in problems if problem.key not in listed], unlisted)
     name = "the result" if output is None else printable(str(output))
     if problems:
-        count = "1 thing" if len(problems) == 1 else f"{len(problems) + more:,} things"
+        count = "1 thing" if len(problems) == 1 else f"{len(problems) + unlisted:,} things"
         typer.echo(f"{name} needs {count} changed before it runs here", err=True)
     else:
         typer.echo(f"{name} is valid", err=True)
@@ -163,6 +165,6 @@ def _explain(
 def _cut(text: str) -> str:
     lines = text.split("\n")
     if len(lines) > MOST_LINES:
-        more = f"and {len(lines) - MOST_LINES:,} more lines: the written TOML names every key"
-        text = "\n".join([*lines[:MOST_LINES], more])
+        rest = f"and {len(lines) - MOST_LINES:,} more lines: the written TOML names every key"
+        text = "\n".join([*lines[:MOST_LINES], rest])
     return printable(text)

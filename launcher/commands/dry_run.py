@@ -133,11 +133,11 @@ def _model(config: Config, env: Mapping[str, str]) -> tuple[LocalModel | None, s
 
 def _teachers(config: Config, env: Mapping[str, str]) -> dict[str, LocalModel]:
     """The local teachers that are on this machine, by name."""
-    found: dict[str, LocalModel] = {}
+    models: dict[str, LocalModel] = {}
     for teacher in config.local_teachers:
         with suppress(UnknownModelError):
-            found[teacher.name] = find_model(str(teacher.model), None, env)
-    return found
+            models[teacher.name] = find_model(str(teacher.model), None, env)
+    return models
 
 
 def _services(config: Config, run: RunDir) -> Iterator[Replica]:
@@ -177,8 +177,8 @@ def _memory_of(
         data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
         apart = {}
         for number, role in enumerate(apart_layouts(config) if gpus else ()):
-            mine = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
-            apart[role.name] = f"GPU {mine}"
+            gpu = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
+            apart[role.name] = f"GPU {gpu}"
         return device, memory.trainer(config, model, shards, data_ranks, apart, teachers), None
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
@@ -209,14 +209,14 @@ def _process(
     url = controller_url(config, config.controller.port or FREE_PORT)
     store = str(masked(config.redis.url)) or f"unix://{FREE_SOCKET}"
     password = MASK if config.redis.url and env.get("COSMOS_REDIS_PASSWORD") else ""
-    own = environment(spec.role, SECRETS, url, store, password, config.controller.tls_ca)
+    secrets = environment(spec.role, SECRETS, url, store, password, config.controller.tls_ca)
     if spec.role is Role.POLICY:
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
+        secrets |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
     what = WHAT.get(spec.name) or WHAT[str(spec.role)]
     argv = (*(nsight.command(run.profiles, spec.name) if spec.profiled else ()), *spec.argv)
     return PlannedProcess(
-        spec.name, str(spec.role), what, argv, {**spec.env, **own}, _gpus(spec),
+        spec.name, str(spec.role), what, argv, {**spec.env, **secrets}, _gpus(spec),
         int(threads) if threads else None, *needs, spec.node,
     )  # fmt: skip
 
@@ -247,11 +247,11 @@ def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
         used[name] = max(used.get(name, 0), size) if in_turns else used.get(name, 0) + size
         if in_turns and role == Role.POLICY:
             used[planned.on(node, HOST)] += size  # where it is between its turns
-    there = {HOST: capacity.host_free} | {
+    free = {HOST: capacity.host_free} | {
         f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus
     }
     planned.capacity = {
-        planned.on(node, name): size for node in range(planned.nodes) for name, size in there.items()
+        planned.on(node, name): size for node in range(planned.nodes) for name, size in free.items()
     }
 
 
@@ -293,11 +293,11 @@ def _devices_of(config: Config, role: Role, replicas: Sequence[Replica]) -> str:
 def _warnings(planned: Planned, config: Config) -> list[Problem]:
     if planned.model is None:
         return []
-    found = []
+    warnings = []
     for device, used in planned.used.items():
-        there = planned.capacity.get(device, 0)
-        if there and used > there:
-            found.append(_too_much(planned, device, used, there))
+        capacity = planned.capacity.get(device, 0)
+        if capacity and used > capacity:
+            warnings.append(_too_much(planned, device, used, capacity))
     for process in planned.processes:
         cache = process.cache
         if cache is not None and cache.tokens < cache.sequence_tokens:
@@ -310,12 +310,12 @@ def _warnings(planned: Planned, config: Config) -> list[Problem]:
             )
             reserves = config.rollout.engine.reserves_memory
             key = "rollout.gpu_memory_utilization" if reserves else "rollout.backend"
-            found.append(Problem(key, message, None, hint))
+            warnings.append(Problem(key, message, None, hint))
             break
-    return found
+    return warnings
 
 
-def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
+def _too_much(planned: Planned, device: str, used: int, capacity: int) -> Problem:
     members = [
         process
         for process in planned.processes
@@ -323,7 +323,7 @@ def _too_much(planned: Planned, device: str, used: int, there: int) -> Problem:
     ]
     trains = any(process.role == Role.POLICY for process in members)
     state = "free" if device.endswith(HOST) else "there"
-    message = f"about {size_text(used)} are needed on {device}, {size_text(there)} are {state}"
+    message = f"about {size_text(used)} are needed on {device}, {size_text(capacity)} are {state}"
     hint = "a smaller rollout.gpu_memory_utilization, or a smaller model"
     if trains:
         hint = (
@@ -398,8 +398,8 @@ def _memory_lines(planned: Planned) -> Iterator[str]:
     for part in planned.shared:
         yield f"  {part.name} (host memory): {size_text(part.bytes)}  {part.formula}"
     for device, used in planned.used.items():
-        there = planned.capacity.get(device, 0)
+        capacity = planned.capacity.get(device, 0)
         of_host = device.endswith(HOST)
-        of = f" of {size_text(there)}{' free' if of_host else ''}" if there else ""
+        of = f" of {size_text(capacity)}{' free' if of_host else ''}" if capacity else ""
         programs = ", programs included" if of_host else ""
         yield f"  sum on {device}: {size_text(used)}{of}{programs}"

@@ -14,15 +14,15 @@ LABEL = 12
 WIDEST, NARROWEST = 110, 60
 
 
-def lines(found: Found) -> list[str]:
+def lines(answer: Found) -> list[str]:
     """The answer for people."""
     width = max(NARROWEST, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST))
-    if found.section is not None:
-        return list(_section(found.section, width))
-    note = [*found.note.splitlines(), ""] if found.note else []
-    if found.is_list:
-        return note + list(_list(found.keys, width))
-    blocks = [list(_key(info, width)) for info in found.keys]
+    if answer.section is not None:
+        return list(_section(answer.section, width))
+    note = [*answer.note.splitlines(), ""] if answer.note else []
+    if answer.is_list:
+        return note + list(_list(answer.keys, width))
+    blocks = [list(_key(info, width)) for info in answer.keys]
     return note + [line for number, block in enumerate(blocks) for line in ([""] if number else []) + block]
 
 
@@ -99,10 +99,10 @@ def _list(infos: tuple[KeyInfo, ...], width: int, cut: str = "") -> Iterator[str
 def _row(name: str, size: int, text: str, width: int, further: int = 0) -> list[str]:
     head = f"  {name:<{size}}"
     indent = " " * (2 + size + further)
-    found = textwrap.wrap(
+    wrapped = textwrap.wrap(
         head + text, max(width, len(indent) + 30), subsequent_indent=indent, drop_whitespace=True
     )
-    return found or [head]
+    return wrapped or [head]
 
 
 def _first_sentence(text: str) -> str:

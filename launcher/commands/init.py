@@ -52,7 +52,7 @@ def init(
 ) -> None:
     """Write a commented configuration to start from."""
     if recipe is None:
-        recipes = {name: found.title for name, found in RECIPES.items()}
+        recipes = {name: listed.title for name, listed in RECIPES.items()}
         report(as_json, "\n".join(listing()), recipes=recipes)
         return
     written = start(Request(recipe, output, model or "", gpus, engine or "", force), os.environ)
@@ -214,24 +214,24 @@ def _trained_model() -> str:
     """The newest model that addition-sft has left here."""
     from launcher.plan.rundir import newest
 
-    found = newest(ADDITION_RUNS)
-    if found is None or not (found.path / "final" / "config.json").is_file():
+    run = newest(ADDITION_RUNS)
+    if run is None or not (run.path / "final" / "config.json").is_file():
         raise LaunchError(
             "addition-grpo goes on from a model that addition-sft has trained, and none was found in "
             f"{ADDITION_RUNS}",
             "cosmos-launch init addition-sft && cosmos-launch --config run.toml, or name one with --model",
         )
-    return str(found.path / "final")
+    return str(run.path / "final")
 
 
 def _check_places(request: Request, model: Path | None) -> None:
     """Nothing is replaced without --force."""
     if request.output.is_dir():
         raise LaunchError(f"{request.output} is a directory", f"-o {request.output / 'run.toml'}")
-    there = [path for path in (request.output, model) if path is not None and path.exists()]
-    if there and not request.force:
+    existing = [path for path in (request.output, model) if path is not None and path.exists()]
+    if existing and not request.force:
         raise LaunchError(
-            f"{there[0]} already exists", "choose another name with -o, or --force to replace it"
+            f"{existing[0]} already exists", "choose another name with -o, or --force to replace it"
         )
 
 

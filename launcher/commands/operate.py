@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 WATCH_EVERY = 2.0
 CHECKPOINT_POLL = PROFILE_POLL = 0.5
 HOW_TO_OPEN = "open them at https://ui.perfetto.dev or in chrome://tracing; the .txt next to each is a table"
+RUN_PROFILES = "profiles/ of the run"
 MOST_STEPS = 10**6
 AUTOMATIC = "auto"
 LONGEST_NUMBER = 9
@@ -67,23 +68,23 @@ def status(
 
     target = _find(targets, set_)
     while True:
-        found = find_status(target)
-        _show(found, as_json, watch, why)
-        if not watch or found["state"] in ENDED:
-            raise typer.Exit(exit_code(found))
+        facts = find_status(target)
+        _show(facts, as_json, watch, why)
+        if not watch or facts["state"] in ENDED:
+            raise typer.Exit(exit_code(facts))
         time.sleep(WATCH_EVERY)
 
 
-def _show(found: dict[str, Any], as_json: bool, again: bool, why: bool) -> None:
+def _show(facts: dict[str, Any], as_json: bool, again: bool, why: bool) -> None:
     import sys
 
     from launcher.commands.status import lines, why_lines
 
     if as_json:
-        typer.echo(json.dumps(found, indent=None if again else 2))
+        typer.echo(json.dumps(facts, indent=None if again else 2))
         return
     clear = CLEAR if again and sys.stdout.isatty() else ""
-    typer.echo(clear + "\n".join(lines(found) + (why_lines(found) if why else [])))
+    typer.echo(clear + "\n".join(lines(facts) + (why_lines(facts) if why else [])))
 
 
 def stop(
@@ -138,8 +139,8 @@ def checkpoint(
         raise LaunchError("--wait reads the run directory, which a URL does not reach", "leave --wait out")
     step = _operate(target, "checkpoint", as_json, silent=bool(wait) and as_json)
     if wait and target.run is not None:
-        found = _wait_for_checkpoint(target.run, step, wait)
-        report(as_json, f"step {found.step}: {found.path}", step=found.step, path=str(found.path))
+        saved = _wait_for_checkpoint(target.run, step, wait)
+        report(as_json, f"step {saved.step}: {saved.path}", step=saved.step, path=str(saved.path))
 
 
 def _wait_for_checkpoint(run: RunDir, step: int, wait: float) -> Checkpoint:
@@ -204,8 +205,8 @@ def profile(
     from schema.wire.messages import ProfileRequest
 
     target = _find(targets, set_)
-    trainers = [one for one in target.ask(api.replicas()) if one.role == "policy"]
-    trainer = next((one for one in trainers if one.state in ("live", "draining")), None)
+    trainers = [info for info in target.ask(api.replicas()) if info.role == "policy"]
+    trainer = next((info for info in trainers if info.state in ("live", "draining")), None)
     if trainer is None:
         raise LaunchError(
             f"{target.name} has no trainer at this moment",
@@ -222,15 +223,15 @@ def profile(
     if not (wait and as_json):
         report(as_json, said, **asked.model_dump(mode="json"))
     if wait:
-        found = _wait_for_profile(target, asked, wait)
-        report(as_json, "\n".join(_written(found)), **found.model_dump(mode="json"))
+        written = _wait_for_profile(target, asked, wait)
+        report(as_json, "\n".join(_written(written)), **written.model_dump(mode="json"))
 
 
 def _written(profile: ProfileStatus) -> list[str]:
     """Where the traces are, and how to open them."""
     lines = [f"{profile.directory}/{name}" for name in profile.files]
-    if more := len(profile.ranks) - len(profile.files):
-        lines.append(f"and those of {more} more ranks next to them")
+    if others := len(profile.ranks) - len(profile.files):
+        lines.append(f"and those of {others} more ranks next to them")
     return [*lines, HOW_TO_OPEN]
 
 
@@ -238,31 +239,31 @@ def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> Prof
     """Wait until the profile is written."""
     from controller.client import calls as api
 
-    give_up, found = time.monotonic() + wait, asked
-    while found.state != "written":
-        if found.state == "failed":
+    give_up, newest = time.monotonic() + wait, asked
+    while newest.state != "written":
+        if newest.state == "failed":
             hint = "the trainer's log, logs/policy-*.log of the run, says more; then ask for another one"
-            raise LaunchError(f"no profile: {found.detail}", hint, EXIT_FAILED)
+            raise LaunchError(f"no profile: {newest.detail}", hint, EXIT_FAILED)
         if time.monotonic() >= give_up:
             raise LaunchError(
-                f"the profile is not there after {wait:g} s (it is {found.state})",
-                f"a step may take longer; it is written all the same, to {found.directory or 'profiles/ of the run'}",
+                f"the profile is not there after {wait:g} s (it is {newest.state})",
+                f"a step may take longer; it is written all the same, to {newest.directory or RUN_PROFILES}",
                 EXIT_FAILED,
             )
         time.sleep(PROFILE_POLL)
         try:
-            profiles = [one.profile for one in target.ask(api.replicas()) if one.profile is not None]
+            profiles = [info.profile for info in target.ask(api.replicas()) if info.profile is not None]
         except LaunchError as error:
-            if _is_there(found):  # the job has ended since, with its last step in the profile
+            if _is_there(newest):  # the job has ended since, with its last step in the profile
                 break
             if isinstance(error, NotServingError):
                 continue
             raise
-        mine = next((one for one in profiles if one.profile_id == asked.profile_id), None)
-        if mine is None:
+        current = next((info for info in profiles if info.profile_id == asked.profile_id), None)
+        if current is None:
             raise LaunchError("no profile: the trainer was started again", "ask for another one", EXIT_FAILED)
-        found = mine
-    return found
+        newest = current
+    return newest
 
 
 def _is_there(profile: ProfileStatus) -> bool:
@@ -287,17 +288,17 @@ def drain(
     """
     from controller.client import calls as api
 
-    found = _find([target] if target else None, None)
-    replicas = [one for one in found.ask(api.replicas()) if one.role == "rollout"]
-    chosen = [one for one in replicas if replica in (one.name, one.replica_id)]
+    job = _find([target] if target else None, None)
+    replicas = [info for info in job.ask(api.replicas()) if info.role == "rollout"]
+    chosen = [info for info in replicas if replica in (info.name, info.replica_id)]
     if not chosen:
-        names = ", ".join(sorted(one.name for one in replicas if one.state == "live")) or "none"
+        names = ", ".join(sorted(info.name for info in replicas if info.state == "live")) or "none"
         raise LaunchError(f"unknown rollout replica {replica!r}", f"live replicas: {names}")
     if chosen[0].state in ("left", "lost"):
         raise LaunchError(
             f"{replica} has state {chosen[0].state} already", "nothing is left to drain", EXIT_FAILED
         )
-    found.ask(api.drain(chosen[0].replica_id))
+    job.ask(api.drain(chosen[0].replica_id))
     said = f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left"
     report(as_json, said, replica=chosen[0].name, draining=True)
 
@@ -324,17 +325,17 @@ def scale(
     from controller.client import calls as api
 
     count = _replicas(replicas)
-    found = _find([target] if target else None, None)
-    now = found.ask(api.scale(count))
+    job = _find([target] if target else None, None)
+    now = job.ask(api.scale(count))
     what = (
         "by request, until `cosmos-launch scale auto`"
         if now.manual
         else "for now: the number follows the need"
     )
-    there = f"{now.replicas} {'is' if now.replicas == 1 else 'are'} there"
+    present = f"{now.replicas} {'is' if now.replicas == 1 else 'are'} there"
     noun = "replica" if now.desired == 1 else "replicas"
-    said = f"{found.name}: {now.desired} rollout {noun} {what}; {there}"
-    report(as_json, said, job=found.name, **now.model_dump(mode="json"))
+    said = f"{job.name}: {now.desired} rollout {noun} {what}; {present}"
+    report(as_json, said, job=job.name, **now.model_dump(mode="json"))
 
 
 def _replicas(text: str) -> int | None:

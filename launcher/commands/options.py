@@ -39,15 +39,15 @@ def report(as_json: bool, text: str, **facts: Any) -> None:
     print_json(facts) if as_json else typer.echo(text)
 
 
-def print_problems(kind: str, problems: Iterable[Problem], more: int = 0) -> None:
-    """One block per problem on standard error. more: problems that are not among them."""
+def print_problems(kind: str, problems: Iterable[Problem], unlisted: int = 0) -> None:
+    """One block per problem on standard error. unlisted: problems that are not among them."""
     from schema.config.problem import MOST_SHOWN
 
-    found = list(problems)
-    for problem in found[:MOST_SHOWN]:
+    shown = list(problems)
+    for problem in shown[:MOST_SHOWN]:
         typer.echo(printable(f"{kind}: {problem.render()}"), err=True)
-    if more := more + len(found[MOST_SHOWN:]):
-        typer.echo(f"{kind}: and {more:,} more", err=True)
+    if unlisted := unlisted + len(shown[MOST_SHOWN:]):
+        typer.echo(f"{kind}: and {unlisted:,} more", err=True)
 
 
 def printable(text: str) -> str:

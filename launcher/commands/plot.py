@@ -57,19 +57,19 @@ def plot(
     if not has_module("matplotlib"):
         raise LaunchError("the package matplotlib is not installed", "pip install matplotlib")
     chosen = [remote.run_below(path, named=bool(runs)).path for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
-    found = [Curves.read(path) for path in chosen]
-    empty = next((curves for curves in found if not curves.course.steps), None)
+    curves_of_runs = [Curves.read(path) for path in chosen]
+    empty = next((curves for curves in curves_of_runs if not curves.course.steps), None)
     if empty is not None:
         raise LaunchError(f"{empty.path} has no step to draw", "wait until the first one is trained")
     try:
         output = output if output.suffix else output.with_name(f"{output.name}.png")
-        draw(found, output)
+        draw(curves_of_runs, output)
     except ValueError as error:  # of matplotlib, about the file's ending
         raise LaunchError(f"{output} cannot be drawn: {error}", "choose an ending like .png") from None
     if as_json:
         print_json({"picture": str(output), "runs": [str(path) for path in chosen]})
     else:
-        typer.echo(f"{output}: {', '.join(curves.name for curves in found)}")
+        typer.echo(f"{output}: {', '.join(curves.name for curves in curves_of_runs)}")
 
 
 def dashboard(
@@ -267,8 +267,8 @@ def _texts(axis: Axes, pairs: list[tuple[SampleRecord, SampleRecord]]) -> None:
 def _short(text: str, lines: int) -> str:
     from schema.util.text import one_line
 
-    found = textwrap.wrap(one_line(text.strip()), WIDEST, max_lines=lines, placeholder=" …")
-    return "\n           ".join(found)
+    wrapped = textwrap.wrap(one_line(text.strip()), WIDEST, max_lines=lines, placeholder=" …")
+    return "\n           ".join(wrapped)
 
 
 def _staleness(axis: Axes, runs: list[Curves]) -> None:

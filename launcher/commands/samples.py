@@ -55,13 +55,13 @@ def samples(
     order: Order | None = "best" if best else "worst" if worst else "errors" if errors else None
     target = remote.find(targets or [], set_ or [], os.environ)
     kind: GroupKind | None = "validation" if validation else None if errors else "train"
-    found = _find(target, kind, step, order, limit)
+    records = _find(target, kind, step, order, limit)
     if as_json:
-        print_json([record.model_dump(mode="json") for record in found])
+        print_json([record.model_dump(mode="json") for record in records])
     else:
-        shown = "\n\n".join(text(record, None if full else SHORT) for record in found)
+        shown = "\n\n".join(text(record, None if full else SHORT) for record in records)
         typer.echo(shown or _nothing(target, kind, errors))
-    raise typer.Exit(0 if found else 1)
+    raise typer.Exit(0 if records else 1)
 
 
 def _find(
@@ -85,7 +85,7 @@ def _nothing(target: Target, kind: GroupKind | None, errors: bool) -> str:
     if errors:
         return "no such sample has failed"
     files = sample_file.files(sample_file.folder_of(target.run.path)) if target.run is not None else []
-    if steps := [str(step) for found, step in files if found == kind]:
+    if steps := [str(step) for kept, step in files if kept == kind]:
         cut = "…, " if len(steps) > MOST_STEPS else ""
         of = "versions" if kind == "validation" else "steps"
         return f"no such sample is kept: there are those of {of} {cut}{', '.join(steps[-MOST_STEPS:])}"

@@ -39,27 +39,27 @@ BAD = frozenset({"failed", "killed", "leaving"})
 
 def find_status(target: Target) -> dict[str, Any]:
     """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be found out."""
-    found: dict[str, Any] = dict.fromkeys(
+    facts: dict[str, Any] = dict.fromkeys(
         ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "autoscale", "error", "history")
     )
-    found |= {"run_dir": None, "url": target.address() or None, "leaving": []}
-    found |= {"evaluates": False, "embeds_redis": False}
+    facts |= {"run_dir": None, "url": target.address() or None, "leaving": []}
+    facts |= {"evaluates": False, "embeds_redis": False}
     if target.run is None:
-        found |= _ask(target)
-        phase = found["status"]["phase"]
-        found["state"] = phase if phase in ENDED else "running"
+        facts |= _ask(target)
+        phase = facts["status"]["phase"]
+        facts["state"] = phase if phase in ENDED else "running"
     else:
-        found |= _local(target, target.run)
-        if found["status"] is None:
-            found["history"] = _history(target.run)
-    found["alive"] = found["state"] in ALIVE
-    found["next"] = advice(found)
-    return found
+        facts |= _local(target, target.run)
+        if facts["status"] is None:
+            facts["history"] = _history(target.run)
+    facts["alive"] = facts["state"] in ALIVE
+    facts["next"] = advice(facts)
+    return facts
 
 
-def exit_code(found: Mapping[str, Any]) -> int:
+def exit_code(facts: Mapping[str, Any]) -> int:
     """0: it runs, or ended as it was asked to; 1: it failed or was killed."""
-    return EXIT_FAILED if found["state"] in BAD else EXIT_OK
+    return EXIT_FAILED if facts["state"] in BAD else EXIT_OK
 
 
 def _ask(target: Target) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _ask(target: Target) -> dict[str, Any]:
 def _local(target: Target, run: RunDir) -> dict[str, Any]:
     checkpoint, config = newest_checkpoint(run.checkpoints), run.written_config() or {}
     answers = (config.get("evaluation") or {}).get("dataset") or {}
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "run_dir": str(run.path),
         "launcher": run.launcher() or None,
         "evaluates": bool(answers.get("name") or answers.get("files")),
@@ -84,15 +84,15 @@ def _local(target: Target, run: RunDir) -> dict[str, Any]:
         "checkpoint": {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint else None,
     }
     if run.is_alive():
-        seen = _alive(target, bool((found["launcher"] or {}).get("ending")))
+        seen = _alive(target, bool((facts["launcher"] or {}).get("ending")))
         if run.is_alive():  # else it has ended meanwhile
-            return {**found, **seen}
+            return {**facts, **seen}
     if leaving := run.leaving():
-        return {**found, "state": "leaving", "leaving": leaving}
+        return {**facts, "state": "leaving", "leaving": leaving}
     summary = run.summary()
     if summary is None:
-        return {**found, "state": "killed"}
-    return {**found, "state": summary["outcome"], "summary": summary, "status": summary.get("status")}
+        return {**facts, "state": "killed"}
+    return {**facts, "state": summary["outcome"], "summary": summary, "status": summary.get("status")}
 
 
 def _history(run: RunDir) -> dict[str, Any]:
@@ -146,46 +146,46 @@ _PATIENCE = {
 """By state, where there is nothing to do but wait."""
 
 
-def advice(found: Mapping[str, Any]) -> str:
+def advice(facts: Mapping[str, Any]) -> str:
     """Say what the user should do next; empty where nothing is to be done."""
-    state, where = found["state"], found["run_dir"]
-    if state in ("running", "waiting", "unreachable") and (redis := _redis(found)):
-        if found["embeds_redis"]:
+    state, where = facts["state"], facts["run_dir"]
+    if state in ("running", "waiting", "unreachable") and (redis := _redis(facts)):
+        if facts["embeds_redis"]:
             return f"wait: the launcher restarts Redis if it does not answer for a minute; see {where}/logs/redis.log"
         return f"bring back the server of redis.url ({redis}); the job waits for it, nothing is lost"
     if state == "running":
-        return _while_running(found)
+        return _while_running(facts)
     if state in _PATIENCE:
         return _PATIENCE[state].format(where=where)
     if state == "finished":
-        model = (found["summary"] or {}).get("final_model")
+        model = (facts["summary"] or {}).get("final_model")
         return f"nothing: the trained model is in {model}" if model else "nothing: it has reached its end"
-    if found["evaluates"]:
+    if facts["evaluates"]:
         return f"its logs are in {where}/logs; an evaluation is not resumed, but run again"
-    resume = f"`cosmos-launch --resume {where}` goes on{_from_where(found)}" if where else "start it again"
+    resume = f"`cosmos-launch --resume {where}` goes on{_from_where(facts)}" if where else "start it again"
     if state != "failed":
         return resume
     from launcher.display.summary import ALL_DROPPED, out_of_data
 
-    if found["summary"] and out_of_data(found["summary"]):
+    if facts["summary"] and out_of_data(facts["summary"]):
         return ALL_DROPPED
-    return f"fix what the reason names (the logs are in {found['run_dir']}/logs), then {resume}"
+    return f"fix what the reason names (the logs are in {facts['run_dir']}/logs), then {resume}"
 
 
-def _redis(found: Mapping[str, Any]) -> str:
+def _redis(facts: Mapping[str, Any]) -> str:
     """Say what is wrong with Redis, by the launcher's last look at it."""
     from launcher.display.view import REDIS
 
-    return REDIS.get((found["launcher"] or {}).get("redis", ""), "")
+    return REDIS.get((facts["launcher"] or {}).get("redis", ""), "")
 
 
-def _while_running(found: Mapping[str, Any]) -> str:
-    where = found["run_dir"] or found["url"]
-    if found["status"]["phase"] == "paused":
+def _while_running(facts: Mapping[str, Any]) -> str:
+    where = facts["run_dir"] or facts["url"]
+    if facts["status"]["phase"] == "paused":
         return f"`cosmos-launch resume {where}` lets it go on"
     weak = [
         f"{name} ({process['in_a_row']} of {process['limit']})"
-        for name, process in ((found["launcher"] or {}).get("processes") or {}).items()
+        for name, process in ((facts["launcher"] or {}).get("processes") or {}).items()
         if process["in_a_row"] and process["in_a_row"] >= process["limit"]
     ]
     if weak:
@@ -193,61 +193,61 @@ def _while_running(found: Mapping[str, Any]) -> str:
     return ""
 
 
-def _from_where(found: Mapping[str, Any]) -> str:
-    if found["checkpoint"] is None:
+def _from_where(facts: Mapping[str, Any]) -> str:
+    if facts["checkpoint"] is None:
         return (
-            " (without a checkpoint: steps that were trained must be trained again)" if _steps(found) else ""
+            " (without a checkpoint: steps that were trained must be trained again)" if _steps(facts) else ""
         )
-    return f" from the checkpoint of step {found['checkpoint']['step']}"
+    return f" from the checkpoint of step {facts['checkpoint']['step']}"
 
 
-def _steps(found: Mapping[str, Any]) -> int:
-    if found["status"] is not None:
-        return int(found["status"].get("step", 0))
-    steps = (found["history"] or {}).get("steps")
+def _steps(facts: Mapping[str, Any]) -> int:
+    if facts["status"] is not None:
+        return int(facts["status"].get("step", 0))
+    steps = (facts["history"] or {}).get("steps")
     return int(steps[-1]["step"]) + 1 if steps else 0
 
 
 # ---- for people -------------------------------------------------------------------------------------------
 
 
-def lines(found: Mapping[str, Any], now: float | None = None) -> list[str]:
+def lines(facts: Mapping[str, Any], now: float | None = None) -> list[str]:
     """The status as text. `now`: Unix time, for "… ago"."""
     now = time.time() if now is None else now
-    text = [_title(found)]
-    if found["summary"] is not None:
+    text = [_title(facts)]
+    if facts["summary"] is not None:
         from launcher.display.summary import rows
 
-        text += [f"  {name}: {value}" for name, value in rows(found["summary"])]
-    elif found["status"] is not None:
-        text += _job_lines(found)
-    elif found["history"]:
+        text += [f"  {name}: {value}" for name, value in rows(facts["summary"])]
+    elif facts["status"] is not None:
+        text += _job_lines(facts)
+    elif facts["history"]:
         from launcher.display.summary import learning
 
-        steps, validations = found["history"]["steps"], found["history"]["validations"]
-        text += [f"  steps: {_steps(found)}, the last at {_clock(steps[-1]['at'])}"] if steps else []
+        steps, validations = facts["history"]["steps"], facts["history"]["validations"]
+        text += [f"  steps: {_steps(facts)}, the last at {_clock(steps[-1]['at'])}"] if steps else []
         text += [f"  {name}: {value}" for name, value in learning(steps, validations)]
-    text += _process_lines(found, now)
-    if found["alive"] and (redis := _redis(found)):
+    text += _process_lines(facts, now)
+    if facts["alive"] and (redis := _redis(facts)):
         text.append(f"  redis: {redis}")
-    if found["checkpoint"] is not None:
-        text.append(f"  checkpoint: step {found['checkpoint']['step']} in {found['checkpoint']['path']}")
-    if found["error"]:
-        text.append(f"  controller: {found['error']}")
-    if found["next"]:
-        text.append(f"next: {found['next']}")
+    if facts["checkpoint"] is not None:
+        text.append(f"  checkpoint: step {facts['checkpoint']['step']} in {facts['checkpoint']['path']}")
+    if facts["error"]:
+        text.append(f"  controller: {facts['error']}")
+    if facts["next"]:
+        text.append(f"next: {facts['next']}")
     return [one_line(said) for said in text]
 
 
-def _title(found: Mapping[str, Any]) -> str:
-    launcher = found["launcher"] or {}
-    where, pid = found["run_dir"] or found["url"], launcher.get("pid")
-    match found["state"]:
-        case "running" if found["run_dir"]:
-            return f"{where} runs (pid {pid}), its controller at {found['url']}"
+def _title(facts: Mapping[str, Any]) -> str:
+    launcher = facts["launcher"] or {}
+    where, pid = facts["run_dir"] or facts["url"], launcher.get("pid")
+    match facts["state"]:
+        case "running" if facts["run_dir"]:
+            return f"{where} runs (pid {pid}), its controller at {facts['url']}"
         case "running":
-            return f"{found['status']['name']} ({found['status']['job_id']}) at {where}"
-        case "starting" if found["evaluates"]:
+            return f"{facts['status']['name']} ({facts['status']['job_id']}) at {where}"
+        case "starting" if facts["evaluates"]:
             return f"{where} scores answers"
         case "starting":
             return f"{where} is starting: {launcher.get('stage', 'the launcher has begun')}"
@@ -258,7 +258,7 @@ def _title(found: Mapping[str, Any]) -> str:
         case "ending":
             return f"{where} is ending: {launcher['ending']}"
         case "leaving":
-            return f"{where}: the launcher is gone, its processes are leaving ({', '.join(found['leaving'])})"
+            return f"{where}: the launcher is gone, its processes are leaving ({', '.join(facts['leaving'])})"
         case "killed":
             seen = launcher.get("seen_at")
             when = f", alive until {_clock(seen)}" if seen else ""
@@ -267,11 +267,11 @@ def _title(found: Mapping[str, Any]) -> str:
             return f"{where} has ended"
 
 
-def _job_lines(found: Mapping[str, Any]) -> list[str]:
+def _job_lines(facts: Mapping[str, Any]) -> list[str]:
     from launcher.display.view import View, line, rewards_text
     from schema.wire.messages import JobStatus
 
-    status, ledger = JobStatus.model_validate(found["status"]), found["ledger"]
+    status, ledger = JobStatus.model_validate(facts["status"]), facts["ledger"]
     grpo = status.mode == "grpo"
     text = ["  " + line(View(status=status, bound=ledger["bound"] if grpo else None))]
     if grpo:
@@ -284,10 +284,10 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
         if status.weights is not None:
             text.append(f"  weights: {_weights(status.weights, status.replicas.get('rollout', 0))}")
     gone = 0
-    if (scale := found["autoscale"]) is not None and scale["enabled"]:
-        there = f"{scale['replicas']} of {scale['desired']} rollout replicas"
-        text.append(f"  {there} (autoscale: {scale['reason']})")
-    for replica in found["replicas"]:
+    if (scale := facts["autoscale"]) is not None and scale["enabled"]:
+        present = f"{scale['replicas']} of {scale['desired']} rollout replicas"
+        text.append(f"  {present} (autoscale: {scale['reason']})")
+    for replica in facts["replicas"]:
         if replica["state"] == "left":
             gone += 1
             continue
@@ -295,18 +295,18 @@ def _job_lines(found: Mapping[str, Any]) -> list[str]:
     return [*text, f"  left in order: {gone}"] if gone else text
 
 
-def why_lines(found: Mapping[str, Any]) -> list[str]:
+def why_lines(facts: Mapping[str, Any]) -> list[str]:
     """Say what a job waits for, what fails, and what would help; of a dead one, how it died and what came last."""
     from launcher.display.view import View, sentence
     from schema.wire.messages import JobStatus
 
     text = []
-    if found["status"] is not None:
-        status = JobStatus.model_validate(found["status"])
+    if facts["status"] is not None:
+        status = JobStatus.model_validate(facts["status"])
         text.append("why: " + (sentence(View(status=status)) or "nothing is known"))
         text += [
             f"  {r['name']}: {r['state']}, {r['status'] or 'no word'}"
-            for r in (found["replicas"] or [])[:MOST_REPLICAS]
+            for r in (facts["replicas"] or [])[:MOST_REPLICAS]
         ]
         if status.rewards is not None:
             text += [
@@ -314,16 +314,16 @@ def why_lines(found: Mapping[str, Any]) -> list[str]:
             ]
         text += [f"  alarm: {alarm.text}" for alarm in status.alarms]
         text += [f"  would help: {advice}" for advice in status.advice]
-    elif history := found["history"]:
+    elif history := facts["history"]:
         word = history["job"].get("text", "none")
-        text.append(f"why: {found['state']}; the last word of its job: {word}")
+        text.append(f"why: {facts['state']}; the last word of its job: {word}")
         text += [
             f"  failed: {fault['kind']}" + (f" ({fault['count']} times)" if fault["count"] > 1 else "")
             for fault in history["faults"]
         ]
         text += [f"  alarm: {alarm}" for alarm in history["alarms"].values()]
-    if found["run_dir"] is not None:
-        text += _last_events(found["run_dir"])
+    if facts["run_dir"] is not None:
+        text += _last_events(facts["run_dir"])
     return [one_line(said) for said in text]
 
 
@@ -379,22 +379,22 @@ def _weights(weights: WeightsStatus, rollouts: int) -> str:
     return text + (f"; unreadable {weights.unreadable} times" if weights.unreadable else "")
 
 
-def _process_lines(found: Mapping[str, Any], now: float) -> list[str]:
+def _process_lines(facts: Mapping[str, Any], now: float) -> list[str]:
     """List the processes that died, when and why, and how often each was restarted."""
     from launcher.display.view import duration
 
-    launcher = found["launcher"] or {}
+    launcher = facts["launcher"] or {}
     text = []
     restarts = [
         f"{name} {process['restarts']} ({process['in_a_row']} of {process['limit']} in a row)"
         for name, process in (launcher.get("processes") or {}).items()
         if process["restarts"]
     ]
-    if restarts and found["summary"] is None:
+    if restarts and facts["summary"] is None:
         text.append(f"  restarts: {', '.join(restarts)}")
     deaths = [end for end in launcher.get("ends") or [] if end["code"]]  # the others left in order
     for end in deaths[-3:]:
-        ago = f" ({duration(now - end['at'])} ago)" if found["alive"] else ""
+        ago = f" ({duration(now - end['at'])} ago)" if facts["alive"] else ""
         text.append(
             f"  died: {_clock(end['at'])}{ago} {end['process']}: {end['what']}; its log: {end['log']}"
         )

@@ -74,22 +74,22 @@ def try_reward(
         (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")
         rewards = data["reward"]["environment"]
         run_step(directory, "controller.data.first_rows", ["--rows", str(count)], READING, rewards=rewards)
-        found = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
-        if given is not None and len(found) < count:
-            raise LaunchError(f"{answers} has {count} answers, and the training data {len(found)} rows")
+        read = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
+        if given is not None and len(read) < count:
+            raise LaunchError(f"{answers} has {count} answers, and the training data {len(read)} rows")
         tried = [
             given[i]
             if given is not None
             else {"given": completion}
             if completion is not None
             else examples(row)
-            for i, row in enumerate(found)
+            for i, row in enumerate(read)
         ]
-        scored, printed = _score(directory, data, found, tried)
+        scored, printed = _score(directory, data, read, tried)
     if as_json:
         print_json({"functions": weights, "answers": scored, "printed": printed})
     else:
-        typer.echo(printable("\n".join(lines(weights, found, scored, printed))))
+        typer.echo(printable("\n".join(lines(weights, read, scored, printed))))
     raise typer.Exit(EXIT_FAILED if any(answer["error"] for answer in scored) else EXIT_OK)
 
 
@@ -107,11 +107,11 @@ def read_answers(path: Path) -> Iterator[dict[str, str]]:
     """Answers of a file, one a line. Raises LaunchError naming the line."""
     for number, line in enumerate(_lines(path), 1):
         try:
-            found = json.loads(line)
-            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+            answer = json.loads(line)
+            json.dumps(answer, ensure_ascii=False).encode()  # half of a surrogate pair is not text
         except (ValueError, RecursionError) as error:
             raise LaunchError(f"{path}, line {number} is not JSON: {error}") from None
-        text = found.get("completion") if isinstance(found, dict) else found
+        text = answer.get("completion") if isinstance(answer, dict) else answer
         if not isinstance(text, str):
             hint = 'write a text, or an object: {"completion": "…"}'
             raise LaunchError(f"{path}, line {number} holds no answer", hint)
@@ -174,11 +174,11 @@ def _score(
     said = run_step(directory, "rollout_worker.evaluate", [], limit, result="scores.jsonl", rewards=given)
     scored = []
     for line, texts in zip(_lines(directory / "scores.jsonl"), tried, strict=True):
-        found = json.loads(line)
-        columns = (found[name] for name in ("rewards", "scores", "seconds", "errors"))
+        scores = json.loads(line)
+        columns = (scores[name] for name in ("rewards", "scores", "seconds", "errors"))
         for (kind, text), rewards, score, seconds, error in zip(texts.items(), *columns, strict=True):
             values = {"rewards": rewards, "score": score, "seconds": seconds, "error": error}
-            scored.append({"row": found["key"], "kind": kind, "completion": text, **values})
+            scored.append({"row": scores["key"], "kind": kind, "completion": text, **values})
     return scored, not_logged(said)[-MOST_PRINTED:]
 
 
@@ -199,7 +199,7 @@ def lines(
         if isinstance(row.get("columns"), dict):
             yield f'  row["columns"] has {", ".join(row["columns"])}'
         yield f"  {'answer':<10}{'':<{WIDEST}}{heads}{'score':>10}{'ms':>9}"
-        for answer in (one for one in scored if one["row"] == row["key"]):
+        for answer in (scored_answer for scored_answer in scored if scored_answer["row"] == row["key"]):
             cells = [_number(answer["rewards"].get(name)) for name in weights]
             values = "".join(f"  {cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
             note = f"  error {errors.setdefault(answer['error'], len(errors) + 1)}" if answer["error"] else ""

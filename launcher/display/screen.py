@@ -45,9 +45,9 @@ class Screen:
         """Print the final table."""
         from launcher.display.summary import rows
 
-        found = rows(summary)
-        width = max(len(name) for name, _ in found)
-        self.write("\n".join(f"  {name:<{width}}  {value}" for name, value in found))
+        lines = rows(summary)
+        width = max(len(name) for name, _ in lines)
+        self.write("\n".join(f"  {name:<{width}}  {value}" for name, value in lines))
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -107,49 +107,49 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines of the final table, from a summary (also one read back from disk)."""
     status, ledger = summary.get("status") or {}, summary.get("ledger") or {}
     outcome, reason = summary["outcome"], summary.get("reason") or ""
-    found = [
+    lines = [
         ("outcome", reason if reason.startswith(outcome) else f"{outcome}: {reason}" if reason else outcome)
     ]
     if status:
-        found.append(("steps", f"{status['step']} of {status['total_steps']}"))
+        lines.append(("steps", f"{status['step']} of {status['total_steps']}"))
     starts, total = summary.get("starts", 1), summary.get("total_elapsed_s", summary["elapsed_s"])
     over = f" ({duration(total)} over {starts} starts)" if starts > 1 else ""
-    found.append(("time", duration(summary["elapsed_s"]) + over))
+    lines.append(("time", duration(summary["elapsed_s"]) + over))
     if (report := data_report.parse(summary.get("data"))) is not None:
-        found.append(("data", data_report.brief(report)))
-    found += learning(summary.get("steps") or [], summary.get("validations") or [])
+        lines.append(("data", data_report.brief(report)))
+    lines += learning(summary.get("steps") or [], summary.get("validations") or [])
     if status:
         speed = f"{status['samples_per_s']:.1f} samples/s, {status['tokens_per_s']:.0f} tokens/s"
         idle = ", ".join(f"{role} {share:.1%}" for role, share in sorted(status["idle"].items()))
-        found += [("speed", speed), *([("idle", idle)] if idle else [])]
+        lines += [("speed", speed), *([("idle", idle)] if idle else [])]
     if status.get("rewards"):  # not in summaries of older versions
         rewards = rewards_text(JobStatus.model_validate(status))
-        found += [("rewards", rewards)] if rewards else []
+        lines += [("rewards", rewards)] if rewards else []
     if ledger and status.get("mode") == "grpo":
         mean = "–" if status.get("staleness_mean") is None else f"{status['staleness_mean']:.2f}"
-        found.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
+        lines.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
         states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
-        found.append(("groups", f"{ledger['created']} created" + (f": {states}" if states else "")))
+        lines.append(("groups", f"{ledger['created']} created" + (f": {states}" if states else "")))
         if ledger["dropped"]:
             dropped = ", ".join(f"{name} {count}" for name, count in ledger["dropped"].items())
-            found.append(("dropped", dropped))
+            lines.append(("dropped", dropped))
     restarts = {name: count for name, count in (summary.get("restarts") or {}).items() if count}
-    found.append(("restarts", ", ".join(f"{name} {count}" for name, count in restarts.items()) or "none"))
+    lines.append(("restarts", ", ".join(f"{name} {count}" for name, count in restarts.items()) or "none"))
     if summary.get("final_model"):
-        found.append(("model", summary["final_model"]))
-    found.append(("logs", str(Path(summary["run_dir"]) / "logs")))
-    return [(name, one_line(value)) for name, value in found]
+        lines.append(("model", summary["final_model"]))
+    lines.append(("logs", str(Path(summary["run_dir"]) / "logs")))
+    return [(name, one_line(value)) for name, value in lines]
 
 
 def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Reward or loss, and held-out accuracy: before → after."""
-    found: list[tuple[str, str]] = []
+    lines: list[tuple[str, str]] = []
     for name, key in (("reward", "reward_mean"), ("loss", "loss")):
         values = [step["metrics"][key] for step in steps if key in step["metrics"]]
-        if values and not (name == "loss" and found):
+        if values and not (name == "loss" and lines):
             edge = max(1, min(5, len(values) // 4))
             before, after = sum(values[:edge]) / edge, sum(values[-edge:]) / edge
-            found.append((name, f"{before:.3f} → {after:.3f} (mean of the first and last {edge} steps)"))
+            lines.append((name, f"{before:.3f} → {after:.3f} (mean of the first and last {edge} steps)"))
     if validations:
         first, last = validations[0], validations[-1]
         before, after = (number(_held_out(record)) or FAILED for record in (first, last))
@@ -157,8 +157,8 @@ def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> 
         where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
         failed = f", {last['errors']} gradings failed" if last.get("errors") else ""
         loss = "" if last.get("loss") is None else "loss "
-        found.append(("held-out", f"{loss}{change}{after} {where}{failed}"))
-    return found
+        lines.append(("held-out", f"{loss}{change}{after} {where}{failed}"))
+    return lines
 
 
 def _held_out(record: Mapping[str, Any]) -> float | None:

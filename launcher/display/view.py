@@ -248,13 +248,13 @@ def _policy(status: JobStatus) -> str:
 
 def members_text(status: JobStatus) -> str:
     """List the trainers of one policy in one line; empty where one trainer is all there is to be."""
-    found = status.members
-    if found is None:
+    members = status.members
+    if members is None:
         return ""
-    shares = [f"{one.replica_id} {one.parts} of {found.parts} parts" for one in found.members] or ["none yet"]
-    shares[0] += " (leads)" if found.members else ""
-    waiting = f"; {', '.join(found.waiting)} from one of the next steps on" if found.waiting else ""
-    return f"{', '.join(shares)}{waiting}  (epoch {found.epoch})"
+    shares = [f"{m.replica_id} {m.parts} of {members.parts} parts" for m in members.members] or ["none yet"]
+    shares[0] += " (leads)" if members.members else ""
+    waiting = f"; {', '.join(members.waiting)} from one of the next steps on" if members.waiting else ""
+    return f"{', '.join(shares)}{waiting}  (epoch {members.epoch})"
 
 
 def rewards_text(status: JobStatus) -> str:

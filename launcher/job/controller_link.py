@@ -74,16 +74,16 @@ class ControllerLink:
 
     async def collect(self, last: JobStatus | None) -> Collected:
         """Collect the controller's records at the end of a job. `last`: the newest status seen."""
-        found = Collected(status=last)
+        collected = Collected(status=last)
         try:
-            found.status = await self.ask(api.job(), COLLECT_PATIENCE)
-            found.ledger = await self.ask(api.ledger(), COLLECT_PATIENCE)
-            found.steps = await self.ask(api.steps(), COLLECT_PATIENCE)
-            found.validations = await self.ask(api.validations(), COLLECT_PATIENCE)
-            found.replicas = await self.ask(api.replicas(), COLLECT_PATIENCE)
+            collected.status = await self.ask(api.job(), COLLECT_PATIENCE)
+            collected.ledger = await self.ask(api.ledger(), COLLECT_PATIENCE)
+            collected.steps = await self.ask(api.steps(), COLLECT_PATIENCE)
+            collected.validations = await self.ask(api.validations(), COLLECT_PATIENCE)
+            collected.replicas = await self.ask(api.replicas(), COLLECT_PATIENCE)
         except ControllerError as error:
-            found.missing = str(error)
-        return found
+            collected.missing = str(error)
+        return collected
 
     async def close(self) -> None:
         await self._client.close()

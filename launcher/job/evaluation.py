@@ -45,13 +45,13 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
                         screen.event(f"data: {text}")
         finally:
             await supervisor.kill_all()
-    found = read_json(run.path / "evaluation.json")
-    if found is None:
+    scores = read_json(run.path / "evaluation.json")
+    if scores is None:
         screen.event("failed: the scores were not written")
         return EXIT_FAILED
-    screen.write(table(found))
+    screen.write(table(scores))
     screen.write(f"  scores of every answer: {run.path / 'scores.jsonl'}")
-    return EXIT_FAILED if found["errors"] else EXIT_OK
+    return EXIT_FAILED if scores["errors"] else EXIT_OK
 
 
 async def _step(
@@ -82,17 +82,17 @@ def _code(supervised: Supervised) -> int:
     return code if code in (EXIT_OK, EXIT_CONFIG) else EXIT_FAILED
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(scores: Mapping[str, Any]) -> str:
     """The scores as text: one line per data source, the whole last."""
     lines = [f"  {'source':<32} {'prompts':>8} {'answers':>8} {'errors':>7} {'score':>8} {'best':>8}"]
-    parts = [*found["sources"].items(), ("all", found)] if found["sources"] else [("all", found)]
+    parts = [*scores["sources"].items(), ("all", scores)] if scores["sources"] else [("all", scores)]
     for name, part in parts:
         lines.append(
             f"  {name[:32]:<32} {part['prompts']:>8} {part['responses']:>8} {part['errors']:>7} "
             f"{_number(part['score']):>8} {_number(part['best']):>8}"
         )
-    lines += [f"  reward {name}: {_number(value)}" for name, value in found["rewards"].items()]
-    lines += ["  not scored: " + error.splitlines()[0] for error in found["error_examples"]]
+    lines += [f"  reward {name}: {_number(value)}" for name, value in scores["rewards"].items()]
+    lines += ["  not scored: " + error.splitlines()[0] for error in scores["error_examples"]]
     return "\n".join(lines)
 
 

@@ -239,16 +239,20 @@ class Job:
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
-        own = here | self.own(spec, config.controller.tls_ca)
-        return spec.environment(config, self.plan.env, own)
+        secrets_ = here | self.own(spec, config.controller.tls_ca)
+        return spec.environment(config, self.plan.env, secrets_)
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
         """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node has of its own."""
         plan = self.plan
-        own = environment(spec.role, plan.tokens, plan.site.url, plan.redis.url, plan.redis.password, tls_ca)
+        variables = environment(
+            spec.role, plan.tokens, plan.site.url, plan.redis.url, plan.redis.password, tls_ca
+        )
         if spec.role is Role.ROLLOUT:
-            own["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
-        return own
+            variables["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(
+                spec.name, secrets.token_urlsafe(32)
+            )
+        return variables
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 

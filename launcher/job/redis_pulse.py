@@ -87,14 +87,14 @@ class RedisPulse:
             await asyncio.sleep(began + LOOK_EVERY - time.monotonic())
 
     def _note(self, state: State) -> None:
-        found = "" if state == "ok" else state
+        trouble = "" if state == "ok" else state
         restarted = self._own and state == "away"  # it has ended, which its supervisor sees
-        if found == self.trouble or restarted:
+        if trouble == self.trouble or restarted:
             return
-        self.trouble = found
-        if not found:
+        self.trouble = trouble
+        if not trouble:
             self._event("redis answers again")
-        elif found == "away":
+        elif trouble == "away":
             self._event("redis=away: it cannot be reached; bring the server of redis.url back")
         else:
             then = "it is restarted if it stays so" if self._own else "look after the server of redis.url"

@@ -173,11 +173,11 @@ def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts
     job, job_then = "", facts[chosen[0]].job_id
     with suppress(OSError):
         job = (run.path / "job_id").read_text().strip()
-    for step, found in facts.items():
-        if found.job_id != (job or job_then):
+    for step, fact in facts.items():
+        if fact.job_id != (job or job_then):
             path = batch_file.path_of(folder, step)
             other = f"this run is {job}" if job else f"step {chosen[0]} is of {job_then}"
-            raise LaunchError(f"{path} is of job {found.job_id}, {other}", "put it where it belongs")
+            raise LaunchError(f"{path} is of job {fact.job_id}, {other}", "put it where it belongs")
     return facts
 
 
@@ -357,5 +357,5 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.6g}"
 
 
-def _speed(found: Mapping[str, Any]) -> str:
-    return f"{found['train_seconds']:.3f} s  {found['tokens_per_s']:.0f} tokens/s"
+def _speed(speeds: Mapping[str, Any]) -> str:
+    return f"{speeds['train_seconds']:.3f} s  {speeds['tokens_per_s']:.0f} tokens/s"

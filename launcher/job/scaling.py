@@ -65,7 +65,7 @@ class LocalScaling:
         supervisor: Supervisor,
         event: Callable[[str], None],
     ) -> None:
-        self._replicas = {one.name: one for one in replicas if one.role is Role.ROLLOUT}
+        self._replicas = {replica.name: replica for replica in replicas if replica.role is Role.ROLLOUT}
         self._link, self._supervisor, self._event = link, supervisor, event
         self.leaving: set[str] = set()
         """Replicas that were asked to leave, and have not left yet."""
@@ -84,20 +84,20 @@ class LocalScaling:
 
     async def look(self) -> None:
         """Ask for the number, and do what it takes. Raises `ControllerError`."""
-        found = await self._link.ask(api.autoscale())
-        if found.final:
+        status = await self._link.ask(api.autoscale())
+        if status.final:
             return
-        infos = [one for one in await self._link.ask(api.replicas()) if one.role == "rollout"]
-        here = {one.name: one for one in infos if one.state in ("live", "draining")}
+        infos = [info for info in await self._link.ask(api.replicas()) if info.role == "rollout"]
+        here = {info.name: info for info in infos if info.state in ("live", "draining")}
         foreign = sum(name not in self._replicas for name in here)
         running = {kept.replica.name for kept in self._supervisor.running(self._replicas)}
         self.leaving &= running
-        leases = {name: one.leases for name, one in here.items()}
+        leases = {name: info.leases for name, info in here.items()}
         if self.over:
             return
-        change = changes(found.desired - foreign, [*self._replicas], running, self.leaving, leases)
+        change = changes(status.desired - foreign, [*self._replicas], running, self.leaving, leases)
         if change.start or change.end:
-            self._event(f"autoscale: {found.desired} rollout replicas are needed ({found.reason})")
+            self._event(f"autoscale: {status.desired} rollout replicas are needed ({status.reason})")
         for name in change.start:
             self._supervisor.launch(self._replicas[name])
         for name in change.end:
@@ -105,7 +105,7 @@ class LocalScaling:
         for name in self.leaving.difference(change.end):  # one that crashed meanwhile is there again
             if name in here and here[name].state == "live":
                 await self._end(name, here[name])
-        self._say_short(found.desired - foreign - len(running | {*change.start}) + len(self.leaving))
+        self._say_short(status.desired - foreign - len(running | {*change.start}) + len(self.leaving))
 
     async def _end(self, name: str, info: ReplicaInfo | None) -> None:
         self.leaving.add(name)

@@ -101,10 +101,10 @@ class Watch:
     def _newest_sample(self, committed: int) -> str:
         """One sample of the newest step that has any; nothing where its file cannot be read."""
         try:
-            found = sample_file.find(self._samples, kind="train", limit=1, committed=committed)
+            samples = sample_file.find(self._samples, kind="train", limit=1, committed=committed)
         except OSError:
             return ""
-        return sample_line(found[0]) if found else ""
+        return sample_line(samples[0]) if samples else ""
 
     async def _look_at_replicas(self) -> None:
         """Note who has registered, and kill who lives and does not answer."""
@@ -112,9 +112,9 @@ class Watch:
         if not self._unseen and now - self._looked_at < LOOK_AT_REPLICAS:
             return
         self._looked_at = now
-        found = await self._link.ask(api.replicas())
-        self._unseen -= {info.name for info in found}
-        for info in found:
+        infos = await self._link.ask(api.replicas())
+        self._unseen -= {info.name for info in infos}
+        for info in infos:
             kept = self._supervisor.replicas.get(info.name)
             # Under Nsight Systems its process outlives it, to write a report.
             timeout = self._config.controller.heartbeat_timeout + nsight.report_seconds(self._config)

@@ -249,8 +249,8 @@ class Node:
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config = self._joining.config
-        own = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
-        return spec.environment(config, self._joining.env, own)
+        variables = {"COSMOS_NODE_ADDRESS": self._link.address, **trust(config.controller.tls_ca)}
+        return spec.environment(config, self._joining.env, variables)
 
     async def run(self) -> int | None:
         """Obey the head; the exit code, or None when the head is gone. No process is left, cancelled or not."""

@@ -31,19 +31,21 @@ ABSENT = "absent"
 
 def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
     """Return the digests of this machine."""
-    found = {"code": _code(), "python": platform.python_version()}
+    digests = {"code": _code(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            digests[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ABSENT
-    found["model"] = _model(config, env)
+            digests[name] = ABSENT
+    digests["model"] = _model(config, env)
     values = leaves(resolved(config))
     for value in values.values():
         path = value.rpartition(":")[0] if isinstance(value, str) else ""
         if path.endswith(".py"):
-            found[f"file {path}"] = _file(Path(path))
-    return found | {key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in values.items()}
+            digests[f"file {path}"] = _file(Path(path))
+    return digests | {
+        key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in values.items()
+    }
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
@@ -64,9 +66,9 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
         )
     if first.startswith("file "):
         return f"{first.removeprefix('file ')} differs there", "put the same file on every machine"
-    more = f" and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""
+    others = f" and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""
     return (
-        f"its configuration differs in {', '.join(unlike[:NAMED])}{more}",
+        f"its configuration differs in {', '.join(unlike[:NAMED])}{others}",
         "give every machine the same files, --set and COSMOS_ variables",
     )
 

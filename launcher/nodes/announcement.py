@@ -48,18 +48,18 @@ class HeadAddress:
     @classmethod
     def parse(cls, text: str) -> HeadAddress:
         """`host`, `host:port`, `[v6]:port` or a bare v6 address. Raises LaunchError."""
-        found = re.fullmatch(
+        parts = re.fullmatch(
             r"\[(?P<v6>[^]]+)](?::(?P<v6port>\d+))?|(?P<host>[^:\s]+)(?::(?P<port>\d+))?", text
         )
-        if found is None and text.count(":") > 1 and re.fullmatch(r"[0-9a-fA-F:.]+", text):
+        if parts is None and text.count(":") > 1 and re.fullmatch(r"[0-9a-fA-F:.]+", text):
             return cls(text, DEFAULT_PORT)
-        port = int((found["v6port"] or found["port"] or DEFAULT_PORT) if found else 0)
-        if found is None or not 0 < port < 65536:
+        port = int((parts["v6port"] or parts["port"] or DEFAULT_PORT) if parts else 0)
+        if parts is None or not 0 < port < 65536:
             raise LaunchError(
                 f"--head {text} is not an address",
                 f"write a name or address of the head, with a port if {DEFAULT_PORT} is taken: --head node-0:29700",
             )
-        return cls(found["v6"] or found["host"], port)
+        return cls(parts["v6"] or parts["host"], port)
 
     def listening_host(self) -> str | None:
         """Return the host to listen at; None, all addresses, where its name means the loopback one to the head."""
@@ -109,13 +109,13 @@ class Announcement:
             # A FIFO that another user has put there is opened without waiting for its writer.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             with os.fdopen(handle, "rb") as file:
-                found, output = os.fstat(handle), path.parent.parent.stat()
-                content = file.read(MOST_BYTES) if stat.S_ISREG(found.st_mode) else b""
+                facts, output = os.fstat(handle), path.parent.parent.stat()
+                content = file.read(MOST_BYTES) if stat.S_ISREG(facts.st_mode) else b""
         except OSError:
             return None
-        if found.st_uid not in (os.geteuid(), output.st_uid) or found.st_mode & 0o022:
+        if facts.st_uid not in (os.geteuid(), output.st_uid) or facts.st_mode & 0o022:
             raise AnnouncementError(
-                f"{path} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}, and a head writes it with "
+                f"{path} is of user {facts.st_uid} with mode {facts.st_mode & 0o777:o}, and a head writes it with "
                 "mode 600 as the user who starts the nodes: remove it, and choose a train.output_dir in which nobody "
                 "else may write"
             )

@@ -205,12 +205,12 @@ class NodeServer:
             self._listener.open()
         except OSError as error:
             raise LaunchError(f"the head cannot listen at {head}: {error.strerror}", hint) from None
-        mine = Announcement(
+        announced = Announcement(
             str(head), str(self._terms.run.path), self._token, socket.gethostname(), os.getpid()
         )
         try:
             try:
-                mine.write(self._file)
+                announced.write(self._file)
             except OSError as error:
                 raise LaunchError(
                     f"the head cannot write {self._file}: {error.strerror}",
@@ -224,7 +224,7 @@ class NodeServer:
                 raise
         finally:
             with contextlib.suppress(AnnouncementError):
-                if Announcement.read(self._file) == mine:
+                if Announcement.read(self._file) == announced:
                     self._file.unlink(missing_ok=True)
             await self._listener.close()
 
@@ -236,12 +236,12 @@ class NodeServer:
         patience = self._terms.config.controller.start_timeout
         give_up, said = time.monotonic() + patience, -1
         while missing := [host.name for host in self.hosts.values() if not host.is_there]:
-            there = len(self.hosts) + 1 - len(missing)
-            if there != said:
+            present = len(self.hosts) + 1 - len(missing)
+            if present != said:
                 self._event(
-                    f"{there} of {len(self.hosts) + 1} nodes are there; waiting at {self._head} for the others"
+                    f"{present} of {len(self.hosts) + 1} nodes are there; waiting at {self._head} for the others"
                 )
-                said = there
+                said = present
             if interrupts:
                 raise LaunchError("interrupted while waiting for nodes", exit_code=128 + interrupts[0])
             if time.monotonic() >= give_up:
@@ -255,7 +255,7 @@ class NodeServer:
 
     def lend(
         self,
-        own: Callable[[ProcessSpec], Mapping[str, str]],
+        variables: Callable[[ProcessSpec], Mapping[str, str]],
         machines: Sequence[Machine],
         *,
         rollouts: bool = True,
@@ -263,7 +263,7 @@ class NodeServer:
         """Say what the head gives its processes, and how they were placed: see `place_elastic`."""
         layout = m.Layout(machines=tuple(machines), rollouts=rollouts)
         for host in self.hosts.values():
-            host.own, host.layout = own, layout
+            host.own, host.layout = variables, layout
             host.send(layout)
 
     async def finish(self, outcome: str, exit_code: int) -> None:

@@ -56,21 +56,21 @@ class _Controller:
 
     @classmethod
     def of(cls, run: RunDir, role: Role) -> _Controller | None:
-        found, token = run.read_of_owner(run.controller_json) or {}, run.read_token(role)
-        return cls(str(found["url"]), token, role) if token and "url" in found else None
+        written, token = run.read_of_owner(run.controller_json) or {}, run.read_token(role)
+        return cls(str(written["url"]), token, role) if token and "url" in written else None
 
 
 def _wait_for(run: RunDir, role: Role, wait: float) -> _Controller | None:
     """The controller once it answers; None: the job has finished. Raises LaunchError: there is none in time."""
     give_up, said = time.monotonic() + wait, ""
     while True:
-        found = _Controller.of(run, role)
-        phase, trouble = (None, "it has no controller yet") if found is None else _look(run, found)
+        controller = _Controller.of(run, role)
+        phase, trouble = (None, "it has no controller yet") if controller is None else _look(run, controller)
         if phase == "finished":
             typer.echo(f"the job in {run.path} has finished")
             return None
         if not trouble:
-            return found
+            return controller
         if time.monotonic() >= give_up:
             hint = "--wait SECONDS waits for it, here in its shared run directory"
             raise LaunchError(f"{run.path} takes no replica: {trouble}", hint, EXIT_FAILED)
@@ -80,13 +80,15 @@ def _wait_for(run: RunDir, role: Role, wait: float) -> _Controller | None:
         time.sleep(POLL)
 
 
-def _look(run: RunDir, found: _Controller) -> tuple[str | None, str]:
+def _look(run: RunDir, controller: _Controller) -> tuple[str | None, str]:
     """The job's phase, and what keeps replicas out."""
     summary = run.summary()
     if summary is not None and not run.is_alive():
         return str(summary["outcome"]), f"the job has {summary['outcome']}"
     try:
-        with Client(found.url, found.token, tls_ca=_config(run)["controller"]["tls_ca"] or None) as client:
+        with Client(
+            controller.url, controller.token, tls_ca=_config(run)["controller"]["tls_ca"] or None
+        ) as client:
             status = client.send(api.job())
     except ControllerError as error:
         return None, str(error)
@@ -127,10 +129,10 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
         raise ConfigError([error.problem]) from None
 
     def whole(spec: ProcessSpec) -> dict[str, str]:
-        own = worker_secrets(joined_to.url, joined_to.token, config.controller.tls_ca)
+        secrets = worker_secrets(joined_to.url, joined_to.token, config.controller.tls_ca)
         if role is Role.POLICY:  # by which it is reached by the others
-            own["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
-        return spec.environment(config, env, own)
+            secrets["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
+        return spec.environment(config, env, secrets)
 
     supervisor = Supervisor(
         Setting.of_run(config, run, whole), Always(Situation(over=False, needed=False), _say)

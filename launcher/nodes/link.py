@@ -65,12 +65,12 @@ class Link:
         writer: asyncio.StreamWriter,
         silence: float,
         handshake: Handshake,
-        mine: Speaker,
+        ours: Speaker,
     ) -> None:
-        """silence: seconds without a word after which the other side counts as gone. mine: which end this one is."""
+        """silence: seconds without a word after which the other side counts as gone. ours: which end this one is."""
         self._reader, self._writer, self.silence = reader, writer, silence
-        theirs: Speaker = "client" if mine == "server" else "server"
-        self._sending, self._receiving = Seal(handshake, mine), Seal(handshake, theirs)
+        theirs: Speaker = "client" if ours == "server" else "server"
+        self._sending, self._receiving = Seal(handshake, ours), Seal(handshake, theirs)
         self._beating: asyncio.Task[None] | None = None
 
     @classmethod
@@ -86,9 +86,9 @@ class Link:
 
         head: as it was dialled.
         """
-        mine = ClientProof(PURPOSE, token, (str(head),))
-        writer.write(mine.opening)
-        proof, handshake = mine.check(await _exactly(reader, ANSWER_BYTES))
+        prover = ClientProof(PURPOSE, token, (str(head),))
+        writer.write(prover.opening)
+        proof, handshake = prover.check(await _exactly(reader, ANSWER_BYTES))
         writer.write(proof)
         return cls(reader, writer, silence, handshake, "client")
 
@@ -102,9 +102,9 @@ class Link:
         head: HeadAddress,
     ) -> Link:
         """Prove this head to a node, and wait for its proof. Raises `ProofError`; the caller closes `writer`."""
-        mine = ServerProof(PURPOSE, token, await _exactly(reader, OPENING_BYTES), (str(head),))
-        writer.write(mine.answer)
-        handshake = mine.check(await _exactly(reader, PROOF_BYTES))
+        prover = ServerProof(PURPOSE, token, await _exactly(reader, OPENING_BYTES), (str(head),))
+        writer.write(prover.answer)
+        handshake = prover.check(await _exactly(reader, PROOF_BYTES))
         return cls(reader, writer, silence, handshake, "server")
 
     @property

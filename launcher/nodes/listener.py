@@ -58,10 +58,10 @@ class NodeListener:
 
     def open(self) -> None:
         """Take the port; connections wait. Raises OSError."""
-        found = socket.getaddrinfo(
+        infos = socket.getaddrinfo(
             self._head.listening_host(), self._head.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, _, _, _, address in dict.fromkeys(found):
+        for family, _, _, _, address in dict.fromkeys(infos):
             try:
                 self._sockets.append(_listening(family, address))
             except OSError as error:
@@ -74,7 +74,7 @@ class NodeListener:
 
     def start(self) -> None:
         """Accept connections from now on."""
-        self._accepting = [asyncio.create_task(self._accept(one)) for one in self._sockets]
+        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._sockets]
 
     async def close(self) -> None:
         """End all connections."""
@@ -84,8 +84,8 @@ class NodeListener:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for one in self._sockets:
-            one.close()
+        for listener in self._sockets:
+            listener.close()
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -152,15 +152,15 @@ class NodeListener:
 
 
 def _listening(family: int, address: Any) -> socket.socket:
-    found = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
-        found.setblocking(False)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
     except OSError:
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener

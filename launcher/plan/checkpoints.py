@@ -22,7 +22,7 @@ class Checkpoint:
 
 def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
     """The checkpoint that `latest` names; where that cannot be read, the one of the most steps."""
-    found = {
+    complete = {
         path.name: Checkpoint(path, int(match[1]))
         for path in checkpoints.glob("step-*")
         if path.is_dir() and (match := _NAME.fullmatch(path.name))
@@ -31,4 +31,4 @@ def newest_checkpoint(checkpoints: Path) -> Checkpoint | None:
         named = (checkpoints / "latest").read_text().strip()
     except (OSError, ValueError):
         named = ""
-    return found.get(named) or max(found.values(), key=lambda one: one.step, default=None)
+    return complete.get(named) or max(complete.values(), key=lambda checkpoint: checkpoint.step, default=None)

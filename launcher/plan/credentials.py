@@ -152,7 +152,7 @@ def credentials_of(
 
 def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, str]:
     """Return what a process of a job gets of the environment of its machine's launcher."""
-    teachers = [one.key_variable for one in config.teacher if one.key_variable]
+    teachers = [teacher.key_variable for teacher in config.teacher if teacher.key_variable]
     store, rewards = config.weight_sync.store, config.reward.environment
     uploads = bool(config.train.ckpt.upload_s3)
     return credentials_of(role, base_environment(env), store, rewards, teachers, uploads)
@@ -160,16 +160,16 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
 
 def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return what the process that feeds these trackers gets of the environment: of the secrets, theirs."""
-    own = tuple(prefix for name in trackers for prefix in _OF_TRACKERS.get(name, ()))
+    prefixes = tuple(prefix for name in trackers for prefix in _OF_TRACKERS.get(name, ()))
     if "mlflow" in trackers and (
         env.get("MLFLOW_TRACKING_URI", "").startswith("arn:") or env.get("MLFLOW_TRACKING_AWS_SIGV4")
     ):
-        own += (_AWS,)
+        prefixes += (_AWS,)
     return {
         name: value
         for name, value in base_environment(env).items()
-        if (own and name.upper().startswith(own))
-        or (own and _PROXY.fullmatch(name.upper()))
+        if (prefixes and name.upper().startswith(prefixes))
+        or (prefixes and _PROXY.fullmatch(name.upper()))
         or not (is_secret(name, value) or name.startswith(_AWS))
     }
 

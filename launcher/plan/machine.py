@@ -93,8 +93,8 @@ def parse_driver(text: str) -> list[GpuFacts]:
         parts = [part.strip() for part in line.split(",")]
         if len(parts) != 3 or not parts[0].isdigit():
             continue
-        found = re.fullmatch(r"(\d+)\.(\d+)", parts[2])
-        facts.append(GpuFacts(parts[0], parts[1], (int(found[1]), int(found[2])) if found else None))
+        version = re.fullmatch(r"(\d+)\.(\d+)", parts[2])
+        facts.append(GpuFacts(parts[0], parts[1], (int(version[1]), int(version[2])) if version else None))
     return facts
 
 
@@ -153,10 +153,10 @@ def find_capacity(gpus: tuple[str, ...]) -> Capacity:
 def host_memory(meminfo: Path, limit: Path, used: Path) -> tuple[int, int]:
     """Total and free bytes of this process's control group, or of the machine if that is less; 0 if unknown."""
     try:
-        found = re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        lines = re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
     except OSError:
         return 0, 0
-    sizes = {name: int(number) * 1024 for name, number in found}
+    sizes = {name: int(number) * 1024 for name, number in lines}
     total, free = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     try:
         most, now = int(limit.read_text()), int(used.read_text())
@@ -167,9 +167,9 @@ def host_memory(meminfo: Path, limit: Path, used: Path) -> tuple[int, int]:
 
 def parse_gpus(text: str) -> dict[str, int]:
     """`0, GPU-…, 81559` (mebibytes) -> bytes by index and by UUID."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for line in text.splitlines():
         fields = [part.strip() for part in line.split(",")]
         if len(fields) == 3 and fields[2].isdigit():
-            found[fields[0]] = found[fields[1]] = int(fields[2]) * 2**20
-    return found
+            sizes[fields[0]] = sizes[fields[1]] = int(fields[2]) * 2**20
+    return sizes

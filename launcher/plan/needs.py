@@ -60,9 +60,11 @@ def too_many(wanted: Needs, workers: int, nodes: int) -> Problem:
 
 
 def unlike_the_policy(role: RoleLayout, ranks: int) -> Problem:
-    own = len(role.devices)
-    message = f"names {own} devices, and policy.parallelism.dp_shard_size = -1 makes {ranks} data ranks here"
-    hint = f"name {ranks} devices, one for each, or write policy.parallelism.dp_shard_size = {own}"
+    named = len(role.devices)
+    message = (
+        f"names {named} devices, and policy.parallelism.dp_shard_size = -1 makes {ranks} data ranks here"
+    )
+    hint = f"name {ranks} devices, one for each, or write policy.parallelism.dp_shard_size = {named}"
     return Problem(role.key, message, role.listed, hint, related=("policy.parallelism.dp_shard_size",))
 
 
@@ -100,13 +102,13 @@ def too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, 
 
 
 def too_few_to_replay(
-    role: RoleLayout, world: int, there: int, listed: list[RoleLayout], count: int
+    role: RoleLayout, world: int, available: int, listed: list[RoleLayout], count: int
 ) -> Problem:
     message, key = f"the replay needs {world} GPUs, ", "policy.parallelism.dp_shard_size"
-    message += f"{role.key} names {there}" if role.listed else f"this machine has {count}"
+    message += f"{role.key} names {available}" if role.listed else f"this machine has {count}"
     if listed and not role.listed:
-        message += f", and {listed[0].key} leaves {there}"
-    hint = f"write {key} = {there // role.unit}" if there >= role.unit else ""
+        message += f", and {listed[0].key} leaves {available}"
+    hint = f"write {key} = {available // role.unit}" if available >= role.unit else ""
     if listed:
         hint += f"{', or ' if hint else 'write '}another {listed[0].key}"
     return Problem(key, message, world, hint or "replay it where the GPUs are")

@@ -25,8 +25,8 @@ REPORT_SECONDS = 120.0
 def command(folder: Path, name: str) -> tuple[str, ...]:
     """Return what starts a process under Nsight Systems. Its report has a number that none before it has: nothing is
     overwritten by a restart."""
-    there = {path.name.split(".")[0] for path in folder.glob(f"nsys-{name}-*")}
-    number = next(n for n in itertools.count(1) if f"nsys-{name}-{n}" not in there)
+    reports = {path.name.split(".")[0] for path in folder.glob(f"nsys-{name}-*")}
+    number = next(n for n in itertools.count(1) if f"nsys-{name}-{n}" not in reports)
     output = f"{folder}/nsys-{name}-{number}".replace("%", "%%")  # which it replaces by names of its own
     return (PROGRAM, "profile", *OPTIONS, f"--output={output}")
 

@@ -58,10 +58,10 @@ class ProcessSpec:
     """Whether it runs under Nsight Systems."""
 
     def environment(
-        self, config: Config, env: Mapping[str, str], own: Mapping[str, str] | None = None
+        self, config: Config, env: Mapping[str, str], secrets: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        """All variables of the process. env: those of its machine's launcher. own: its secrets and addresses."""
-        return {**given_to(self.role, config, env), **self.env, **(own or {})}
+        """All variables of the process. env: those of its machine's launcher. secrets: its secrets and addresses."""
+        return {**given_to(self.role, config, env), **self.env, **(secrets or {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ def cpu_threads(config: Config, machine: Machine, worker_processes: int) -> int:
 
 def usable_gpus(config: Config, machine: Machine, node: int = 0) -> tuple[str, ...]:
     """The GPUs that this job may have; `gpus_per_node` leaves the later ones alone. Raises PlacementError."""
-    wanted, found = config.placement.gpus_per_node, len(machine.gpus)
-    if wanted is None or wanted <= found:
+    wanted, count = config.placement.gpus_per_node, len(machine.gpus)
+    if wanted is None or wanted <= count:
         return machine.gpus[:wanted]
     key = "placement.gpus_per_node"
-    there = f"{found} GPUs" if found else "no GPU that the installed torch can use"
-    hint = f"write {key} = {found}, or leave it out to use what is found" if found else "leave it out"
+    present = f"{count} GPUs" if count else "no GPU that the installed torch can use"
+    hint = f"write {key} = {count}, or leave it out to use what is found" if count else "leave it out"
     where = f"node {node}" if node else "this machine"
-    raise PlacementError(Problem(key, f"{wanted} GPUs are requested, {where} has {there}", wanted, hint))
+    raise PlacementError(Problem(key, f"{wanted} GPUs are requested, {where} has {present}", wanted, hint))
 
 
 def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Replica]:
@@ -120,13 +120,13 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Rep
     replicas, profiled = [], config.profiler.enable_nsys
     apart = [devices[role.name] for role in apart_layouts(config)]
     policies = [sum(parts, ()) for parts in zip(devices["policy"], *apart, strict=True)]
-    for index, mine in enumerate(policies):
-        envs = [{**common[node], **_visible(gpus, node, mine)} for node in range(len(machines))]
-        replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, mine, profiled, index=index))
-    for index, mine in enumerate(devices.get("rollout", [])):
+    for index, dealt in enumerate(policies):
+        envs = [{**common[node], **_visible(gpus, node, dealt)} for node in range(len(machines))]
+        replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, dealt, profiled, index=index))
+    for index, dealt in enumerate(devices.get("rollout", [])):
         node = nodes.rollout[index]
-        env = {**common[node], **_visible(gpus, node, mine)}
-        replicas.append(_rollout(f"rollout-{index}", env, mine, node, profiled, index))
+        env = {**common[node], **_visible(gpus, node, dealt)}
+        replicas.append(_rollout(f"rollout-{index}", env, dealt, node, profiled, index))
     return replicas
 
 
@@ -147,13 +147,15 @@ def place_elastic(
         with suppress(PlacementError):
             every = place(_with_rollouts(config, count), *machines)
             late = {f"rollout-{index}" for index in range(begun, count)}
-            return [one for one in every if one.name not in late], [one for one in every if one.name in late]
+            return [replica for replica in every if replica.name not in late], [
+                replica for replica in every if replica.name in late
+            ]
     return first, []
 
 
 def process_of(replicas: Iterable[Replica], role: Role, replica: int, rank: int) -> ProcessSpec | None:
     """The process of a replica, by their numbers: what a head and a node mean by them is the same."""
-    processes = (spec for one in replicas for spec in one.processes)
+    processes = (spec for candidate in replicas for spec in candidate.processes)
     wanted = (role, replica, rank)
     return next((spec for spec in processes if (spec.role, spec.replica, spec.rank) == wanted), None)
 
@@ -174,10 +176,10 @@ class _Nodes:
 def _gpus_by_node(config: Config, machines: Sequence[Machine]) -> list[tuple[str, ...]]:
     """The GPUs of each node that this job may have, as many on each. Raises PlacementError."""
     gpus = [usable_gpus(config, machine, node) for node, machine in enumerate(machines)]
-    for node, found in enumerate(gpus):
-        if len(found) != len(gpus[0]):
+    for node, names in enumerate(gpus):
+        if len(names) != len(gpus[0]):
             message = (
-                f"node 0 has {len(gpus[0])} GPUs and node {node} has {len(found)}; devices are numbered by it"
+                f"node 0 has {len(gpus[0])} GPUs and node {node} has {len(names)}; devices are numbered by it"
             )
             hint = f"write placement.gpus_per_node = {min(map(len, gpus))}"
             raise PlacementError(Problem("placement.gpus_per_node", message, None, hint))
@@ -190,14 +192,14 @@ def _nodes(
     rollouts = devices.get("rollout", [])
     if gpus_per_node:
         ranks = wanted.policy_ranks
-        of_policy = [[device // gpus_per_node for device in mine[:ranks]] for mine in devices["policy"]]
-        for index, mine in enumerate(rollouts):
-            if len({device // gpus_per_node for device in mine}) > 1:
-                raise PlacementError(spans_nodes(index, mine, gpus_per_node))
-        return _Nodes(of_policy, [mine[0] // gpus_per_node for mine in rollouts])
+        of_policy = [[device // gpus_per_node for device in dealt[:ranks]] for dealt in devices["policy"]]
+        for index, dealt in enumerate(rollouts):
+            if len({device // gpus_per_node for device in dealt}) > 1:
+                raise PlacementError(spans_nodes(index, dealt, gpus_per_node))
+        return _Nodes(of_policy, [dealt[0] // gpus_per_node for dealt in rollouts])
     part = -(-wanted.policy_ranks // count)
     of_policy = [[rank // part for rank in range(wanted.policy_ranks)]] * wanted.policy_replicas
-    each, of_rollouts = Counter(node for mine in of_policy for node in mine), list[int]()
+    each, of_rollouts = Counter(node for dealt in of_policy for node in dealt), list[int]()
     for _ in rollouts:
         of_rollouts.append(min(range(count), key=lambda node: (each[node], -node)))
         each[of_rollouts[-1]] += 1
@@ -211,8 +213,8 @@ def _check_nearness(
 
     devices, nodes: of each rank, for each replica of the policy.
     """
-    for mine, of_ranks in zip(devices, nodes, strict=True):
-        for rank, (device, node) in enumerate(zip(mine, of_ranks, strict=True)):
+    for of_replica, of_ranks in zip(devices, nodes, strict=True):
+        for rank, (device, node) in enumerate(zip(of_replica, of_ranks, strict=True)):
             if device // gpus_per_node != node or node < max(of_ranks[:rank], default=0):
                 message = (
                     f"{role.listed} gives rank {rank} of the policy device {device} on machine "
@@ -236,10 +238,10 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
     role, gpus = policy_layout(config), usable_gpus(config, machine)
     world, wanted = role.size or ranks, needs(config, len(gpus))
     listed = [other for other in placed_roles(config) if other.listed]
-    there = role.devices or _free(config, listed, len(gpus))
-    devices = tuple(there[:world]) if gpus else ()
+    available = role.devices or _free(config, listed, len(gpus))
+    devices = tuple(available[:world]) if gpus else ()
     if gpus and len(devices) < world:
-        raise PlacementError(too_few_to_replay(role, world, len(there), listed, len(gpus)))
+        raise PlacementError(too_few_to_replay(role, world, len(available), listed, len(gpus)))
     for other in apart_layouts(config) if gpus else ():
         if len(other.devices) < (copies := _data_ranks(config, world)):
             raise PlacementError(unlike_the_policy(other, copies))
@@ -277,10 +279,10 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
         elif role.listed:
             dealt[name] = role.dealt(role.devices)
         else:
-            mine = free[start : start + totals[name]]
-            if len(mine) < totals[name]:
+            taken = free[start : start + totals[name]]
+            if len(taken) < totals[name]:
                 raise PlacementError(too_few(config, wanted, listed, len(free), count))
-            dealt[name] = role.dealt(mine)
+            dealt[name] = role.dealt(taken)
             start += 0 if shared else totals[name]
     for role in apart_layouts(config):
         if len(role.devices) != (copies := _data_ranks(config, totals["policy"])):
@@ -332,7 +334,7 @@ def _policy(
     index: int = 0,
 ) -> Replica:
     """nodes: of each rank. envs: of each node. index: of the replica among those of its role."""
-    ranks, there = len(nodes), Counter(nodes)
+    ranks, on_node = len(nodes), Counter(nodes)
     processes = tuple(
         ProcessSpec(
             name=name if ranks == 1 else f"{name}-rank{rank}",
@@ -344,7 +346,7 @@ def _policy(
                 "RANK": str(rank),
                 "LOCAL_RANK": str(list(nodes[:rank]).count(node)),
                 "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(there[node]),
+                "LOCAL_WORLD_SIZE": str(on_node[node]),
             },
             replica=index,
             rank=rank,
@@ -375,14 +377,14 @@ def another_policy(config: Config, name: str, *machines: Machine) -> Replica:
             "policy": config.policy.model_copy(update={"parallelism": mesh}),
         }
     )
-    (one,) = place(alone, *machines, rollouts=False)
+    (placed,) = place(alone, *machines, rollouts=False)
     processes = tuple(
         replace(
-            spec, name=spec.name.replace(one.name, name, 1), env={**spec.env, "COSMOS_REPLICA_NAME": name}
+            spec, name=spec.name.replace(placed.name, name, 1), env={**spec.env, "COSMOS_REPLICA_NAME": name}
         )
-        for spec in one.processes
+        for spec in placed.processes
     )
-    return replace(one, name=name, processes=processes)
+    return replace(placed, name=name, processes=processes)
 
 
 def joined(config: Config, name: str) -> Replica:

@@ -100,21 +100,21 @@ def _check_engine(config: Config, gpus: int, count: int) -> None:
 
 def of_policy(config: Config, replica: int, pod: int) -> tuple[ProcessSpec, ...]:
     """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
-    found = pods(config)
+    counts = pods(config)
     known = replica == 0 or (
-        replica > 0 and found.replicas > 1
+        replica > 0 and counts.replicas > 1
     )  # of several there may be more than at the start
-    if not known or not 0 <= pod < found.each:
+    if not known or not 0 <= pod < counts.each:
         raise LaunchError(
-            f"policy-{replica} has no pod {pod}: the job has {found.replicas} policy replicas of {found.each} pods",
+            f"policy-{replica} has no pod {pod}: the job has {counts.replicas} policy replicas of {counts.each} pods",
             "render the manifests again, and apply them",
         )
-    machine = Machine(config.kubernetes.pod_cpus, tuple(map(str, range(found.gpus))))
+    machine = Machine(config.kubernetes.pod_cpus, tuple(map(str, range(counts.gpus))))
     try:
-        one = another_policy(config, f"policy-{replica}", *[machine] * found.each)
+        placed = another_policy(config, f"policy-{replica}", *[machine] * counts.each)
     except PlacementError as error:
         raise ConfigError([error.problem]) from None
-    return tuple(spec for spec in one.processes if spec.node == pod)
+    return tuple(spec for spec in placed.processes if spec.node == pod)
 
 
 @dataclass(frozen=True)

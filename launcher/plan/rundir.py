@@ -136,10 +136,13 @@ class RunDir:
         write_text(self.config_toml, dumps(again), mode=0o600)
         return data
 
-    def write_origins(self, found: Mapping[str, str]) -> None:
+    def write_origins(self, origins: Mapping[str, str]) -> None:
         """Write origins.json, by key; a start that goes on with config.toml leaves those of its keys as they were."""
-        earlier, own = read_json(self.origins_json) or {}, str(self.config_toml)
-        kept = {key: earlier.get(key, "") if where.startswith(own) else where for key, where in found.items()}
+        earlier, written = read_json(self.origins_json) or {}, str(self.config_toml)
+        kept = {
+            key: earlier.get(key, "") if where.startswith(written) else where
+            for key, where in origins.items()
+        }
         text = json.dumps({key: where for key, where in kept.items() if where}, indent=2)
         write_text(self.origins_json, text + "\n", mode=0o600)
 
@@ -208,27 +211,27 @@ class RunDir:
 
     def holder(self) -> Holder | None:
         """The launcher that holds the lock; None if none does, or it has not written its id yet."""
-        found = read_json(self.locks / "launcher.lock")
-        if found is None or not self.is_alive():
+        holder = read_json(self.locks / "launcher.lock")
+        if holder is None or not self.is_alive():
             return None
         try:
-            return Holder(int(found["pid"]), str(found["host"]), float(found["since"]))
+            return Holder(int(holder["pid"]), str(holder["host"]), float(holder["since"]))
         except (KeyError, TypeError, ValueError):
             return None
 
     def launcher(self) -> dict[str, Any]:
         """Read the record of the launcher (`launcher.job.event_log`): of the one that lives, else of the last."""
-        found, holder = read_json(self.launcher_json) or {}, self.holder()
-        earlier = self.is_alive() if holder is None else found.get("pid") != holder.pid
-        return {} if earlier else found
+        record, holder = read_json(self.launcher_json) or {}, self.holder()
+        earlier = self.is_alive() if holder is None else record.get("pid") != holder.pid
+        return {} if earlier else record
 
     def summary(self) -> dict[str, Any] | None:
         """How the run ended, with paths as they are now; None if it has not, or it could not be written."""
-        found = read_json(self.summary_json)
-        if found is None or found.get("outcome") not in OUTCOMES:
+        summary = read_json(self.summary_json)
+        if summary is None or summary.get("outcome") not in OUTCOMES:
             return None
-        model = str(self.path / "final") if found.get("final_model") else None
-        return {**found, "run_dir": str(self.path), "final_model": model}
+        model = str(self.path / "final") if summary.get("final_model") else None
+        return {**summary, "run_dir": str(self.path), "final_model": model}
 
     def leaving(self) -> list[str]:
         """Roles whose processes still run: the job's, or what outlives a killed launcher."""
@@ -258,8 +261,8 @@ class RunDir:
             raise already_running(self)
         self._lock = handle
         os.ftruncate(handle, 0)
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        os.pwrite(handle, json.dumps(mine).encode(), 0)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
 
     def unlock(self) -> None:
         if self._lock is not None:

@@ -28,8 +28,8 @@ def check_encryption(config: Config) -> tuple[list[Problem], list[Problem]]:
             f"name a certificate for {host} and its key in PEM, and its authority in controller.tls_ca; "
             "docs/security.md makes one with two commands"
         )
-        found = faults(controller.tls_cert, controller.tls_key, controller.tls_ca, host)
-        problems += [Problem("controller.tls_cert", text, None, hint) for text in found]
+        texts = faults(controller.tls_cert, controller.tls_key, controller.tls_ca, host)
+        problems += [Problem("controller.tls_cert", text, None, hint) for text in texts]
         warnings += _exposed("controller.tls_key", controller.tls_key)
     if redis.url.startswith("rediss://"):
         problems += _redis_faults(config)

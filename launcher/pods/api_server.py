@@ -73,14 +73,14 @@ class ApiServer:
             answer = await http.request(method, path, json=patch, params=dict(params or {}), headers=headers)
             if answer.is_error:
                 raise ClusterError(f"{method} {path}: HTTP {answer.status_code}: {_message(answer)}")
-            found = answer.json()
+            object_ = answer.json()
         except (httpx.HTTPError, OSError) as error:
             raise ClusterError(f"{method} {self.url}{path}: {error or type(error).__name__}") from None
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            object_ = None
+        if not isinstance(object_, dict):
             raise ClusterError(f"{method} {path}: an object was expected")
-        return found
+        return object_
 
 
 def _message(answer: httpx.Response) -> str:

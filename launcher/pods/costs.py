@@ -58,16 +58,16 @@ class Costs:
         return f"/api/v1/namespaces/{self.namespace}/pods"
 
     async def _read(self, http: httpx.AsyncClient) -> dict[str, int]:
-        found: dict[str, int] = {}
+        costs: dict[str, int] = {}
         page = {"labelSelector": self.selector, "limit": str(PAGE)}
         while True:
             answer = await self.server.call(http, self._path, params=page)
             try:
                 for pod in answer["items"]:
                     text = (pod["metadata"].get("annotations") or {}).get(ANNOTATION, "0")
-                    found[pod["metadata"]["name"]] = int(text)
+                    costs[pod["metadata"]["name"]] = int(text)
                 page["continue"] = answer["metadata"].get("continue", "")
             except (KeyError, TypeError, ValueError, AttributeError):
                 raise ClusterError(f"GET {self._path}: a list of pods was expected") from None
             if not page["continue"]:
-                return found
+                return costs

@@ -128,10 +128,10 @@ def _controller(config: Config) -> NoReturn:
             sys.stderr.write(f"warning: {warning}\n")
     write_text(run.path / AGREEMENT, json.dumps(_facts(config)))
     (spec,) = placement.controller(str(run.path), ANY, config.controller.port).processes
-    own = {
+    secrets_ = {
         name: text for name, text in os.environ.items() if name.startswith(("COSMOS_TOKEN_", "COSMOS_REDIS_"))
     }
-    env = spec.environment(config, os.environ, own)
+    env = spec.environment(config, os.environ, secrets_)
     sys.stdout.flush()
     os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - the same program, with arguments of ours
 
@@ -206,9 +206,9 @@ def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | 
     except ControllerError as error:
         raise LaunchError(f"COSMOS_CONTROLLER_URL: {error}", exit_code=EXIT_FAILED) from None
     _check_agreement(config)
-    own = partial(_environment, config, worker_secrets(url, token, config.controller.tls_ca), keep)
+    environment = partial(_environment, config, worker_secrets(url, token, config.controller.tls_ca), keep)
     name = specs[0].env.get("COSMOS_REPLICA_NAME", specs[0].name)
-    ended = asyncio.run(children.run(specs, own, _until_hung(name, config, url, token)))
+    ended = asyncio.run(children.run(specs, environment, _until_hung(name, config, url, token)))
     status: JobStatus | None = None
     if ended.code == EXIT_OK:
         try:
@@ -283,15 +283,15 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
 def _environment(
     config: Config, secrets_: Mapping[str, str], keep: Path | None, spec: ProcessSpec
 ) -> dict[str, str]:
-    own = dict(secrets_)
+    variables = dict(secrets_)
     if spec.role is Role.ROLLOUT and keep is not None:
-        own["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
+        variables["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)
     if spec.role is Role.ROLLOUT and (address := os.environ.get("COSMOS_NODE_ADDRESS")):  # of several pods
-        own["VLLM_HOST_IP"] = address
+        variables["VLLM_HOST_IP"] = address
     if spec.role is Role.POLICY:
-        own["COSMOS_RENDEZVOUS"] = _rendezvous()
-        own["COSMOS_NODE_ADDRESS"] = os.environ.get("COSMOS_NODE_ADDRESS") or "127.0.0.1"
-    return spec.environment(config, os.environ, own)
+        variables["COSMOS_RENDEZVOUS"] = _rendezvous()
+        variables["COSMOS_NODE_ADDRESS"] = os.environ.get("COSMOS_NODE_ADDRESS") or "127.0.0.1"
+    return spec.environment(config, os.environ, variables)
 
 
 def _rendezvous() -> str:
@@ -320,8 +320,8 @@ def _kept_secret(folder: Path) -> str:
 def _both(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Without packages that one of them does not have: images may be made for a role."""
     alone = {name for name in PACKAGES if ABSENT in (theirs.get(name, ABSENT), ours.get(name, ABSENT))}
-    one, other = ({key: text for key, text in facts.items() if key not in alone} for facts in (theirs, ours))
-    return one, other
+    left, right = ({key: text for key, text in facts.items() if key not in alone} for facts in (theirs, ours))
+    return left, right
 
 
 def _check_agreement(config: Config) -> None:
@@ -343,10 +343,10 @@ def _check_agreement(config: Config) -> None:
 
 
 def _variable(name: str) -> str:
-    found = os.environ.get(name, "")
-    if not found:
+    text = os.environ.get(name, "")
+    if not text:
         raise LaunchError(f"{name} is not set: manifests that `--target kubernetes` writes set it")
-    return found
+    return text
 
 
 def _number(name: str, default: str) -> int:

@@ -229,8 +229,8 @@ def _check_disk(config: Config, findings: Findings) -> None:
     if free < roomy:
         what = "weight versions and export take" if versions else "the export takes"
         message = f"{size_text(free)} free in {existing}, and {what} about {size_text(roomy)}"
-        found = Problem(key, message, str(target), "free some room or choose another disk")
-        (findings.problems if free < least else findings.warnings).append(found)
+        problem = Problem(key, message, str(target), "free some room or choose another disk")
+        (findings.problems if free < least else findings.warnings).append(problem)
 
 
 def _model_bytes(name: str) -> int:

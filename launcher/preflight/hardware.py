@@ -30,14 +30,14 @@ FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
 
 def check_hardware(config: Config, machine: Machine) -> list[Problem]:
     """Numerics that this machine's GPUs cannot do, one problem each; without GPUs none of them."""
-    found = []
+    problems = []
     for key, (what, first) in SWITCHES.items():
         if attrgetter(key)(config) and (config.is_grpo or not key.startswith("rollout.")):
-            found.append(_unable(machine, key, True, what, first, ANY_LATER, f"write {key} = false"))
+            problems.append(_unable(machine, key, True, what, first, ANY_LATER, f"write {key} = false"))
     if (version := config.train.fa_version) is not None:
         what, (first, last) = f"FlashAttention {version}", FLASH_ATTENTION[version]
-        found.append(_unable(machine, "train.fa_version", version, what, first, last, "leave it out"))
-    return [problem for problem in found if problem is not None]
+        problems.append(_unable(machine, "train.fa_version", version, what, first, last, "leave it out"))
+    return [problem for problem in problems if problem is not None]
 
 
 def _unable(
@@ -47,7 +47,11 @@ def _unable(
     if not machine.gpus:
         message = f"{what} needs a GPU, and this machine has none that the installed torch can use"
         return Problem(key, message, value, remedy)
-    unable = [one for one in machine.capabilities if one is not None and not first <= one <= last]
+    unable = [
+        capability
+        for capability in machine.capabilities
+        if capability is not None and not first <= capability <= last
+    ]
     if not unable:
         return None
     needed = _text(first) + (" or later" if last == ANY_LATER else f" to {_text(last)}")

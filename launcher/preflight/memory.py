@@ -111,22 +111,22 @@ def trainer(
     if _is_cast(keys, fsdp_ranks) and accumulates:
         whole = _learning(gathered, config.policy.lora) * BYTES[keys.fsdp_reduce_dtype]
         on_host = keys.fsdp_offload or keys.fsdp_gradient_offload
-        more = whole - (0 if on_host else learns * BYTES[keys.master_dtype] // shards)
-        if more > 0:
+        extra = whole - (0 if on_host else learns * BYTES[keys.master_dtype] // shards)
+        if extra > 0:
             words = f"{whole:,} B" + ("" if on_host else " in the place of gradients")
-            parts.append(Part("gradients before reduction", more, words))
+            parts.append(Part("gradients before reduction", extra, words))
     where = HOST if keys.fsdp_offload else ""
     if keys.ema_decay is not None:
         words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
         parts.append(Part("moving average of the weights", learns * 4 // shards, words, where))
     if config.has_critic:
         cut = _cut_of(config, "critic", shards, fsdp_ranks)
-        own = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
+        differs = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
         parts += [
             replace(
                 part,
                 name=f"critic: {part.name}",
-                formula=part.formula + (", if as large" if own else ""),
+                formula=part.formula + (", if as large" if differs else ""),
                 device=part.device or apart.get("critic", ""),
             )
             for part in _trained(
@@ -139,10 +139,12 @@ def trainer(
         parts.append(Part("adapters of the reference", learns * master // shards, words, where))
     elif config.has_reference:
         alone = apart.get("reference", "")
-        own = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
+        differs = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
         parted = 1 if alone else _cut_of(config, "reference", shards, fsdp_ranks).shards
         words = (
-            f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if own else "")
+            f"{n:,} x {param} B"
+            + (f" / {parted}" if parted > 1 else "")
+            + (", if as large" if differs else "")
         )
         place = HOST if config.reference.offload else alone
         parts.append(Part("reference model", n * param // parted, words, place))

@@ -122,10 +122,10 @@ def missing_compiler(config: Config, machine: Machine, env: Mapping[str, str]) -
     if not machine.gpus:
         names, variable, kind = ["g++"], "CXX", "C++"
     chosen = env.get(variable)
-    found = any(shutil.which(name, path=env.get("PATH")) for name in ([chosen] if chosen else names))
+    present = any(shutil.which(name, path=env.get("PATH")) for name in ([chosen] if chosen else names))
     for key in (f"{section}.compile" for section, on in sections.items() if on):
         hint = f"write {key} = false, or install one"
-        if not found:
+        if not present:
             message = f"true needs a {kind} compiler, and {chosen or ', '.join(names)} is not on the PATH"
             yield Problem(key, message, True, hint)
         elif machine.gpus and not has_module("triton"):
@@ -218,8 +218,8 @@ def _config_entries(name: str, revision: str | None) -> set[str]:
     if spec is None or spec.origin is None or "auto_map" in written:
         return set()
     root = Path(spec.origin).parent
-    own = fields(root / "models" / kind / f"configuration_{kind}.py")
-    return {*written, *own, *fields(root / "configuration_utils.py")} if own else set()
+    declared = fields(root / "models" / kind / f"configuration_{kind}.py")
+    return {*written, *declared, *fields(root / "configuration_utils.py")} if declared else set()
 
 
 def check_engine_version(config: Config, root: Path | None) -> list[Problem]:
@@ -231,10 +231,14 @@ def check_engine_version(config: Config, root: Path | None) -> list[Problem]:
     if not config.is_grpo or not tried or root is None:
         return []
     names = (_DISTRIBUTION.fullmatch(path.name) for path in root.parent.glob("vllm*.dist-info"))
-    found = next((match[1] for match in names if match), None)
-    if found is None or any(found == version or found.startswith(f"{version}.") for version in tried):
+    installed = next((match[1] for match in names if match), None)
+    if installed is None or any(
+        installed == version or installed.startswith(f"{version}.") for version in tried
+    ):
         return []
-    message = f"vLLM {found} is installed, and updates of weights were tried with {' and '.join(tried)} alone"
+    message = (
+        f"vLLM {installed} is installed, and updates of weights were tried with {' and '.join(tried)} alone"
+    )
     hint = f'install vllm=={tried[-1]}.*, or write rollout.backend = "transformers"'
     return [Problem("rollout.backend", message, config.rollout.backend, hint)]
 

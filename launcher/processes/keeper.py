@@ -101,26 +101,26 @@ def descendants(root: int) -> list[int]:
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if entry.isdigit() and (stat := _stat(int(entry))) is not None:
             children.setdefault(int(stat[1]), []).append(int(entry))
-    found: list[int] = []
+    below_root: list[int] = []
     todo = [root]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        below_root += below
         todo += below
-    return found
+    return below_root
 
 
 def stopped(root: int) -> list[int]:
     """Processes below `root`, of its session, that SIGSTOP or its like has stopped (a debugger's are not meant)."""
-    found, todo = [], [root]
+    halted, todo = [], [root]
     while todo:
         below = _children(todo.pop())
         todo += below
         for pid in below:
             stat = _stat(pid)
             if stat is not None and stat[0] == "T" and stat[3] == str(os.getsid(0)):
-                found.append(pid)
-    return found
+                halted.append(pid)
+    return halted
 
 
 def is_stopped(pid: int) -> bool:
@@ -131,13 +131,13 @@ def is_stopped(pid: int) -> bool:
 
 def _children(pid: int) -> list[int]:
     """Children of a process; cheaper than `descendants`, and it may miss one that has just been started."""
-    found: list[int] = []
+    children: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     except OSError:  # gone, or a kernel without this file
         pass
-    return found
+    return children
 
 
 def running(root: int, argv: list[str]) -> int | None:
@@ -159,7 +159,7 @@ def left_behind(keeper: int) -> list[int]:
     not in the programs that we start.
     """
     mark = f"COSMOS_PARENT_PID={keeper}".encode()
-    found = []
+    left = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not entry.isdigit() or (stat := _stat(int(entry))) is None:
             continue
@@ -168,8 +168,8 @@ def left_behind(keeper: int) -> list[int]:
         except OSError:
             marked = False
         if marked or stat[3] == str(keeper):
-            found.append(int(entry))
-    return found
+            left.append(int(entry))
+    return left
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -365,10 +365,10 @@ class Keeper:
             if self.exit_code is None:
                 self._signal(-self.worker, signal.SIGKILL)
                 self._signal(self.worker, signal.SIGKILL)
-            found = descendants(os.getpid())
-            for pid in found:
+            left = descendants(os.getpid())
+            for pid in left:
                 self._signal(pid, signal.SIGKILL)
-            if self._reap() and not found:
+            if self._reap() and not left:
                 return
             self._sleep(0.01)
 

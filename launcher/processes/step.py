@@ -48,7 +48,7 @@ def run_step(
         raise LaunchError(f"{module} has not ended within {limit:g} s") from None
     said = ended.stderr.splitlines()
     if not (directory / result).exists() if result else ended.returncode:
-        logged = [found[1] for line in said if (found := _OF_OURS.match(line))]
+        logged = [match[1] for line in said if (match := _OF_OURS.match(line))]
         raise LaunchError(logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}")
     return said
 

@@ -140,7 +140,7 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
             f"the configuration has {len(text)} characters, and a ConfigMap at most {MOST_CONFIG}"
         )
     url = config.redis.address(config.redis.url) if config.redis.url else ""
-    own = earlier.get("redis", {}).get("password") or secrets.token_urlsafe(32)
+    password_ = earlier.get("redis", {}).get("password") or secrets.token_urlsafe(32)
     return ClusterJob(
         name=name,
         config=ours,
@@ -148,7 +148,7 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
         pods=pods(config),
         port=ours.controller.port,
         tokens=_tokens(earlier.get("tokens", {})),
-        redis_password=password if url else own,
+        redis_password=password if url else password_,
         redis_url=url,
     )
 
@@ -192,8 +192,8 @@ def _as_pods_read(config: Config, name: str) -> dict[str, Any]:
 
 
 def _tokens(earlier: Mapping[str, Any]) -> Tokens:
-    found = [str(earlier.get(name, "")) for name in ("user", "rollout", "policy")]
-    return Tokens.fresh() if any(fault(token) for token in found) else Tokens(*found)
+    tokens = [str(earlier.get(name, "")) for name in ("user", "rollout", "policy")]
+    return Tokens.fresh() if any(fault(token) for token in tokens) else Tokens(*tokens)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def write(loaded: Loaded, directory: Path | None, env: Mapping[str, str], *, app
     job = cluster_job(config, _earlier(target), env.get("COSMOS_REDIS_PASSWORD", ""))
     files = render(job)
     _write_files(target, job, files)
-    unread = {one.key: one for one in loaded.placed(unread_models(config))}
+    unread = {problem.key: problem for problem in loaded.placed(unread_models(config))}
     for warning in loaded.warnings:
         also = unread.pop(warning.key, None)  # a directory that is missing here is one warning
         text = warning.render() if also is None else f"{warning.render()}\n    {also.message}"
@@ -224,7 +224,7 @@ def write(loaded: Loaded, directory: Path | None, env: Mapping[str, str], *, app
     if not applies:
         typer.echo(f"give it to the cluster with kubectl apply -k {target}")
         return EXIT_OK
-    return apply(target, [one["kind"] for objects in files.values() for one in objects])
+    return apply(target, [problem["kind"] for objects in files.values() for problem in objects])
 
 
 def _write_files(target: Path, job: ClusterJob, files: Mapping[str, Sequence[Manifest]]) -> None:
@@ -274,7 +274,10 @@ def _earlier(target: Path) -> dict[str, Any]:
     path = target / BASE / SECRETS
     try:
         objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-        return {str(one["metadata"]["name"]).rpartition("-")[2]: dict(one["stringData"]) for one in objects}
+        return {
+            str(secret["metadata"]["name"]).rpartition("-")[2]: dict(secret["stringData"])
+            for secret in objects
+        }
     except FileNotFoundError:
         return {}
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError) as error:

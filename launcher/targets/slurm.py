@@ -151,9 +151,9 @@ def _rollouts(job: SlurmJob) -> str:
 def _header(job: SlurmJob, name: str, sizes: Sequence[str], log: str = "%j") -> Iterator[str]:
     yield "#!/bin/bash"
     yield f"# {name}: made by `cosmos-launch --target slurm` from {', '.join(job.configs)}"
-    own = [f"--job-name={name}", *sizes, "--requeue", "--open-mode=append"]
-    own += [f"--chdir={job.directory}", f"--output={job.output}/{name}-{log}.log"]
-    yield from (f"#SBATCH {option}" for option in [*own, *job.options])
+    options = [f"--job-name={name}", *sizes, "--requeue", "--open-mode=append"]
+    options += [f"--chdir={job.directory}", f"--output={job.output}/{name}-{log}.log"]
+    yield from (f"#SBATCH {option}" for option in [*options, *job.options])
 
 
 def _gpus(count: int) -> list[str]:
@@ -244,12 +244,12 @@ def _job(config: Config, wanted: Wanted) -> SlurmJob:
 
 def _check_option(option: str) -> None:
     """Raises LaunchError: sbatch would not understand it, or the scripts have it already."""
-    found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)
-    if found is None or "\n" in option:
+    parts = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)
+    if parts is None or "\n" in option:
         raise LaunchError(
             f"--sbatch {option!r} is not an option of sbatch", "write it whole: --sbatch=--partition=gpu"
         )
-    if found[1] in OURS:
+    if parts[1] in OURS:
         raise LaunchError(
-            f"--sbatch {option}: the scripts have --{found[1]} already ({OURS[found[1]]})", "leave it out"
+            f"--sbatch {option}: the scripts have --{parts[1]} already ({OURS[parts[1]]})", "leave it out"
         )

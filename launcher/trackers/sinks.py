@@ -129,8 +129,8 @@ class Mlflow:
         known = self._client.get_experiment_by_name(run.project)
         experiment = self._client.create_experiment(run.project) if known is None else known.experiment_id
         tag = f"{run.run_id}-{run.segment}"
-        found = self._client.search_runs([experiment], f"tags.cosmos_run = '{tag}'", max_results=1)
-        made = found[0] if found else self._client.create_run(
+        runs = self._client.search_runs([experiment], f"tags.cosmos_run = '{tag}'", max_results=1)
+        made = runs[0] if runs else self._client.create_run(
             experiment, tags={"cosmos_run": tag}, run_name=run.title
         )  # fmt: skip
         self._id = made.info.run_id

@@ -73,8 +73,8 @@ class ClusterJob:
 
 def labels(job: ClusterJob, component: str = "") -> dict[str, str]:
     """Return the labels of an object, by which its pods are found."""
-    found = {"app.kubernetes.io/name": "cosmos-launch", "app.kubernetes.io/instance": job.name}
-    return found | ({"app.kubernetes.io/component": component} if component else {})
+    marks = {"app.kubernetes.io/name": "cosmos-launch", "app.kubernetes.io/instance": job.name}
+    return marks | ({"app.kubernetes.io/component": component} if component else {})
 
 
 def manifest(api: str, kind: str, job: ClusterJob, component: str, name: str = "", **rest: Any) -> Manifest:
@@ -172,14 +172,14 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
 def image(job: ClusterJob, component: str) -> str:
     """Return the image of a component's pods."""
     kubernetes = job.config.kubernetes
-    own = {"policy": kubernetes.policy_image, "rollout": kubernetes.rollout_image}
-    return own.get(component, kubernetes.controller_image) or kubernetes.image
+    images = {"policy": kubernetes.policy_image, "rollout": kubernetes.rollout_image}
+    return images.get(component, kubernetes.controller_image) or kubernetes.image
 
 
 def pulls(job: ClusterJob) -> Manifest:
     """Fields of a pod that say how its image is pulled."""
-    found = [{"name": name} for name in job.config.kubernetes.pull_secrets]
-    return {"imagePullSecrets": found} if found else {}
+    names = [{"name": name} for name in job.config.kubernetes.pull_secrets]
+    return {"imagePullSecrets": names} if names else {}
 
 
 def unprivileged(user: int) -> Manifest:
@@ -218,7 +218,7 @@ def _volumes(job: ClusterJob, pod: Pod) -> dict[str, tuple[Manifest, Manifest]]:
     if pod.component == "scaler" and not job.config.controller.tls_ca:
         return scratch
     claim = kubernetes.claim or f"{job.name}-runs"
-    found = scratch | {
+    volumes = scratch | {
         "config": (
             {"mountPath": CONFIG_FOLDER, "readOnly": True},
             {"configMap": {"name": f"{job.name}-config"}},
@@ -227,8 +227,8 @@ def _volumes(job: ClusterJob, pod: Pod) -> dict[str, tuple[Manifest, Manifest]]:
     }
     if pod.worker:
         memory = {"emptyDir": {"medium": "Memory"}}
-        found |= {
+        volumes |= {
             "shm": ({"mountPath": "/dev/shm"}, memory),  # noqa: S108 - of this pod alone
             "secret": ({"mountPath": SECRET_FOLDER}, memory),
         }
-    return found
+    return volumes

@@ -181,8 +181,8 @@ def _nodes(job: ClusterJob) -> Manifest:
 
 def _toleration(taint: str) -> Manifest:
     """`key=value:effect` or `key:effect`, as `kubectl taint` writes them."""
-    found = re.fullmatch(r"([^=:]+)(?:=([^:]*))?:(\w+)", taint)
-    assert found is not None  # the pattern of the key
-    name, text, effect = found.groups()
+    parts = re.fullmatch(r"([^=:]+)(?:=([^:]*))?:(\w+)", taint)
+    assert parts is not None  # the pattern of the key
+    name, text, effect = parts.groups()
     matched = {"operator": "Exists"} if text is None else {"operator": "Equal", "value": text}
     return {"key": name, **matched, "effect": effect}
