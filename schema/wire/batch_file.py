@@ -32,7 +32,7 @@ class NotRecordedError(ValueError):
 
 
 class Facts(BaseModel):
-    """What a file says of the run that trained its batch."""
+    """The statements of a file about the run that trained its batch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -115,7 +115,7 @@ def write(
 
 
 def read(path: Path) -> tuple[StepTable, list[memoryview], Facts]:
-    """What was written. Raises `FrameError` naming the file, `OSError`."""
+    """Read a batch as it was written. Raises `FrameError` naming the file, `OSError`."""
     data = path.read_bytes()
     try:
         table, frames = decode_batch(data)
@@ -125,7 +125,7 @@ def read(path: Path) -> tuple[StepTable, list[memoryview], Facts]:
 
 
 def read_facts(path: Path) -> Facts:
-    """As `read`, of the file's head alone: its samples are not looked at, but they are all there."""
+    """Read the head of a file alone: its samples are all there, but they are not looked at."""
     with path.open("rb") as file:
         try:
             if not file.seek(0, 2):  # nothing cannot be mapped

@@ -1,4 +1,4 @@
-"""What the preparation found in the data of a run: `data/report.json`, to be read before anything is trained on it.
+"""The report of the preparation on a run's data: `data/report.json`, to be read before anything is trained on it.
 
 The preparation writes it, also where an error ends it; `lines` says the same in words, at the start of a job, in its
 summary and in `cosmos-launch validate --data`.
@@ -194,7 +194,7 @@ def _reasons(file: FileReport) -> Iterator[str]:
 
 
 def _files(file: FileReport) -> Iterator[str]:
-    """What is read and what is not, where that is more than the one file that the headline names."""
+    """Name what is read and what is not, where that is more than the one file that the headline names."""
     if file.how:
         yield file.how
     if len(file.files) > 1 or file.how or file.unread:

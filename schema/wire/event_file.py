@@ -114,7 +114,7 @@ def last_id(path: Path) -> int:
 
 @dataclass(slots=True)
 class Course:
-    """What a run has come to by its events: steps and validations in order, without those that were undone.
+    """The state of a run by its events: steps and validations in order, without those that were undone.
 
     Invariant: after each `add`, steps are strictly rising, and no validation is of a version beyond the last step's
     unless no step has been committed since.
@@ -162,12 +162,12 @@ class Course:
 
 @dataclass(slots=True)
 class Health:
-    """What a run last said of itself besides its numbers, bounded however many events there are."""
+    """The newest statements of a run besides its numbers, bounded however many events there are."""
 
     job: dict[str, Any] = field(default_factory=dict)
     """`data` of the newest event about the job, with its text."""
     alarms: dict[str, str] = field(default_factory=dict)
-    """Those that are on, by name."""
+    """The alarms that are on, by name."""
     faults: dict[str, Fault] = field(default_factory=dict)
     """By kind, that of the newest failure last. Drops are counted; of a reward's kind only the first is an event."""
 
@@ -207,7 +207,7 @@ def fold(events: Iterable[Event], *readers: Reader) -> None:
 
 
 def course(events: Iterable[Event]) -> Course:
-    """What a run has come to."""
+    """The state that a run has reached."""
     found = Course()
     fold(events, found)
     return found

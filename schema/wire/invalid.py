@@ -1,4 +1,4 @@
-"""What is wrong with a message, as one line of bounded length: where, what, and the value that was refused."""
+"""Describe the fault of a message in one line of bounded length: where, what, and the value that was refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _values.maxlevel = 2
 
 
 def describe(errors: Sequence[Any]) -> str:
-    """What `ValidationError.errors` lists. However large the values are, none is rendered whole."""
+    """List what `ValidationError.errors` lists. However large the values are, none is rendered whole."""
     parts = []
     for error in islice(errors, MOST_FAULTS):
         where = ".".join(str(part)[:80] for part in error["loc"]) or "body"

@@ -31,7 +31,7 @@ NAME = re.compile(r"(e\d{1,18}-p\d{1,18})\.([A-Za-z0-9_-]{1,64})\.(\d{1,9})", re
 
 
 class FileEntry(BaseModel):
-    """What a stub says of its file."""
+    """The entry of a stub about its file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -87,12 +87,12 @@ def write(root: Path, name: FileName, frame: bytes) -> bytes:
 
 
 def read_entry(frame: bytes | memoryview) -> FileEntry | None:
-    """What a stub says of its file; None for a frame that carries its tensors itself. Raises `FrameError`."""
+    """Read a stub's entry about its file; None for a frame that carries its tensors itself. Raises `FrameError`."""
     return entry_of(read_metadata(frame))
 
 
 def entry_of(metadata: Mapping[str, str]) -> FileEntry | None:
-    """As `read_entry`, of a frame's metadata."""
+    """Read the entry from a frame's metadata; see `read_entry`."""
     text = metadata.get(STUB_KEY)
     if text is None:
         return None

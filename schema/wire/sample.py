@@ -71,7 +71,7 @@ _DTYPES: dict[str, type[np.generic]] = {
     "version_starts": np.int32,
     "version_values": np.int32,
 }
-"""Of the tensors that every frame has; they are fields of `Sample`, too."""
+"""The tensors that every frame has; they are fields of `Sample`, too."""
 _OPTIONAL: tuple[dict[str, type[np.generic]], ...] = (
     {"part_positions": np.int32, "part_values": np.float32},
     {"kept_counts": np.int32, "kept_ids": np.int32},
@@ -89,7 +89,7 @@ def _no_ints() -> npt.NDArray[np.int32]:
 
 
 class SampleHeader(BaseModel):
-    """What everybody may know of a sample without decoding its tokens."""
+    """The facts about a sample that need no decoding of its tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -34,7 +34,7 @@ class Rewind(Message):
     """Training went back to `step` committed steps: a line of `rewinds.jsonl`."""
 
     timeline: int
-    """That began with it."""
+    """The timeline that began with it."""
     step: int
 
     def undid(self, record: SampleRecord) -> bool:
@@ -66,7 +66,7 @@ def is_chosen(group_id: str, groups_per_step: int, wanted: int) -> bool:
 
 
 def files(folder: Path) -> list[tuple[GroupKind, int]]:
-    """What is there, by step or version."""
+    """The files that are there, by step or version."""
     found = (_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl"))
     return sorted(((_KINDS[match[1]], int(match[2])) for match in found if match), key=lambda file: file[1])
 
@@ -145,12 +145,12 @@ def _read(path: Path, rewinds: Sequence[Rewind]) -> list[SampleRecord]:
 
 
 def _parts(group_id: str) -> list[tuple[int, str]]:
-    """What groups are sorted by: p10 comes after p9."""
+    """The key by which groups are sorted: p10 comes after p9."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", group_id)]
 
 
 def _lines(path: Path, kind: type[_Line]) -> Iterator[_Line]:
-    """What the lines of a file say; nothing where there is no file. Raises OSError."""
+    """Read the records of a file; nothing where there is no file. Raises OSError."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             with suppress(ValidationError):

@@ -12,7 +12,7 @@ MIN_LENGTH, MIN_DIFFERENT = 20, 8
 
 
 def fault(secret: str) -> str:
-    """What is wrong with a secret, as the end of a sentence that never shows it; "" where nothing is."""
+    """Describe the fault of a secret as the end of a sentence that never shows it; "" where nothing is."""
     if not secret.isascii() or not secret.isprintable() or " " in secret:
         return "holds characters other than printable ASCII without spaces"
     if len(secret) < MIN_LENGTH or len(set(secret)) < MIN_DIFFERENT:

@@ -1,4 +1,4 @@
-"""What a published weight version looks like to those who fetch it.
+"""The form of a published weight version, as those who fetch it see it.
 
 A *publication* is a small record that the controller hands out. It points at a *manifest*, a JSON file in the
 weight store that names every data file and tensor with its hash. The manifest's own hash is in the publication,

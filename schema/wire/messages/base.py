@@ -1,4 +1,4 @@
-"""What all messages have in common, and why a request is refused."""
+"""The base of all messages, and the reasons for which a request is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Message(BaseModel):
 
 
 class TrainerRequest(Message):
-    """What each request of a trainer that changes something begins with."""
+    """The fields that each request of a trainer which changes something begins with."""
 
     request_id: RequestId
     replica_id: Text

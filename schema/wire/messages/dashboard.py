@@ -1,4 +1,4 @@
-"""What the dashboard shows of a run, alive or dead: bounded in size, however long the run is."""
+"""The dashboard's view of a run, alive or dead: bounded in size, however long the run is."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Fault(Message):
 
 
 class Timeline(Message):
-    """What happened when; of the oldest and of the many a part. Times are Unix seconds."""
+    """The events of a run by time; of the oldest and of the many a part. Times are Unix seconds."""
 
     lanes: list[Lane]
     marks: list[Mark]
@@ -151,7 +151,7 @@ class LogText(Message):
 
 
 class KeptSamples(Message):
-    """Of which steps and validations samples are kept as text: the newest."""
+    """The newest steps and validations whose samples are kept as text."""
 
     train: list[int]
     validation: list[int]

@@ -12,7 +12,7 @@ from schema.wire.messages.base import Message, MetricName
 
 
 class EventKind(StrEnum):
-    """What happened, and what an event's `data` holds."""
+    """The kinds of events, and what the `data` of each holds."""
 
     STEP = "step"
     """A committed step: `StepRecord`, with `samples`, `tokens` and `timeline`."""

@@ -1,4 +1,4 @@
-"""What people and dashboards see of a job."""
+"""The view of a job that people and dashboards get."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ValidationRecord(Message):
 
     @property
     def value(self) -> float | None:
-        """What it is judged by: the loss where there is one, else the mean score."""
+        """The number by which it is judged: the loss where there is one, else the mean score."""
         return self.score_mean if self.loss is None else self.loss
 
     @property

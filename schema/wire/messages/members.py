@@ -1,4 +1,4 @@
-"""Who trains a step: what policy replicas say to the controller while they do, and what they are to do next."""
+"""Messages about who trains a step: what policy replicas report while they do, and what they are to do next."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MemberRequest(Message):
 
 
 class MemberReply(Message):
-    """What it is to do now."""
+    """The next action of a policy replica."""
 
     action: Literal[
         "train", "wait", "commit", "save", "heal", "exchange", "apply", "again", "differs", "batch"

@@ -43,7 +43,7 @@ Transport = Literal["store", "collective"]
 
 
 class UpdateReport(Message):
-    """What came of a publication at one rollout replica."""
+    """The outcome of a publication at one rollout replica."""
 
     replica_id: Text
     incarnation: Count

@@ -1,4 +1,4 @@
-"""What replicas declare to a controller whose store has lost history, so that all agree again. A trainer:
+"""Declarations of replicas to a controller whose store has lost history, so that all agree again. A trainer:
 
     POST /v1/replicas/{id}/declare   who I am, which steps I can replay, what I published     (`DeclareRequest`)
       ◀── from which step on the controller knows nothing, or that it needs a snapshot first

@@ -49,7 +49,7 @@ LogProbs = Annotated[list[float], Field(max_length=MOST_PIECES)]
 
 # fmt: off
 class SampleText(Message):
-    """What a rollout replica sends of a sample that is kept as text. Lists are over the generated tokens."""
+    """The rollout replica's part of a sample that is kept as text. Lists are over the generated tokens."""
 
     prompt: str = Field(max_length=MOST_TEXT + 64)
     answer: str = Field(max_length=MOST_TEXT + 64)
@@ -62,7 +62,7 @@ class SampleText(Message):
 
 
 class TrainedSample(Message):
-    """What a trainer commits of a sample that is kept as text."""
+    """The trainer's part of a sample that is kept as text."""
 
     group_id: Text
     index: Count

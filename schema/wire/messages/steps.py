@@ -72,7 +72,7 @@ class StepRecord(Message):
 
 
 class LedgerSnapshot(Message):
-    """What a checkpoint stores of the ledger: enough to resume with an empty Redis."""
+    """The part of the ledger that a checkpoint stores: enough to resume with an empty Redis."""
 
     committed_steps: int = Field(ge=0, lt=2**53)
     timeline: int = Field(ge=0, lt=2**53)
