@@ -141,7 +141,7 @@ def store_is_a_place(config: Config) -> Iterator[Problem]:
             hint = 'write weight_sync.store = "s3://bucket/prefix", or the path of a directory'
             yield Problem(key, str(error), store, hint)
     elif store.startswith("~"):
-        yield refused(config, key, "{~} is not a path", home_hint(store))
+        yield Problem(key, f"{store} is not a path", store, home_hint(store))
     elif _HALF_A_URL.match(store):
         yield refused(config, key, "{~} is neither a path nor a URL", "write s3://bucket/prefix")
     elif place := next(filter(is_file, (Path(store), *Path(store).parents)), None) if store else None:
@@ -170,8 +170,8 @@ def host_cache_is_absolute(config: Config) -> Iterator[Problem]:
         says = "{~} is not a directory: the copy is mapped into the memory of the replicas of a host"
         yield refused(config, key, says, hint)
     elif cache and not PurePosixPath(cache).is_absolute():
-        says = "{~} is not absolute: it would be another directory for each machine's processes"
-        yield refused(config, key, says, home_hint(cache) or hint)
+        message = f"{cache} is not absolute: it would be another directory for each machine's processes"
+        yield Problem(key, message, cache, home_hint(cache) or hint)
     elif cache and is_file(Path(cache)):
         yield refused(config, key, "{~} is a file, not a directory", "name a directory")
 

@@ -226,9 +226,9 @@ def several_trainers_share_their_work(config: Config) -> Iterator[Problem]:
             )
         return
     for other, value, why in _kept_alone(config):
-        says = f"{{}} policy replicas do not share {why}: {other} = {toml_value(value)}"
-        hint = "write {!} = 1 with more ranks of that one (dp_shard_size, dp_replicate_size)"
-        yield refused(config, _REPLICAS, says, hint, (other,))
+        message = f"{replicas} policy replicas do not share {why}: {other} = {toml_value(value)}"
+        hint = f"write {_REPLICAS} = 1 with more ranks of that one (dp_shard_size, dp_replicate_size)"
+        yield Problem(_REPLICAS, message, replicas, hint, related=(other,))
     says = f"of {replicas} policy replicas one that comes back "
     if not config.train.ckpt.enable_checkpoint:
         key, hint = "train.ckpt.enable_checkpoint", "write {!} = true"

@@ -19,7 +19,7 @@ from schema.config.layout import (
 )
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import InGrpo, Refusal, Rule
+from schema.config.rules.rows import InGrpo, Refusal, Rule, refused
 from schema.config.sections.placement import flat
 
 SHARE_KEY = "rollout.gpu_memory_utilization"
@@ -39,95 +39,76 @@ def devices_are_distinct(config: Config) -> Iterator[Problem]:
     for role in placed_roles(config):
         twice = sorted(device for device, count in Counter(role.devices).items() if count > 1)
         if twice:
-            message = f"device {_names(twice)} is listed more than once in {role.key} = {role.listed}"
-            yield Problem(role.key, message, role.listed, "name each device once")
+            says = f"device {_names(twice)} is listed more than once in {role.key} = {role.listed}"
+            yield refused(config, role.key, says, "name each device once")
 
 
-def sharing_is_asked_for(config: Config) -> list[Problem]:
+def sharing_is_asked_for(config: Config) -> Iterator[Problem]:
     """Roles meet on a device exactly when `share` says so."""
-    share, key = config.placement.share, "placement.share"
+    share, key, nothing = config.placement.share, "placement.share", 'write {!} = "none"'
     if not config.is_grpo:
-        if share == "none":
-            return []
-        message = f'is "{share}", but train.train_policy.type = "sft" has no rollout replicas to share with'
-        hint = f'write {key} = "none"'
-        return [Problem(key, message, share, hint, related=("train.train_policy.type",))]
+        if share != "none":
+            says = "is {}, but {train.train_policy.type=} has no rollout replicas to share with"
+            yield refused(config, key, says, nothing)
+        return
     policy, rollout = policy_layout(config), rollout_layout(config)
     if not policy.listed or not rollout.listed:
-        return []
+        return
     both = sorted(set(policy.devices) & set(rollout.devices))
-    lists = f"placement.policy = {policy.listed} and placement.rollout = {rollout.listed}"
-    related = (policy.key, rollout.key)
+    lists = f"{policy.key} = {policy.listed} and {rollout.key} = {rollout.listed}"
     if both and share == "none":
-        message = f'{lists} have device {_names(both)} in common, and {key} = "none"'
-        hint = f'write {key} = "memory" (both roles stay in its memory), or lists without common devices'
-        return [Problem(rollout.key, message, rollout.listed, hint, related=(policy.key, key))]
+        says = f"{lists} have device {_names(both)} in common, and {{.share=}}"
+        hint = 'write {.share!} = "memory" (both roles stay in its memory), or lists without common devices'
+        yield refused(config, rollout.key, says, hint, (policy.key, key))
     if not both and share != "none":
-        message = f'is "{share}", but {lists} have no device in common'
-        return [Problem(key, message, share, f'write {key} = "none"', related=related)]
-    return []
+        says = f"is {{}}, but {lists} have no device in common"
+        yield refused(config, key, says, nothing, (policy.key, rollout.key))
 
 
 def other_roles_share_too(config: Config) -> Iterator[Problem]:
     """The critic may live with the policy, which it trains with; any other company is sharing."""
-    placement = config.placement
-    if placement.share != "none":
-        return
-    pairs = [
-        ("critic", "rollout"),
-        ("reference", "rollout"),
-        ("reward_model", "policy"),
-        ("reward_model", "rollout"),
-    ]
-    for role, other in pairs:
-        mine, theirs = flat(getattr(placement, role)), flat(getattr(placement, other))
-        both = sorted(set(mine) & set(theirs))
-        if both:
-            key, lists = f"placement.{role}", (getattr(placement, role), getattr(placement, other))
-            message = (
-                f"placement.{role} = {lists[0]} and placement.{other} = {lists[1]} have device {_names(both)} in "
-                'common, and placement.share = "none"'
+    lists = {role: getattr(config.placement, role) for role in _ROLES}
+    others = {"critic": ["rollout"], "reference": ["rollout"], "reward_model": ["policy", "rollout"]}
+    pairs = [(role, other) for role, company in others.items() for other in company]
+    for role, other in pairs if config.placement.share == "none" else ():
+        if both := sorted(set(flat(lists[role])) & set(flat(lists[other]))):
+            says = (
+                f"{{!}} = {lists[role]} and {{.{other}!}} = {lists[other]} have device {_names(both)} in common, and "
+                "{.share=}"
             )
-            hint = 'write placement.share = "memory", or lists without common devices'
-            related = (f"placement.{other}", "placement.share")
-            yield Problem(key, message, lists[0], hint, related=related)
+            hint = 'write {.share!} = "memory", or lists without common devices'
+            yield refused(config, f"placement.{role}", says, hint, (f".{other}", ".share"))
 
 
 def others_are_apart(config: Config) -> Iterator[Problem]:
     """Reference model and critic have the policy's devices or others, not some of them, nor each other's."""
-    there = [policy_layout(config)]
+    seen = [policy_layout(config)]
     for role in apart_layouts(config):
-        for other in there:
+        for other in seen:
             if both := sorted(set(role.devices) & set(other.devices)):
-                message = (
-                    f"{role.listed} and {other.key} = {other.listed} have device {_names(both)} in common"
-                )
-                hint = f"write {role.key} = [], which is sharded over the policy's devices, or devices of its own"
-                yield Problem(role.key, message, role.listed, hint, related=(other.key,))
-        there.append(role)
+                says = f"{role.listed} and {other.key} = {other.listed} have device {_names(both)} in common"
+                hint = "write {!} = [], which is sharded over the policy's devices, or devices of its own"
+                yield refused(config, role.key, says, hint, (other.key,))
+        seen.append(role)
 
 
 def devices_are_there(config: Config) -> Iterator[Problem]:
     """A device number is below nodes * gpus_per_node, where that is stated."""
-    placement = config.placement
-    per_node, nodes = placement.gpus_per_node, placement.nodes
-    related = ("placement.gpus_per_node", "placement.nodes")
+    per_node, nodes = config.placement.gpus_per_node, config.placement.nodes
+    related = (".gpus_per_node", ".nodes")
     for name in _ROLES:
-        key, devices = f"placement.{name}", getattr(placement, name)
+        key, devices = f"placement.{name}", getattr(config.placement, name)
         if per_node is None and nodes > 1 and devices:
-            message = f"device numbers over placement.nodes = {nodes} need to know the GPUs of each"
-            hint = "write placement.gpus_per_node = 8, or as many as each node has"
-            yield Problem(key, message, devices, hint, related=related)
+            says = "device numbers over {.nodes=} need to know the GPUs of each"
+            hint = "write {.gpus_per_node!} = 8, or as many as each node has"
+            yield refused(config, key, says, hint, related)
         beyond = sorted({d for d in flat(devices) if per_node is not None and d >= nodes * per_node})
         if beyond:
-            message = (
-                f"names device {_names(beyond)}, but placement.nodes = {nodes} * placement.gpus_per_node = "
-                f"{per_node} are {nodes * (per_node or 0)} devices"
-            )
-            hint = "write smaller numbers, or leave placement.gpus_per_node out to use what is found"
+            says = f"names device {_names(beyond)}, but {{.nodes=}} * {{.gpus_per_node=}} are "
+            hint = "write smaller numbers, or leave {.gpus_per_node!} out to use what is found"
             if nodes > 1:
-                hint = f"write smaller numbers, or a placement.gpus_per_node above {beyond[-1] // nodes}"
-            yield Problem(key, message, devices, hint, related=related)
+                hint = f"write smaller numbers, or a {{.gpus_per_node!}} above {beyond[-1] // nodes}"
+            yield refused(config, key, f"{says}{nodes * (per_node or 0)} devices", hint, related)
 
 
 def lists_fit_replicas(config: Config) -> list[Problem]:
@@ -136,31 +117,25 @@ def lists_fit_replicas(config: Config) -> list[Problem]:
 
 
 def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
-    section = role.section
-    replicas, given = f"{section}.n_init_replicas", len(role.devices)
-    related = (section,)
+    replicas, given = f"{role.section}.n_init_replicas", len(role.devices)
+    related = (role.section,)
     if role.nested and len(role.listed) != role.replicas:
-        message = f"names the devices of {len(role.listed)} replicas, but {replicas} = {role.replicas}"
-        hint = f"write {replicas} = {len(role.listed)}"
-        return [Problem(role.key, message, role.listed, hint, related=related)]
+        says = f"names the devices of {len(role.listed)} replicas, but {replicas} = {role.replicas}"
+        return [refused(config, role.key, says, f"write {replicas} = {len(role.listed)}", related)]
     parts = [len(item) for item in role.listed if isinstance(item, list)]
     mesh = mesh_text((config.rollout if role.name == "rollout" else config.policy).parallelism)
     if role.name in NEXT_TO_POLICY:
         mesh = "one for each data rank of the policy"
     if len(set(parts)) > 1:
-        message = f"gives its replicas {_names(parts)} devices, but each takes as many as the others ({mesh})"
-        return [Problem(role.key, message, role.listed, "give each as many devices", related=related)]
+        says = f"gives its replicas {_names(parts)} devices, but each takes as many as the others ({mesh})"
+        return [refused(config, role.key, says, "give each as many devices", related)]
     unit = role.unit * (role.shards or 1)
-    if given == role.replicas * unit or (
-        role.shards is None and given and given % (role.replicas * unit) == 0
-    ):
+    takes, is_open = role.replicas * unit, role.shards is None
+    if given == takes or (is_open and given and given % takes == 0):
         return []
-    open_size = " or a multiple" if role.shards is None else ""
-    message = (
-        f"names {given} devices, but {replicas} = {role.replicas} of {unit} ({mesh}) take "
-        f"{role.replicas * unit}{open_size}"
-    )
-    return [Problem(role.key, message, role.listed, _fitting(config, role, given), related=related)]
+    says = f"names {given} devices, but {replicas} = {role.replicas} of {unit} ({mesh}) take {takes}"
+    says += " or a multiple" * is_open
+    return [refused(config, role.key, says, _fitting(config, role, given), related)]
 
 
 def most_devices(takes: Mapping[str, int], shared: bool) -> int:
@@ -171,22 +146,19 @@ def most_devices(takes: Mapping[str, int], shared: bool) -> int:
 
 def _fitting(config: Config, role: RoleLayout, given: int) -> str:
     """Return the hint by which a role takes the devices that its list names."""
-    section, unit = role.section, role.unit * (role.shards or 1)
-    hint = f"name {role.replicas * unit} devices"
-    if given and given % (role.replicas * role.unit) == 0 and role.name == "policy":
-        return f"write {section}.dp_shard_size = {given // (role.replicas * role.unit)}, or {hint}"
-    if given and given % unit == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
-        return f"write {section}.n_init_replicas = {given // unit}, or {hint}"
-    if (
-        role.name == "rollout"
-        and not config.rollout.engine.one_device
-        and given
-        and given % role.replicas == 0
-    ):
+    section, unit, replicas = role.section, role.unit * (role.shards or 1), role.replicas
+    name = f"name {replicas * unit} devices"
+    if not given:
+        return name
+    if given % (replicas * role.unit) == 0 and role.name == "policy":
+        return f"write {section}.dp_shard_size = {given // (replicas * role.unit)}, or {name}"
+    if given % unit == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
+        return f"write {section}.n_init_replicas = {given // unit}, or {name}"
+    if role.name == "rollout" and not config.rollout.engine.one_device:
         others = unit // config.rollout.parallelism.tp_size
-        if given % (role.replicas * others) == 0:
-            return f"write {section}.tp_size = {given // (role.replicas * others)}, or {hint}"
-    return hint
+        if given % (replicas * others) == 0:
+            return f"write {section}.tp_size = {given // (replicas * others)}, or {name}"
+    return name
 
 
 def devices_suffice(config: Config) -> Iterator[Problem]:
@@ -199,17 +171,14 @@ def devices_suffice(config: Config) -> Iterator[Problem]:
     needed = most_devices(takes, shared=placement.share != "none")
     if needed <= total:
         return
-    key = "placement.gpus_per_node"
+    nodes = "{placement.nodes=} * {}" if placement.nodes > 1 else total
     parts = ", ".join(f"{name} {count}" for name, count in takes.items())
-    nodes = (
-        f"placement.nodes = {placement.nodes} * {placement.gpus_per_node}" if placement.nodes > 1 else total
-    )
-    message = f"{nodes} GPUs are fewer than the {needed} that the roles take ({parts})"
-    hint = f"write {key} = {-(-needed // placement.nodes)}, or fewer replicas or smaller ones"
+    says = f"{nodes} GPUs are fewer than the {needed} that the roles take ({parts})"
+    hint = f"write {{!}} = {-(-needed // placement.nodes)}, or fewer replicas or smaller ones"
     if len(roles) > 1 and placement.share == "none" and most_devices(takes, shared=True) <= total:
         hint += ', or placement.share = "memory"'
-    related = tuple(dict.fromkeys(role.section for role in roles))
-    yield Problem(key, message, placement.gpus_per_node, hint, related=related)
+    related = dict.fromkeys(role.section for role in roles)
+    yield refused(config, "placement.gpus_per_node", says, hint, related)
 
 
 def no_device_is_idle(config: Config) -> Iterator[Problem]:
@@ -217,43 +186,33 @@ def no_device_is_idle(config: Config) -> Iterator[Problem]:
     placement, roles = config.placement, placed_roles(config)
     if placement.gpus_per_node is None or not all(role.listed for role in roles):
         return
-    total, used = placement.nodes * placement.gpus_per_node, _named(config)
+    total = placement.nodes * placement.gpus_per_node
+    used = {device for role in _ROLES for device in flat(getattr(placement, role))}
     count = total - sum(1 for device in used if device < total)
     if count <= 0:
         return
     idle = list(islice((device for device in range(total) if device not in used), _SHOWN))
     names = _names(idle) + (f" and {count - len(idle)} more" if count > len(idle) else "")
     lists = " nor ".join(f"{role.key} = {role.listed}" for role in roles)
-    message = (
-        f"device {names} of {total} is in neither {lists}"
-        if len(roles) > 1
-        else (f"device {names} of {total} is not in {lists}")
-    )
-    key, hint = "placement.gpus_per_node", "leave it out if these devices are for other jobs"
+    says = f"device {names} of {total} is {'in neither' if len(roles) > 1 else 'not in'} {lists}"
+    hint = "leave it out if these devices are for other jobs"
     if placement.nodes == 1 and used == set(range(len(used))):
-        hint = f"write {key} = {len(used)}, or name them"
-    yield Problem(key, message, placement.gpus_per_node, hint, related=tuple(role.key for role in roles))
-
-
-def _named(config: Config) -> set[int]:
-    """Devices that any role names, also those of roles other than policy and rollout."""
-    return {device for role in _ROLES for device in flat(getattr(config.placement, role))}
+        hint = f"write {{!}} = {len(used)}, or name them"
+    yield refused(config, "placement.gpus_per_node", says, hint, [role.key for role in roles])
 
 
 def models_apart_are_whole(config: Config) -> Iterator[Problem]:
     """A model with devices of its own has one for each data rank, which a mesh that cuts models does not serve."""
     mesh = config.policy.parallelism
-    sizes = {name: getattr(mesh, name) for name in ("tp_size", "cp_size", "pp_size")}
     for layout in apart_layouts(config):
-        for name, size in sizes.items():
-            if size > 1:
-                key = f"policy.parallelism.{name}"
-                message = (
+        for name in ("tp_size", "cp_size", "pp_size"):
+            if getattr(mesh, name) > 1:
+                says = (
                     f"{layout.listed} has one device for each data rank of the policy, and this build cannot do that "
-                    f"yet where {key} = {size} makes several ranks of each"
+                    f"yet where {{policy.parallelism.{name}=}} makes several ranks of each"
                 )
-                hint = f"leave {layout.key} out, so that the policy's devices have the model too"
-                yield Problem(layout.key, message, layout.listed, hint, related=(key,))
+                hint = "leave {!} out, so that the policy's devices have the model too"
+                yield refused(config, layout.key, says, hint)
 
 
 def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
@@ -261,12 +220,12 @@ def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
     policy, rollout = policy_layout(config), rollout_layout(config)
     own = sorted(set(rollout.devices) - set(policy.devices))
     if config.takes_turns and policy.listed and set(rollout.devices) & set(policy.devices) and own:
-        message = (
+        says = (
             f"{rollout.listed} has device {_names(own)} that {policy.key} = {policy.listed} has not: a replica there "
-            f'would sleep in the trainer\'s turns (placement.share = "time")'
+            "would sleep in the trainer's turns ({.share=})"
         )
-        hint = f'write placement.share = "memory", or name devices of {policy.key} alone'
-        yield Problem(rollout.key, message, rollout.listed, hint, related=(policy.key, "placement.share"))
+        hint = f'write {{.share!}} = "memory", or name devices of {policy.key} alone'
+        yield refused(config, rollout.key, says, hint, (policy.key, ".share"))
 
 
 def _engine_shares_gpu(config: Config) -> bool:

@@ -28,9 +28,19 @@ def images_are_pinned(config: Config) -> Iterator[Problem]:
 
 
 def domains_are_shared(config: Config) -> Iterator[Problem]:
-    """Shares of domains are positive and add up to one."""
-    key, shares = f"{_POLICY}.domain_shares", config.grpo.domain_shares
+    """Shares of domains have a column that names the domain; they are positive and add up to one."""
+    key, column, shares = (
+        f"{_POLICY}.domain_shares",
+        f"{_POLICY}.domain_column_name",
+        config.grpo.domain_shares,
+    )
     total = math.fsum(shares.values()) if all(abs(share) <= 1e9 for share in shares.values()) else math.inf
+    if shares and not config.grpo.domain_column_name:
+        message = f'{_table(shares)} are shares of domains, and {column} = "" names none'
+        yield Problem(key, message, shares, f'write {column} = "domain", or leave it out', related=(column,))
+    if config.grpo.domain_column_name and not shares:
+        hint = "leave it out, or give each domain its share"
+        yield refused(config, column, "{} has no effect: {.domain_shares!} is empty", hint, (key,))
     if low := [name for name, share in shares.items() if share <= 0.0]:
         message = f"{', '.join(low)} has no positive share in {_table(shares)}"
         yield Problem(key, message, shares, "give it a share, or filter the data")
@@ -103,16 +113,7 @@ ROLE_RULES: tuple[Rule, ...] = (
             'write {.model_name_or_path!} = "owner/name", or {.enable!} = false',
             (".model_name_or_path", ".custom_class")),
     ),
-    InGrpo(
-        Refusal(f"{_POLICY}.domain_shares", lambda c: bool(c.grpo.domain_shares) and not c.grpo.domain_column_name,
-            lambda c: _table(c.grpo.domain_shares) + " are shares of domains, and {.domain_column_name=} names none",
-            'write {.domain_column_name!} = "domain", or leave it out'),
-        Refusal(f"{_POLICY}.domain_column_name",
-            lambda c: bool(c.grpo.domain_column_name) and not c.grpo.domain_shares,
-            "{} has no effect: {.domain_shares!} is empty", "leave it out, or give each domain its share",
-            (".domain_shares",)),
-        domains_are_shared,
-    ),
+    InGrpo(domains_are_shared),
 )  # fmt: skip
 ROLE_WARNINGS: tuple[Rule, ...] = (
     Each(

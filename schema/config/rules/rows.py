@@ -15,7 +15,8 @@ TOML writes them:
     {sampling_temperature}    a property of the configuration; its sections' too
 
 A text that needs more is a function from the configuration to such a text. A rule that decides between several causes
-or remedies is a function, not a row.
+or remedies is a function, not a row. What users write, a name or a token, comes into a text by its key, not by an
+f-string, where braces in it would be read; where no key holds it, the rule makes the `Problem` itself.
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ def tokens_are_those_of_the_policy(config: Config, find: FindFile = local_file) 
         yield from _sizes(config, f"{key}.model", teacher, find)
         theirs = vocabulary_of(teacher.model, None, find) if ours else None
         if ours and theirs and (differs := difference(ours, theirs, padded=True)):
+            message = f"another tokenizer: {differs}"
             hint = "choose a teacher of the policy's family, whose tokenizer is the same"
-            yield refused(config, f"{key}.model", f"another tokenizer: {differs}", hint, (_MODEL,))
+            yield Problem(f"{key}.model", message, teacher.model, hint, related=(_MODEL,))
 
 
 def _sizes(config: Config, key: str, teacher: TeacherConfig, find: FindFile) -> Iterator[Problem]:

@@ -69,10 +69,10 @@ def modules_are_named_once(config: Config) -> Iterator[Problem]:
             yield refused(config, f"{section}.target_modules", says, hint)
         both = sorted(set(lora.modules_to_save or ()) & set(targets)) if isinstance(targets, list) else []
         if both:
-            says = f"{', '.join(both)} stands in {{.target_modules!}} = {targets} too: trained whole and by "
-            says += "an adapter"
-            hint = "name each module in one of the two lists"
-            yield refused(config, f"{section}.modules_to_save", says, hint, (".target_modules",))
+            key = f"{section}.target_modules"
+            message = f"{', '.join(both)} stands in {key} = {targets} too: trained whole and by an adapter"
+            hint, related = "name each module in one of the two lists", (key,)
+            yield Problem(f"{section}.modules_to_save", message, lora.modules_to_save, hint, related=related)
 
 
 def patterns_are_sound(config: Config) -> Iterator[Problem]:
@@ -109,15 +109,20 @@ def reference_of_adapters_is_the_base(config: Config) -> Iterator[Problem]:
         return
     apart = reference_layout(config) is not None
     other = "placement.reference" if apart else "reference.model_name_or_path"
-    shown = f"{other} = {value_at(config, other)!r}"
-    if config.grpo.reference_reset_interval:
-        says = f"{{}} would copy the adapters of policy.lora into the reference, and {shown} has none"
-        related, hint = (other, "policy.lora"), f"leave it out, or leave {other} out"
-        yield refused(config, "train.train_policy.reference_reset_interval", says, hint, related)
+    shown, interval = f"{other} = {value_at(config, other)!r}", config.grpo.reference_reset_interval
+    if interval:
+        key, related = "train.train_policy.reference_reset_interval", (other, "policy.lora")
+        message = (
+            f"{interval} would copy the adapters of policy.lora into the reference, and {shown} has none"
+        )
+        yield Problem(key, message, interval, f"leave it out, or leave {other} out", related=related)
     if apart and lora.init_lora_weights is False:
-        says = f"false begins away from the base, and {shown} keeps the base alone as the policy's initial weights"
-        hint = f"write {{!}} = true, or {other} = []"
-        yield refused(config, "policy.lora.init_lora_weights", says, hint, (other,))
+        key, hint = (
+            "policy.lora.init_lora_weights",
+            f"write policy.lora.init_lora_weights = true, or {other} = []",
+        )
+        message = f"false begins away from the base, and {shown} keeps the base alone as the policy's initial weights"
+        yield Problem(key, message, False, hint, related=(other,))
 
 
 def _alone(config: Config, backend: str = "") -> LoraConfig | None:
