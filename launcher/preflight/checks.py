@@ -35,7 +35,7 @@ from launcher.preflight.packages import (
 from schema.config import Config, Problem, check_warnings, local_path
 from schema.config.layout import policy_layout
 from schema.config.rules.engine import impossible_without_gpus
-from schema.config.rules.model import unread_models
+from schema.config.rules.named import unread_models
 from schema.config.rules.profiler import absent_ranks
 
 MIN_FREE_BYTES = 64 * 1024 * 1024

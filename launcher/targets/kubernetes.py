@@ -35,7 +35,7 @@ from launcher.targets.manifests import scaling, services, workers
 from launcher.targets.manifests.base import ClusterJob, Manifest, manifest
 from schema.config import Config
 from schema.config.loading.load import Loaded
-from schema.config.rules.model import unread_models
+from schema.config.rules.named import unread_models
 from schema.util.atomic_file import write_text
 from schema.util.text import visible
 from schema.wire.secret import fault

@@ -8,7 +8,7 @@ they speak of:
     algorithm teacher               loss, advantages, KL terms; distillation
     training mesh placement         how a model is trained, and where
     trainable                       which parameters of it train
-    model loadable                  the models that are named, and their tokenizer
+    named model loadable            the models that are named, and their tokenizer
     checkpoint                      what is saved, and how versions travel
     engine role                     generation; parts that need each other
     data reward                     the user's files and functions; an evaluation

@@ -22,7 +22,7 @@ from schema.config.model_facts import BrokenModelError, FindFile, ModelFacts, lo
 from schema.config.paths import NotAFileError, read_regular
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.model import named_models, policy_facts
+from schema.config.rules.named import named_models, policy_facts
 from schema.config.vocabulary import Vocabulary, numbered
 
 _MODEL = "policy.model_name_or_path"

@@ -1,4 +1,4 @@
-"""Rules of the model: meshes and lengths against its config.json, where that is on this machine; its files.
+"""Rules of the model: meshes, lengths and options against its config.json, where that is on this machine.
 
 A model that is not on this machine passes them, with a warning (`unread_models`). The workers apply the same rules
 again (`schema.config.rules.check_models`) when they have fetched its files, before they load weights. `find` says
@@ -7,29 +7,31 @@ where files are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from schema.config.loading.tomlwrite import toml_value
-from schema.config.model_facts import BrokenModelError, FindFile, ModelFacts, local_file, read_facts
-from schema.config.modules import is_importable
+from schema.config.model_facts import FindFile, ModelFacts, local_file
 from schema.config.overrides import refusals
-from schema.config.paths import address_fault, exists, home_hint, local_path
-from schema.config.problem import Absent, Problem
+from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.mesh import trainer_meshes
+from schema.config.rules.named import (
+    CRITIC,
+    MODEL,
+    NAMED_RULES,
+    directory_problems,
+    facts_at,
+    named_models,
+    policy_facts,
+)
 from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.policy import ParallelismConfig
 from schema.config.vocabulary import difference, vocabulary_of
 
 MOST_KEPT = 4096
 """Ids in a kept set: 16 KiB per generated token. What asking vLLM for more costs: docs/performance.md."""
-_MODEL = "policy.model_name_or_path"
-_REFERENCE, _CRITIC = "reference.model_name_or_path", "critic.model_name_or_path"
 _LONGEST = "policy.model_max_length"
 _ROUTING = "train.train_policy.routing_replay"
-_Read = tuple[ModelFacts | None, list[Problem]]
-"""A model's facts, or None and what is wrong with its config.json; nothing is wrong with one that is not here."""
 BYTES_OF_A_TOKEN = 9
 """On the wire, of a token without records: id, log-prob and mask."""
 
@@ -57,7 +59,7 @@ def logprobs_are_right(config: Config, find: FindFile = local_file) -> Iterator[
     """The trainer keeps sequences of one row apart by their positions, and has one linear layer for the logits."""
     for key, (facts, problems) in named_models(config, find).items():
         if facts is None:
-            yield from problems if key != _MODEL else ()
+            yield from problems if key != MODEL else ()
             continue
         model, packing = f"{key} = {facts.name} ({facts.kind})", "train.sequence_packing"
         if facts.carries_state and config.train.sequence_packing:
@@ -66,7 +68,7 @@ def logprobs_are_right(config: Config, find: FindFile = local_file) -> Iterator[
                 "next (state space, linear attention or convolution)"
             )
             yield Problem(packing, message, True, f"write {packing} = false", related=(key,))
-        if facts.deep_head and key != _CRITIC:
+        if facts.deep_head and key != CRITIC:
             message = f"{model} makes its logits by several layers on top of the last hidden state: not trained here"
             yield Problem(key, message, facts.name, "name a model whose output head is one linear layer")
 
@@ -98,14 +100,14 @@ def other_models_agree(config: Config, find: FindFile = local_file) -> Iterator[
         if own:
             yield from heads_are_divided(section, mesh, facts, name)
             yield from experts_are_divided(section, mesh, facts, name)
-        if own or name != _MODEL:
+        if own or name != MODEL:
             yield from layers_fill_stages(section, mesh, facts, name)
 
 
 def model_warnings(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Warnings: sequences longer than the model was made for, stages of unequal length."""
     for section, mesh, name, cut in _cut_models(config, find):
-        if name == _MODEL or section != "policy.parallelism":
+        if name == MODEL or section != "policy.parallelism":
             yield from uneven_stages(section, mesh, cut, name)
     facts, _ = policy_facts(config, find)
     if facts is not None:
@@ -126,43 +128,7 @@ def engine_loads_what_is_published(config: Config, find: FindFile = local_file) 
         "name the model that it was made of and quantise rollouts by rollout.quantization, or write "
         'rollout.backend = "transformers"'
     )
-    return [Problem(_MODEL, message, facts.name, hint, related=("rollout.backend",))]
-
-
-def policy_facts(config: Config, find: FindFile) -> _Read:
-    """The facts of the policy's model, or why they cannot be read."""
-    return _facts_at(_MODEL, *_named(config)[_MODEL], find)
-
-
-def named_models(config: Config, find: FindFile) -> dict[str, _Read]:
-    """By key, the models that the policy's ranks compute: its own, and others where they are named, teachers too."""
-    return {key: _facts_at(key, *one, find) for key, one in _named(config).items()}
-
-
-def _named(config: Config) -> dict[str, tuple[str, str | None, Mapping[str, Any]]]:
-    """By the key that names it: a model's directory or hub name, its revision, what replaces entries of its file."""
-    policy, critic = config.policy, config.critic
-    found: dict[str, tuple[str, str | None, Mapping[str, Any]]] = {
-        _MODEL: (policy.model_name_or_path, policy.model_revision, policy.override_config)
-    }
-    if config.has_reference and config.reference.model_name_or_path is not None:
-        found[_REFERENCE] = (config.reference.model_name_or_path, None, {})
-    if config.has_critic and critic.model_name_or_path is not None:
-        found[_CRITIC] = (critic.model_name_or_path, critic.model_revision, critic.override_config)
-    for number, teacher in enumerate(config.teacher):
-        if teacher.is_local:
-            found[f"teacher[{number}].model"] = (str(teacher.model), None, {})
-    return found
-
-
-def _facts_at(
-    key: str, name: str, revision: str | None, override: Mapping[str, Any], find: FindFile
-) -> _Read:
-    try:
-        return read_facts(name, revision, override, find), []
-    except BrokenModelError as error:
-        hint = "write the model again with `save_pretrained`, or name another"
-        return None, [Problem(key, str(error), name, hint)]
+    return [Problem(MODEL, message, facts.name, hint, related=("rollout.backend",))]
 
 
 def _cut_models(config: Config, find: FindFile) -> Iterator[tuple[str, ParallelismConfig, str, ModelFacts]]:
@@ -170,7 +136,7 @@ def _cut_models(config: Config, find: FindFile) -> Iterator[tuple[str, Paralleli
     models = named_models(config, find)
     meshes = {one.section.partition(".")[0]: one for one in trainer_meshes(config)}
     names = {role: f"{role}.model_name_or_path" for role in meshes}
-    cut = [(role, name if name in models else _MODEL) for role, name in names.items()]
+    cut = [(role, name if name in models else MODEL) for role, name in names.items()]
     cut += [("policy", name) for name in models if name not in names.values()]
     for role, name in cut:
         known, one = models[name][0], meshes[role]
@@ -186,7 +152,7 @@ def _divisors(*counts: int | None) -> str:
 
 
 def heads_are_divided(
-    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = _MODEL
+    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = MODEL
 ) -> list[Problem]:
     """Tensor parallelism of a trainer gives each rank whole heads and whole experts. model: the key that names it."""
     key, size = f"{section}.tp_size", mesh.tp_size
@@ -210,7 +176,7 @@ def heads_are_divided(
 
 
 def layers_fill_stages(
-    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = _MODEL
+    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = MODEL
 ) -> Iterator[Problem]:
     """Every pipeline stage has a layer. model: the key that names it."""
     key, other, stages = (
@@ -240,7 +206,7 @@ def uneven_stages(section: str, mesh: ParallelismConfig, facts: ModelFacts, name
 
 
 def experts_are_divided(
-    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = _MODEL
+    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = MODEL
 ) -> Iterator[Problem]:
     """Expert parallelism gives each rank whole experts."""
     key, size = f"{section}.ep_size", mesh.ep_size
@@ -256,7 +222,7 @@ def experts_are_divided(
 def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Problem]:
     """vLLM: heads are divided by tp_size; key/value heads too, or each is repeated on as many ranks as another."""
     section, size = "rollout.parallelism", mesh.tp_size
-    key, model = f"{section}.tp_size", f"{_MODEL} = {facts.name}"
+    key, model = f"{section}.tp_size", f"{MODEL} = {facts.name}"
     heads, kv = facts.heads, facts.kv_heads
     fitting = [
         str(n)
@@ -266,14 +232,14 @@ def engine_divides(mesh: ParallelismConfig, facts: ModelFacts) -> Iterator[Probl
     hint = f"write {key} = {fitting[-1] if len(fitting) == 1 else ', '.join(fitting[:-1]) + ' or ' + fitting[-1]}"
     if heads is not None and heads % size:
         message = f"{size} does not divide the {heads} attention heads of {model}"
-        yield Problem(key, message, size, hint, related=(_MODEL,))
+        yield Problem(key, message, size, hint, related=(MODEL,))
     elif kv is not None and kv % size and size % kv:
         message = f"{size} neither divides the {kv} key/value heads of {model} nor is a multiple of them"
-        yield Problem(key, message, size, hint, related=(_MODEL,))
+        yield Problem(key, message, size, hint, related=(MODEL,))
     if facts.layers is not None and mesh.pp_size > facts.layers:
         pp = f"{section}.pp_size"
         message = f"{mesh.pp_size} are more stages than the {facts.layers} layers of {model}"
-        yield Problem(pp, message, mesh.pp_size, f"write {pp} = {facts.layers} or less", related=(_MODEL,))
+        yield Problem(pp, message, mesh.pp_size, f"write {pp} = {facts.layers} or less", related=(MODEL,))
     yield from experts_are_divided(section, mesh, facts)
 
 
@@ -282,19 +248,19 @@ def critic_reads_the_policy(config: Config, find: FindFile = local_file) -> Iter
     critic, policy = config.critic, config.policy
     if not config.has_critic or not (critic.model_name_or_path or critic.tokenizer_name_or_path):
         return
-    key, name = _CRITIC, critic.model_name_or_path
+    key, name = CRITIC, critic.model_name_or_path
     if name is not None:
         yield from directory_problems(key, name, "model", ("config.json",))
         (mine, _), (theirs, _) = (
             policy_facts(config, find),
-            _facts_at(key, name, critic.model_revision, critic.override_config, find),
+            facts_at(key, name, critic.model_revision, critic.override_config, find),
         )
         sizes = [facts.vocabulary for facts in (mine, theirs) if facts and facts.vocabulary]
         if len(sizes) == 2 and sizes[0] != sizes[1]:
             message = (
-                f"{name} has {sizes[1]} tokens, and {_MODEL} = {policy.model_name_or_path} has {sizes[0]}"
+                f"{name} has {sizes[1]} tokens, and {MODEL} = {policy.model_name_or_path} has {sizes[0]}"
             )
-            yield Problem(key, message, name, _SAME_TOKENS, related=(_MODEL,))
+            yield Problem(key, message, name, _SAME_TOKENS, related=(MODEL,))
             return
     if critic.tokenizer_name_or_path is not None:
         key, name = "critic.tokenizer_name_or_path", critic.tokenizer_name_or_path
@@ -304,7 +270,7 @@ def critic_reads_the_policy(config: Config, find: FindFile = local_file) -> Iter
     )
     if tokens and other and (differs := difference(tokens, other)):
         message = f"{name} numbers other tokens than the policy's tokenizer: {differs}"
-        yield Problem(key, message, name, _SAME_TOKENS, related=(_MODEL,))
+        yield Problem(key, message, name, _SAME_TOKENS, related=(MODEL,))
 
 
 _SAME_TOKENS = "a critic reads what the policy writes: name a model of the same tokenizer, or leave it out"
@@ -316,11 +282,11 @@ def engine_decodes(config: Config, facts: ModelFacts) -> list[Problem]:
     if engine.carries_state or not facts.carries_state:
         return []
     message = (
-        f"{engine.title} decodes attention layers only, and {_MODEL} = {facts.name} ({facts.kind}) has layers that "
+        f"{engine.title} decodes attention layers only, and {MODEL} = {facts.name} ({facts.kind}) has layers that "
         "carry state along the row"
     )
     hint = 'write rollout.backend = "vllm"'
-    return [Problem(key, message, config.rollout.backend, hint, related=(_MODEL,))]
+    return [Problem(key, message, config.rollout.backend, hint, related=(MODEL,))]
 
 
 def engine_has_the_range(config: Config, facts: ModelFacts) -> Iterator[Problem]:
@@ -330,9 +296,9 @@ def engine_has_the_range(config: Config, facts: ModelFacts) -> Iterator[Problem]
         types = (config.rollout.dtype, config.train.transfer_dtype, config.train.param_dtype)
         names = (key, "train.transfer_dtype", "train.param_dtype")
         chosen = next(name for name, value in zip(names, types, strict=True) if value == "float16")
-        model = f"{_MODEL} = {facts.name} ({facts.kind})"
+        model = f"{MODEL} = {facts.name} ({facts.kind})"
         message = f'"float16" is refused by {engine.title} for {model}, whose activations are beyond it'
-        yield Problem(chosen, message, "float16", f'write {chosen} = "bfloat16"', related=(_MODEL,))
+        yield Problem(chosen, message, "float16", f'write {chosen} = "bfloat16"', related=(MODEL,))
 
 
 def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
@@ -351,9 +317,9 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     asked: list[tuple[str, bool | str, str]] = [(key, True, "false") for key, on in options.items() if on]
     if config.replays_routing:
         asked.append((_ROUTING, config.grpo.routing_replay, '"none"'))
-    message = f"is for mixtures of experts, and {_MODEL} = {facts.name} is none"
+    message = f"is for mixtures of experts, and {MODEL} = {facts.name} is none"
     return [
-        Problem(key, f"{toml_value(value)} {message}", value, f"write {key} = {neutral}", related=(_MODEL,))
+        Problem(key, f"{toml_value(value)} {message}", value, f"write {key} = {neutral}", related=(MODEL,))
         for key, value, neutral in asked
     ]
 
@@ -371,11 +337,11 @@ def samples_fit_a_request(config: Config, facts: ModelFacts) -> Iterator[Problem
     message = (
         f"{controller.max_request_bytes} is less than the {needed} bytes of a sample of {length} tokens: "
         f"{_ROUTING} = {toml_value(wanted)} sends {each} bytes for each, of the {facts.mixtures} mixtures of "
-        f"{_MODEL} = {facts.name}"
+        f"{MODEL} = {facts.name}"
     )
     room = (needed // 2**20 + 2) * 2**20
     hint = f"write {key} = {room}, or let samples travel through a directory (controller.payload_store)"
-    yield Problem(key, message, controller.max_request_bytes, hint, related=(_ROUTING, _LONGEST, _MODEL))
+    yield Problem(key, message, controller.max_request_bytes, hint, related=(_ROUTING, _LONGEST, MODEL))
 
 
 def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]:
@@ -383,7 +349,7 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]
     longest = facts.longest
     if longest is None:
         return
-    where = f"{longest} positions ({facts.length_key}) of {_MODEL} = {facts.name}"
+    where = f"{longest} positions ({facts.length_key}) of {MODEL} = {facts.name}"
     asked = {_LONGEST: config.policy.model_max_length}
     if config.is_grpo and config.rollout.max_model_len is not None:
         asked["rollout.max_model_len"] = config.rollout.max_model_len
@@ -398,7 +364,7 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]
         else:
             continue
         message = f"{length} tokens are more than the {where}, {reason}"
-        yield Problem(key, message, length, _shorter(config, key, longest), related=(_MODEL,))
+        yield Problem(key, message, length, _shorter(config, key, longest), related=(MODEL,))
 
 
 def long_sequences(config: Config, facts: ModelFacts) -> Iterator[Problem]:
@@ -408,10 +374,10 @@ def long_sequences(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     if longest is None or length <= longest or _LONGEST in refused:
         return
     message = (
-        f"{length} tokens are more than the {longest} positions ({facts.length_key}) that {_MODEL} = {facts.name} "
+        f"{length} tokens are more than the {longest} positions ({facts.length_key}) that {MODEL} = {facts.name} "
         "was made for"
     )
-    yield Problem(_LONGEST, message, length, _shorter(config, _LONGEST, longest), related=(_MODEL,))
+    yield Problem(_LONGEST, message, length, _shorter(config, _LONGEST, longest), related=(MODEL,))
 
 
 def _shorter(config: Config, key: str, longest: int) -> str:
@@ -442,56 +408,7 @@ def kept_sets_are_bounded(config: Config, find: FindFile = local_file) -> Iterat
         f"write rollout.sampling_config.top_k = {MOST_KEPT} or less (next to it), or "
         f'rollout.sampling_config.sampling_correction = "raw"'
     )
-    yield Problem(key, message, value, hint, related=(_MODEL,))
-
-
-def model_is_there(config: Config) -> Iterator[Problem]:
-    """A local model is a directory with a config.json; anything else is a name on the hub."""
-    name, revision = config.policy.model_name_or_path, config.policy.model_revision
-    problems = directory_problems(_MODEL, name, "model", ("config.json",))
-    yield from problems
-    if not problems:
-        yield from _revision_problems("policy", name, revision)
-    critic = config.critic
-    if config.has_critic:
-        yield from _revision_problems("critic", critic.model_name_or_path or name, critic.model_revision)
-
-
-def _revision_problems(section: str, name: str, revision: str | None) -> Iterator[Problem]:
-    if revision and local_path(name) is not None:
-        message, related = "a local model has no revisions", (f"{section}.model_name_or_path",)
-        yield Problem(f"{section}.model_revision", message, revision, "leave it out", related=related)
-
-
-def tokenizer_is_there(config: Config) -> list[Problem]:
-    """A local tokenizer is a directory with the files of one."""
-    name = config.policy.tokenizer_name_or_path
-    if name is None:
-        return []
-    files = ("tokenizer_config.json", "tokenizer.json")
-    return directory_problems("policy.tokenizer_name_or_path", name, "tokenizer", files)
-
-
-def directory_problems(key: str, name: str, kind: str, files: tuple[str, ...]) -> list[Problem]:
-    """Report the fault of a local directory that must hold one of some files; nothing with a name on the hub."""
-    path = local_path(name)
-    if path is None:
-        return []
-    if fault := address_fault(name, f"a {kind} is"):
-        return [Problem(key, fault[0], name, fault[1])]
-    if not exists(path):
-        relative = "paths are relative to the current directory; a name on the hub has the form owner/name"
-        return [Absent(key, f"{name} does not exist", name, home_hint(name) or relative)]
-    if not path.is_dir():
-        hint = f"name the directory of the {kind}"
-        return [Problem(key, f"{name} is a file, not a {kind}'s directory", name, hint)]
-    if kind == "model" and exists(path / "adapter_config.json"):
-        hint = "merge them into their base (`merge_and_unload` of peft), save that and name it"
-        return [Problem(key, f"{name} holds adapters (adapter_config.json), which are not read", name, hint)]
-    if not any(exists(path / file) for file in files):
-        hint = "name the directory that `save_pretrained` wrote"
-        return [Problem(key, f"{name} is not a {kind}: it has no {' or '.join(files)}", name, hint)]
-    return []
+    yield Problem(key, message, value, hint, related=(MODEL,))
 
 
 def overrides_can_act(config: Config) -> Iterator[Problem]:
@@ -499,32 +416,6 @@ def overrides_can_act(config: Config) -> Iterator[Problem]:
     yield from refusals("policy.override_config", config.policy.override_config)
     if config.is_grpo and config.critic.enable:
         yield from refusals("critic.override_config", config.critic.override_config)
-
-
-def modules_can_be_imported(config: Config) -> Iterator[Problem]:
-    """External modules are found where Python looks. They are not imported: that runs their code."""
-    for name in config.policy.external_modules:
-        if not all(part.isidentifier() for part in name.split(".")):
-            message, hint = f"`{name}` is not the name of a module", "write it with dots: package.module"
-        elif not is_importable(name):
-            message = f"the module `{name.partition('.')[0]}` cannot be found"
-            hint = "install it in this environment, or put its directory into PYTHONPATH"
-        else:
-            continue
-        yield Problem("policy.external_modules", message, name, hint)
-
-
-def unread_models(config: Config) -> Iterator[Problem]:
-    """Warning, where a configuration is checked: models that are not on this machine, so that the rules pass them."""
-    for key, (name, revision, _) in _named(config).items():
-        if local_file(name, revision, "config.json") is not None:
-            continue
-        message = (
-            f"{name} is not on this machine: meshes, lengths and options are not checked yet against its heads, "
-            "layers, experts, positions and vocabulary"
-        )
-        hint = "workers check them before they load weights; to check them now, download its config.json"
-        yield Problem(key, message, name, hint)
 
 
 READING_RULES = (
@@ -537,7 +428,7 @@ READING_RULES = (
     kept_sets_are_bounded,
 )
 """The rules that read files of models."""
-MODEL_RULES = (*READING_RULES, model_is_there, tokenizer_is_there, modules_can_be_imported, overrides_can_act)
+MODEL_RULES = (*READING_RULES, *NAMED_RULES, overrides_can_act)
 MODEL_WARNINGS: tuple[Rule, ...] = (
     model_warnings,
     Refusal("policy.trust_remote_code", lambda c: c.policy.trust_remote_code,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from schema.config.model_facts import BrokenModelError, FindFile, local_file, read_facts
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.model import directory_problems
+from schema.config.rules.named import directory_problems
 from schema.config.rules.rows import Each, Refusal, Row, Rule, refused
 from schema.config.sections.teacher import TeacherConfig
 from schema.config.vocabulary import difference, vocabulary_of

@@ -17,7 +17,7 @@ from schema.config.rules.loadable import (
     tokens_have_rows,
     unused_tokens_without_rows,
 )
-from schema.config.rules.model import model_is_there
+from schema.config.rules.named import model_is_there
 from schema.config.vocabulary import numbered
 from tests.schema.config.test_model_facts import QWEN
 from tests.schema.config_samples import GRPO
