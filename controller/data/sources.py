@@ -23,7 +23,8 @@ from controller.data.synthetic import SPLITS, AdditionSource, read_options
 from controller.data.tables import BATCH, Unreadable, read_table, row_name, rows_of, table_shape
 from schema.config import DatasetConfig
 from schema.config.columns import TABLES, folder_columns
-from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose, default_split, file_id
+from schema.config.data_files import FileId, UnreadableDataError, file_id
+from schema.config.dataset_files import Role, choose, default_split
 from schema.config.paths import DATA_SUFFIXES
 
 

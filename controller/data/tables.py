@@ -17,7 +17,7 @@ from typing import Any
 from controller.data.errors import DataError
 from controller.data.values import key_text
 from schema.config.columns import open_table
-from schema.config.dataset_files import UnreadableDataError
+from schema.config.data_files import UnreadableDataError
 
 BATCH = 1024
 """Rows that are made at once."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from schema.config.dataset_files import FileId, Role, UnreadableDataError, choose
+from schema.config.data_files import FileId, UnreadableDataError
+from schema.config.dataset_files import Role, choose
 from schema.config.paths import DATA_SUFFIXES, exists, home_hint
 
 _BETWEEN = re.compile(r"[\s,]*")

@@ -16,55 +16,34 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from schema.config.data_files import (
+    DEAD_LINK,
+    KINDS,
+    OTHER_FORMAT,
+    UNPACK,
+    DataFile,
+    FileId,
+    UnreadableDataError,
+    data_files,
+    distinct,
+    file_id,
+    listing,
+    split_words,
+    words_of,
+)
 from schema.config.paths import DATA_SUFFIXES, read_regular
 from schema.config.sections.dataset import DatasetConfig
 
 Role = Literal["train", "validation"]
-FileId = tuple[int, int]
-"""Device and inode: the same for every name of a file."""
-MOST_ENTRIES = 100_000
-"""A directory with more is hardly a dataset."""
-
-KINDS = {
-    "train": "train", "training": "train", "trainval": "train",
-    "validation": "validation", "valid": "validation", "validate": "validation", "val": "validation",
-    "dev": "validation", "development": "validation", "heldout": "validation", "holdout": "validation",
-    "test": "test", "testing": "test", "devtest": "test", "testdev": "test", "testmini": "test", "tst": "test",
-    "eval": "test", "evaluation": "test",
-}  # fmt: skip
-"""Kind of split of each word that names one; those of validation and test as they are preferred."""
-_WORD = re.compile(
-    r"(?<![a-z])(?:mini)?(train(?:ing|val)?|validation|validate|valid|val|dev(?:elopment|test)?"
-    r"|(?:held|hold)[-_ ]?out|test(?:ing|dev|mini)?|tst|eval(?:uation)?)(?:[-_ ]?(?:sets?|data|splits?)|s)?(?![a-z])"
-)
 _GLUED = re.compile(r"(.+)(train|validation|valid|val|dev|test|eval)")
-_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".br")
-_OTHER_FORMATS = (
-    ".csv", ".tsv", ".txt", ".ndjson", ".jsonlines", ".jl", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl",
-    ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".msgpack", ".tfrecord", ".mds", ".lance", ".pq", ".xml", ".db",
-    ".sqlite",
-)  # fmt: skip
 _DICT, _CARD = "dataset_dict.json", "README.md"
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", _DICT)
-_STATE = "state.json"
 _MOST_OF_CARD = 1024 * 1024  # bytes; long cards have some tens of kilobytes
 _FRONT = re.compile(r"---[ \t]*\r?\n(.*?)\n---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
-_UNPACK, _DEAD_LINK = "compressed: unpack it", "a link to nothing"
-_OTHER_FORMAT = f"only {', '.join(DATA_SUFFIXES)} can be read"
-
-
-class UnreadableDataError(ValueError):
-    """The data cannot be used; the text says why, `hint` what to do."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
 
 
 @dataclass(frozen=True)
@@ -77,31 +56,6 @@ class Choice:
     read: list[Path]
     unread: dict[str, list[Path]] = field(default_factory=dict)
     how: str = ""
-
-
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    name: str
-    """Its path below the directory."""
-    id: FileId
-    words: tuple[str, ...]
-    """The words for splits in its name, or in the nearest folder that has some; of each name that the file has."""
-
-    @property
-    def kinds(self) -> set[str]:
-        return {KINDS[word] for word in self.words}
-
-    @property
-    def word(self) -> str:
-        """The word that names its split; "": none does, or words of two kinds do."""
-        return self.words[-1] if len(self.kinds) == 1 else ""
-
-
-def file_id(path: Path) -> FileId:
-    """Raises OSError."""
-    status = path.stat()
-    return status.st_dev, status.st_ino
 
 
 def files_of(dataset: DatasetConfig, role: Role) -> frozenset[FileId]:
@@ -119,30 +73,11 @@ def files_of(dataset: DatasetConfig, role: Role) -> frozenset[FileId]:
         return frozenset()
 
 
-def split_words(name: str) -> tuple[str, ...]:
-    """The words of a name that name a split, as `KINDS` spells them."""
-    text = _CAMEL.sub("-", name).lower()
-    return tuple(re.sub(r"[-_ ]", "", match[1]) for match in _WORD.finditer(text))
-
-
-def _words_of(parts: Sequence[str]) -> tuple[str, ...]:
-    """The words of the last part of a path that names a split. Folders that name two kinds (train_test_split) tell
-    nothing of a file in them."""
-    *folders, name = parts
-    if words := split_words(name):
-        return words
-    for folder in reversed(folders):
-        words = split_words(folder)
-        if len({KINDS[word] for word in words}) == 1:
-            return words
-    return ()
-
-
-def _with_glued(files: list[_File]) -> list[_File]:
+def _with_glued(files: list[DataFile]) -> list[DataFile]:
     """The files, those with a glued word given to its split."""
     stems = {(file.path.parent, file.path.stem.lower()) for file in files}
 
-    def labelled(file: _File) -> _File:
+    def labelled(file: DataFile) -> DataFile:
         match = None if file.words else _GLUED.fullmatch(file.path.stem.lower())
         if match is None:
             return file
@@ -164,14 +99,14 @@ def choose(
     than one split could be meant, OSError.
     """
     unread: dict[str, list[Path]] = {}
-    every = sorted(_data_files(directory, unread), key=lambda file: file.path)
+    every = sorted(data_files(directory, unread), key=lambda file: file.path)
     declared = _saved_splits(directory, every) or _card_splits(directory, every, unread)
     if declared:
         listed = {path for paths in declared.values() for path in paths}
         others = [file.path for file in every if file.path not in listed]
         unread |= {f"of no split that {_DICT} or {_CARD} declares": others} if others else {}
         every = [file for file in every if file.path in listed]
-    files = _with_glued(list(_distinct(every, unread)))
+    files = _with_glued(list(distinct(every, unread)))
     if not files:
         not_read = f"; not read: {_described(directory, unread)}" if unread else ""
         raise UnreadableDataError(
@@ -189,7 +124,7 @@ def choose(
     if not read:
         raise UnreadableDataError(
             f"{directory}: {other} reads all of the files that would be of {role} "
-            f"({_list([file.name for file in wanted])}), none is left",
+            f"({listing([file.name for file in wanted])}), none is left",
             "name a split of its own for each, or hold rows out with train.train_policy.dataset.test_size; to train "
             "and validate on the same rows, name the files in `files`",
         )
@@ -215,7 +150,7 @@ def default_split(name: str, splits: Sequence[str], role: Role) -> str:
     raise UnreadableDataError(f"dataset `{name}` has the splits {', '.join(splits)}", "name one with `split`")
 
 
-def _saved_splits(directory: Path, files: Sequence[_File]) -> dict[str, set[Path]]:
+def _saved_splits(directory: Path, files: Sequence[DataFile]) -> dict[str, set[Path]]:
     """The files of each split of a `DatasetDict` that was saved in a directory; empty: it is none."""
     try:
         names = json.loads((directory / _DICT).read_text(encoding="utf-8"))["splits"]
@@ -228,7 +163,7 @@ def _saved_splits(directory: Path, files: Sequence[_File]) -> dict[str, set[Path
 
 
 def _card_splits(
-    directory: Path, files: Sequence[_File], unread: dict[str, list[Path]]
+    directory: Path, files: Sequence[DataFile], unread: dict[str, list[Path]]
 ) -> dict[str, set[Path]]:
     """The files of each split that the card of a dataset declares (`configs`); empty: it declares none.
 
@@ -241,7 +176,7 @@ def _card_splits(
         entry for entry in configs if len(configs) == 1 or entry.get("config_name") == "default"
     ]
     if not defaults:
-        names = _list([str(entry.get("config_name")) for entry in configs])
+        names = listing([str(entry.get("config_name")) for entry in configs])
         raise UnreadableDataError(
             f"{directory / _CARD} declares several configurations ({names}), which are datasets of their own",
             "name the folder of one, or its files in `files`",
@@ -286,8 +221,8 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _declared(
-    directory: Path, files: list[_File], declared: Mapping[str, set[Path]], splits: Sequence[str]
-) -> list[_File]:
+    directory: Path, files: list[DataFile], declared: Mapping[str, set[Path]], splits: Sequence[str]
+) -> list[DataFile]:
     """The files of declared splits, split by split."""
     if unknown := [split for split in splits if split not in declared]:
         raise UnreadableDataError(
@@ -296,13 +231,13 @@ def _declared(
         )
     wanted = {file.id: file for split in splits for file in files if file.path in declared[split]}
     if not wanted:
-        raise UnreadableDataError(f"{directory}: no file of the split {_list(splits)} can be read")
+        raise UnreadableDataError(f"{directory}: no file of the split {listing(splits)} can be read")
     return list(wanted.values())
 
 
 def _default(
-    directory: Path, files: list[_File], role: Role, unread: Mapping[str, list[Path]]
-) -> tuple[list[_File], str]:
+    directory: Path, files: list[DataFile], role: Role, unread: Mapping[str, list[Path]]
+) -> tuple[list[DataFile], str]:
     """The files that are read where no split is named, and how they were chosen.
 
     Raises `UnreadableDataError`: more than one split could be meant, or the files of the one cannot be read.
@@ -313,7 +248,7 @@ def _default(
         if words:
             taken = words if role == "train" else words[:1]
             chosen = [file for file in files if file.word in taken]
-            return chosen, f"no split is named: the files of {_list(taken)}"
+            return chosen, f"no split is named: the files of {listing(taken)}"
         _refuse_lost(directory, kind, files, unread)
     plain = [file for file in files if not file.words]
     if plain:
@@ -322,36 +257,39 @@ def _default(
     if len(kinds) == 1:
         return [
             file for file in files if file.word
-        ], f"no split is named: {_list(sorted(labels))} is the only one"
+        ], f"no split is named: {listing(sorted(labels))} is the only one"
     others = (
-        f"and the splits {_list(sorted(labels))}" if labels else "and none whose path names one kind of split"
+        f"and the splits {listing(sorted(labels))}"
+        if labels
+        else "and none whose path names one kind of split"
     )
+    names = listing([file.name for file in files])
     raise UnreadableDataError(
-        f"{directory} has no file of a {role} split, {others}; its files are {_list([file.name for file in files])}",
+        f"{directory} has no file of a {role} split, {others}; its files are {names}",
         "name one with `split`, or name the files in `files`",
     )
 
 
-def _refuse_lost(directory: Path, kind: str, files: list[_File], unread: Mapping[str, list[Path]]) -> None:
+def _refuse_lost(directory: Path, kind: str, files: list[DataFile], unread: Mapping[str, list[Path]]) -> None:
     """Raise `UnreadableDataError` where files of a kind of split are there and none of them is read."""
     lost = {file.name: _why_not(file, "", {}) for file in files if kind in file.kinds}
     for reason, paths in unread.items():
-        for path in paths if reason in (_UNPACK, _OTHER_FORMAT, _DEAD_LINK) else ():
+        for path in paths if reason in (UNPACK, OTHER_FORMAT, DEAD_LINK) else ():
             relative = path.relative_to(directory)
             parts = (*relative.parts[:-1], relative.name.partition(".")[0])
-            if kind in {KINDS[word] for word in _words_of(parts)}:
+            if kind in {KINDS[word] for word in words_of(parts)}:
                 lost[str(relative)] = reason
     if lost:
         name, reason = next(iter(lost.items()))
         raise UnreadableDataError(
-            f"{directory}: no file of a {kind} split can be read, although {_list(list(lost))} is there ({name}: "
+            f"{directory}: no file of a {kind} split can be read, although {listing(list(lost))} is there ({name}: "
             f"{reason})",
             "make it readable, rename it, name one with `split`, or name the files in `files`",
         )
 
 
-def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[list[_File], str]:
-    chosen: dict[FileId, _File] = {}
+def _named(directory: Path, files: list[DataFile], splits: Sequence[str]) -> tuple[list[DataFile], str]:
+    chosen: dict[FileId, DataFile] = {}
     for split in splits:
         end = r"(?![A-Za-z0-9])" if split[-1:].isdigit() else "(?![A-Za-z])"
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}{end}", re.IGNORECASE)
@@ -364,7 +302,7 @@ def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[
             file for file in named if len(file.kinds) > 1 and pattern.search(file.path.name)
         ]
         if not of_split:
-            names = _list([file.name for file in files])
+            names = listing([file.name for file in files])
             hint = "name a split by a word of its path that no other split has, or name the files in `files`"
             raise UnreadableDataError(
                 f"{directory} holds no data file of split {split!r}; it has {names}", hint
@@ -374,127 +312,19 @@ def _named(directory: Path, files: list[_File], splits: Sequence[str]) -> tuple[
     return list(chosen.values()), ""
 
 
-def _why_not(file: _File, how: str, declared: Mapping[str, Collection[Path]]) -> str:
+def _why_not(file: DataFile, how: str, declared: Mapping[str, Collection[Path]]) -> str:
     """Why a file that could be read is not. how: as in `Choice`. declared: the files of splits that are declared."""
     if split := next((split for split, paths in declared.items() if file.path in paths), ""):
         return f"of the split {split}"
     if len(file.kinds) > 1:
-        return f"its name or names tell splits of two kinds, {_list(sorted(file.kinds))}"
+        return f"its name or names tell splits of two kinds, {listing(sorted(file.kinds))}"
     if file.word:
         return f"of the split {file.word}"
     return "it names no split, and others do" if how else "not of the named split"
 
 
-def _data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[_File]:
-    """All data files; what else looks like data goes to `unread`."""
-    entries = 0
-    for folder, folders, names in os.walk(directory, followlinks=True, onerror=_fail):
-        here = Path(folder)
-        parts = here.relative_to(directory).parts
-        above = [directory.joinpath(*parts[:n]) for n in range(len(parts))]
-        if here.is_symlink() and file_id(here) in map(file_id, above):
-            folders.clear()  # a link to a folder above: its files are read there
-            continue
-        entries += len(folders) + len(names)
-        if entries > MOST_ENTRIES:
-            raise UnreadableDataError(
-                f"{directory} holds more than {MOST_ENTRIES:,} files and folders", "name its files in `files`"
-            )
-        state = _saved_state(here) if _STATE in names else None
-        listed = None if state is None else _listed(here, state)
-        for name in sorted(names):
-            path = here / name
-            relative = str(path.relative_to(directory))
-            reason = _no_data(relative, name, listed)
-            if reason is None and not path.is_file():
-                reason = _DEAD_LINK if path.is_symlink() and not path.exists() else "not a regular file"
-            if reason is None:
-                words = _words_of(Path(relative.removesuffix(path.suffix)).parts)
-                saved = str(state.get("_split") or "") if state is not None and not words else ""
-                yield _File(path, relative, file_id(path), words or split_words(saved))
-            elif reason:
-                unread.setdefault(reason, []).append(path)
-
-
-def _no_data(relative: str, name: str, listed: Collection[str] | None) -> str | None:
-    """Why a file is not read; None: it is data, "": it does not look like it. listed: of a saved dataset."""
-    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
-    last = suffixes[-1] if suffixes else ""
-    if name in _DESCRIPTIONS or (name == _STATE and listed is not None):
-        return "it describes a dataset"
-    if listed is not None and name in listed:
-        return None
-    bare = not last and (name.lower().startswith("part-") or split_words(name))
-    looked_at = {suffix.rstrip("~#") for suffix in suffixes}  # copies that editors keep
-    if not (bare or looked_at & {*DATA_SUFFIXES, *_OTHER_FORMATS, *_COMPRESSED}):
-        return ""
-    if any(part.startswith((".", "_")) for part in relative.split(os.sep)):
-        return "hidden: a part of its path begins with . or _"
-    if listed is not None:
-        return "state.json of its folder does not list it"
-    if last in DATA_SUFFIXES:
-        return "a cache of `datasets`" if last == ".arrow" and name.startswith("cache-") else None
-    if last in _COMPRESSED:
-        return _UNPACK
-    return _OTHER_FORMAT
-
-
-def _saved_state(folder: Path) -> dict[str, Any] | None:
-    """`state.json` of a dataset that was saved with `save_to_disk`; None: it is another file of that name."""
-    try:
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return state if isinstance(state, dict) and isinstance(state.get("_data_files"), list) else None
-
-
-def _listed(folder: Path, state: dict[str, Any]) -> list[str]:
-    """The files of a saved dataset. Raises `UnreadableDataError`."""
-    if state.get("_indices_data_files"):
-        raise UnreadableDataError(
-            f"{folder / _STATE}: the rows are chosen by indices, which only old versions of `datasets` wrote",
-            "load the dataset with `datasets` and save it again",
-        )
-    names = [str(entry.get("filename")) for entry in state["_data_files"] if isinstance(entry, dict)]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise UnreadableDataError(f"{folder / _STATE} lists {_list(missing)}, which is not there")
-    return names
-
-
-def _fail(error: OSError) -> None:
-    raise error
-
-
-def _distinct(files: Sequence[_File], unread: dict[str, list[Path]]) -> Iterator[_File]:
-    """Each file once; under several names it belongs to the splits of all of them."""
-    by_id: dict[FileId, list[_File]] = {}
-    stems = {str(file.path.with_suffix("")): file for file in sorted(files, key=_preference)}
-    for file in files:
-        by_id.setdefault(file.id, []).append(file)
-    for first, *others in by_id.values():
-        words = dict.fromkeys(word for file in (first, *others) for word in file.words)
-        for other in others:
-            unread.setdefault(f"the same file as {first.name}", []).append(other.path)
-        preferred = stems[str(first.path.with_suffix(""))]
-        if preferred.path.suffix != first.path.suffix:
-            unread.setdefault(f"taken for {preferred.name} in another format", []).append(first.path)
-        else:
-            yield _File(first.path, first.name, first.id, tuple(words))
-
-
-def _preference(file: _File) -> int:
-    """The suffix that is read comes last."""
-    return -DATA_SUFFIXES.index(file.path.suffix.lower())
-
-
 def _described(directory: Path, unread: dict[str, list[Path]]) -> str:
     return "; ".join(
-        f"{_list([str(path.relative_to(directory)) for path in paths])} ({reason})"
+        f"{listing([str(path.relative_to(directory)) for path in paths])} ({reason})"
         for reason, paths in unread.items()
     )
-
-
-def _list(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

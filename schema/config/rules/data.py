@@ -10,7 +10,8 @@ from typing import Any
 
 from schema.config.chat_template import TemplateError, read_template
 from schema.config.columns import Columns, columns_of, flat
-from schema.config.dataset_files import FileId, Role, UnreadableDataError, files_of
+from schema.config.data_files import FileId, UnreadableDataError
+from schema.config.dataset_files import Role, files_of
 from schema.config.loading.explain import closest
 from schema.config.paths import DATA_SUFFIXES, address_fault, exists, home_hint, is_file, local_path
 from schema.config.problem import Absent, Problem

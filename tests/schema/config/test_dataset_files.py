@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from schema.config.dataset_files import UnreadableDataError, choose, files_of
+from schema.config.data_files import UnreadableDataError
+from schema.config.dataset_files import choose, files_of
 from schema.config.sections.dataset import DatasetConfig
 
 
