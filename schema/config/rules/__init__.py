@@ -12,7 +12,7 @@ they speak of:
     checkpoint                      what is saved, and how versions travel
     engine role                     generation; parts that need each other
     data reward                     the user's files and functions; an evaluation
-    tls text                        encryption; names that can be printed, secrets
+    security                        names that can be printed, secrets; encryption
     profiler                        what is recorded, where and when
     idle                            keys that cannot act
 
@@ -41,10 +41,9 @@ from schema.config.rules.profiler import PROFILER_RULES, PROFILER_WARNINGS
 from schema.config.rules.reward import EVALUATION_RULES, REWARD_RULES
 from schema.config.rules.role import ROLE_RULES, ROLE_WARNINGS
 from schema.config.rules.rows import Refusal, Rule
+from schema.config.rules.security import TEXT_RULES, TEXT_WARNINGS, TLS_RULES, TLS_WARNINGS
 from schema.config.rules.teacher import TEACHER_RULES, TEACHER_WARNINGS, tokens_are_those_of_the_policy
-from schema.config.rules.text import TEXT_RULES, TEXT_WARNINGS
 from schema.config.rules.timing import TIMING_RULES, TIMING_WARNINGS
-from schema.config.rules.tls import TLS_RULES, TLS_WARNINGS
 from schema.config.rules.trainable import TRAINABLE_RULES, TRAINABLE_WARNINGS
 from schema.config.rules.training import TRAINING_RULES, TRAINING_WARNINGS
 
