@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.model_facts import FindFile, local_file
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Refusal, Rule
+from schema.config.rules.rows import InGrpo, Refusal, Rule, refused, value_at
 from schema.config.sections.policy import PolicyConfig
 from schema.config.vocabulary import hidden_tags, never_found, numbered, shares
 
@@ -18,29 +18,17 @@ _SAMPLING = "rollout.sampling_config"
 
 _RESHAPES = "changes the distribution sampled from: log-probs of trainer and engine could not be compared"
 
-_RESHAPING_EXTRA = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "guided_decoding",
-        "logit_bias",
-        "logits_processors",
-        "structured_outputs",
-    }
-)
+_RESHAPING_EXTRA = frozenset({
+    "allowed_token_ids", "bad_words", "guided_decoding", "logit_bias", "logits_processors", "structured_outputs",
+})  # fmt: skip
 LEAST_TEMPERATURE = 0.01
-_KEYS_OF_EXTRA = frozenset(
-    {
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "min_tokens", "seed", "ignore_eos", "stop", "stop_token_ids",
-    }
-)  # fmt: skip
-_SET_BY_WORKER = frozenset(
-    {
-        "detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs",
-        "routed_experts_prompt_start",
-    }
-)  # fmt: skip
+_KEYS_OF_EXTRA = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "seed", "ignore_eos", "stop", "stop_token_ids",
+})  # fmt: skip
+_SET_BY_WORKER = frozenset({
+    "detokenize", "logprobs", "max_tokens", "n", "output_kind", "prompt_logprobs", "routed_experts_prompt_start",
+})  # fmt: skip
 ENGINE_ARGUMENTS = {
     "block_size": "rollout.block_size",
     "data_parallel_size": "rollout.parallelism.dp_shard_size",
@@ -64,18 +52,10 @@ ENGINE_ARGUMENTS = {
     "trust_remote_code": "policy.trust_remote_code",
 }
 """Engine arguments that have a key of their own."""
-_ENGINE_OWN = frozenset(
-    {
-        "disable_log_stats",
-        "enable_sleep_mode",
-        "generation_config",
-        "logprobs_mode",
-        "max_logprobs",
-        "tokenizer_revision",
-        "weight_transfer_config",
-        "worker_extension_cls",
-    }
-)
+_ENGINE_OWN = frozenset({
+    "disable_log_stats", "enable_sleep_mode", "generation_config", "logprobs_mode", "max_logprobs",
+    "tokenizer_revision", "weight_transfer_config", "worker_extension_cls",
+})  # fmt: skip
 _UNBUILT = (
     ("a model's configuration from another place", r"hf_config_path"),
     ("speculative decoding", r"speculative_config|spec_(method|model|tokens)"),
@@ -87,26 +67,18 @@ _UNBUILT = (
     ("a rollout replica on several machines", r"nnodes|node_rank|master_(addr|port)"),
 )
 """Parts that this build lacks, and the engine arguments (whole names) that ask vLLM for them."""
-_RESHAPING_ENGINE = frozenset(
-    {"logits_processors", "override_generation_config", "watermark", "watermark_config"}
-)
+_RESHAPING_ENGINE = frozenset({
+    "logits_processors", "override_generation_config", "watermark", "watermark_config",
+})  # fmt: skip
 
 
-def temperatures_can_be_computed(config: Config) -> list[Problem]:
+def temperatures_can_be_computed(config: Config) -> Iterator[Problem]:
     """Logits divided by almost nothing overflow: vLLM would take 0.01 in the place of anything below it."""
-    if not config.is_grpo:
-        return []
-    keys = {
-        "train.train_policy.temperature": config.grpo.temperature,
-        f"{_SAMPLING}.temperature": config.rollout.sampling_config.temperature,
-        "validation.temperature": config.validation.temperature,
-    }
-    message = f"is below {LEAST_TEMPERATURE}, where logits divided by it overflow"
-    return [
-        Problem(key, f"{value} {message}", value, f"write {key} = {LEAST_TEMPERATURE} or more")
-        for key, value in keys.items()
-        if 0.0 < value < LEAST_TEMPERATURE
-    ]
+    says = f"{{}} is below {LEAST_TEMPERATURE}, where logits divided by it overflow"
+    for section in ("train.train_policy", _SAMPLING, "validation") if config.is_grpo else ():
+        if 0.0 < value_at(config, f"{section}.temperature") < LEAST_TEMPERATURE:
+            hint = f"write {{!}} = {LEAST_TEMPERATURE} or more"
+            yield refused(config, f"{section}.temperature", says, hint)
 
 
 def training_samples_the_policy(config: Config) -> Iterator[Problem]:
@@ -120,11 +92,10 @@ def training_samples_the_policy(config: Config) -> Iterator[Problem]:
         message = "training needs samples that differ: the temperature must be more than 0"
         yield Problem(key, message, config.sampling_temperature, f"write {key} = 1.0")
     if not sampling.do_sample:
-        message = "training needs samples that differ, not always the likeliest token"
-        yield Problem(f"{_SAMPLING}.do_sample", message, False, f"write {_SAMPLING}.do_sample = true")
+        says = "training needs samples that differ, not always the likeliest token"
+        yield refused(config, f"{_SAMPLING}.do_sample", says, "write {!} = true")
     for name in sorted(_RESHAPING_EXTRA & sampling.extra.keys()):
-        key = f"{_SAMPLING}.extra.{name}"
-        yield Problem(key, _RESHAPES, sampling.extra[name], "leave it out")
+        yield Problem(f"{_SAMPLING}.extra.{name}", _RESHAPES, sampling.extra[name], "leave it out")
 
 
 def pass_through_is_not_a_detour(config: Config) -> Iterator[Problem]:
@@ -163,59 +134,26 @@ def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
     return None
 
 
-def engine_can_do_it(config: Config) -> list[Problem]:
+def engine_can_do_it(config: Config) -> Iterator[Problem]:
     """Options that the chosen engine does not have are refused, never ignored."""
     if not config.is_grpo:
-        return []
-    rollout, engine, problems = config.rollout, config.rollout.engine, []
-    related = ("rollout.backend",)
-    mesh = rollout.parallelism
+        return
+    rollout, engine, related = config.rollout, config.rollout.engine, ("rollout.backend",)
+    mesh, hint = rollout.parallelism, 'leave it out, or write rollout.backend = "vllm"'
     for name in ("tp_size", "pp_size", "dp_shard_size", "ep_size") if engine.one_device else ():
-        size = getattr(mesh, name)
-        if size not in (1, -1):
-            key = f"rollout.parallelism.{name}"
-            value = size if name in mesh.model_fields_set else f"the default of {size}"
-            message = f"{engine.title} runs on one device, not on {value}"
-            problems.append(Problem(key, message, size, f"write {key} = 1", related=related))
-    hint = 'leave it out, or write rollout.backend = "vllm"'
+        if getattr(mesh, name) not in (1, -1):
+            size = "{}" if name in mesh.model_fields_set else "the default of {}"
+            says = f"{engine.title} runs on one device, not on {size}"
+            yield refused(config, f"rollout.parallelism.{name}", says, "write {!} = 1", related)
     for name, neutral in engine.lacks.items():
-        value = getattr(rollout, name)
-        if value != neutral:
-            message = f"{engine.title} has no such option"
-            problems.append(Problem(f"rollout.{name}", message, value, hint, related=related))
+        if getattr(rollout, name) != neutral:
+            yield refused(config, f"rollout.{name}", f"{engine.title} has no such option", hint, related)
     for name, value in rollout.sampling_config.extra.items() if not engine.own_options else ():
         message = f"{engine.title} passes no further sampling fields"
-        problems.append(Problem(f"{_SAMPLING}.extra.{name}", message, value, hint, related=related))
-    return problems
+        yield Problem(f"{_SAMPLING}.extra.{name}", message, value, hint, related=related)
 
 
 _ROUTING = "train.train_policy.routing_replay"
-
-
-def routing_can_be_replayed(config: Config) -> Iterator[Problem]:
-    """The engine must say which experts it chose, and the trainer must be able to choose them too."""
-    if not config.replays_routing:
-        return
-    wanted, engine, stages = (
-        config.grpo.routing_replay,
-        config.rollout.engine,
-        config.rollout.parallelism.pp_size,
-    )
-    written = toml_value(wanted)
-    if wanted not in engine.routing:
-        message = (
-            f"{written}: {engine.title} returns the ids of the chosen experts alone, without their weights"
-        )
-        hint = f'write {_ROUTING} = "ids", or rollout.backend = "transformers"'
-        yield Problem(_ROUTING, message, wanted, hint, related=("rollout.backend",))
-    if engine.routes_on_gpus and stages > 1:
-        key = "rollout.parallelism.pp_size"
-        message = f"{stages}: {engine.title} returns the experts of one stage alone ({_ROUTING} = {written})"
-        yield Problem(key, message, stages, f"write {key} = 1", related=(_ROUTING,))
-    if config.train.compile:
-        message = f"true cannot be combined with {_ROUTING} = {written}: compiled layers take no experts from outside"
-        hint = f'write train.compile = false, or {_ROUTING} = "none"'
-        yield Problem("train.compile", message, True, hint, related=(_ROUTING,))
 
 
 def engine_has_gpus(config: Config) -> Iterator[Problem]:
@@ -228,17 +166,14 @@ def impossible_without_gpus(config: Config) -> Iterator[Problem]:
     """The problems without GPUs of an engine that needs them: to sleep, and to say which experts it chose."""
     engine, related = config.rollout.engine, ("rollout.backend", "placement.gpus_per_node")
     if config.takes_turns and engine.sleeps_on_gpus:
-        message = (
-            f'is "time", but {engine.title} can only sleep on GPUs (its sleep mode needs CUDA\'s cuMem allocator), '
-            "and there are none"
-        )
-        hint = 'write placement.share = "memory", or rollout.backend = "transformers"'
-        yield Problem("placement.share", message, "time", hint, related=related)
+        says = f"is {{}}, but {engine.title} can only sleep on GPUs (its sleep mode needs CUDA's cuMem allocator), "
+        hint = 'write {!} = "memory", or rollout.backend = "transformers"'
+        yield refused(config, "placement.share", says + "and there are none", hint, related)
     if config.replays_routing and engine.routes_on_gpus:
-        wanted = config.grpo.routing_replay
-        message = f"{toml_value(wanted)}: {engine.title} returns the chosen experts on GPUs alone, and there are none"
-        hint = f'write {_ROUTING} = "none", or rollout.backend = "transformers"'
-        yield Problem(_ROUTING, message, wanted, hint, related=related)
+        says = f"{{}}: {engine.title} returns the chosen experts on GPUs alone, and there are none"
+        yield refused(
+            config, _ROUTING, says, 'write {!} = "none", or rollout.backend = "transformers"', related
+        )
 
 
 _CALIBRATED = frozenset({"awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin"})
@@ -249,34 +184,27 @@ def engine_can_quantise(config: Config) -> Iterator[Problem]:
     rollout, key = config.rollout, "rollout.quantization"
     if not config.is_grpo or rollout.quantization == "none":
         return
-    known, related = [*rollout.engine.quantisations], ("rollout.backend",)
+    known = [*rollout.engine.quantisations]
     values = " or ".join(filter(None, [", ".join(map(toml_value, known[:-1])), *map(toml_value, known[-1:])]))
-    hint = f"write {key} = {values}" if known else f'write {key} = "none", or rollout.backend = "vllm"'
     if rollout.quantization not in known:
-        message = f"{rollout.engine.title} does not quantise published weights so"
+        hint = f"write {{!}} = {values}" if known else 'write {!} = "none", or rollout.backend = "vllm"'
+        says = f"{rollout.engine.title} does not quantise published weights so"
         if rollout.quantization in _CALIBRATED and known:
-            message = "needs a checkpoint that was calibrated, and versions are published in full precision"
-        yield Problem(key, message, rollout.quantization, hint, related=related)
+            says = "needs a checkpoint that was calibrated, and versions are published in full precision"
+        yield refused(config, key, says, hint, ("rollout.backend",))
     elif config.engine_dtype not in ("bfloat16", "float16"):
-        other = "rollout.dtype"
-        message = (
-            f"vLLM's quantised layers compute in 16 bits, and the engine's type is {config.engine_dtype}"
-        )
-        yield Problem(key, message, rollout.quantization, f'write {other} = "bfloat16"', related=(other,))
+        says = "vLLM's quantised layers compute in 16 bits, and the engine's type is {engine_dtype~}"
+        yield refused(config, key, says, 'write {.dtype!} = "bfloat16"', (".dtype",))
     elif config.weight_sync.lora == "adapter" and config.policy.lora is not None:
-        other = "weight_sync.lora"
-        message = (
-            f'this build cannot do it yet below an adapter that is published alone ({other} = "adapter")'
-        )
-        yield Problem(key, message, rollout.quantization, f'write {other} = "merged"', related=(other,))
+        says = "this build cannot do it yet below an adapter that is published alone ({weight_sync.lora=})"
+        yield refused(config, key, says, 'write {weight_sync.lora!} = "merged"')
 
 
 def stop_strings_can_be_found(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Stop strings are looked for in the text of an answer, which has no special tokens: one that holds such a token
     and more is never found. Where the tokenizer is on this machine."""
     strings = config.rollout.sampling_config.stop
-    vocabulary = numbered(*config.policy.tokenizer, find) if strings else None
-    for string, token in never_found(strings, vocabulary.special if vocabulary else ()).items():
+    for string, token in never_found(strings, _special(config, find) if strings else ()).items():
         yield never_stops(string, token)
 
 
@@ -292,8 +220,7 @@ def never_stops(string: str, token: str) -> Problem:
 def stop_strings_are_whole(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Warning: a stop string that is a part of a special token, at which no answer ends."""
     strings = config.rollout.sampling_config.stop
-    vocabulary = numbered(*config.policy.tokenizer, find) if strings else None
-    for string, token in shares(strings, vocabulary.special if vocabulary else ()).items():
+    for string, token in shares(strings, _special(config, find) if strings else ()).items():
         yield rarely_stops(string, token)
 
 
@@ -308,9 +235,14 @@ def rarely_stops(string: str, token: str) -> Problem:
 
 def rewards_read_tags(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Warning: tags that are special tokens, which the text of an answer leaves out."""
-    vocabulary = numbered(*config.policy.tokenizer, find) if config.is_grpo else None
-    if tags := hidden_tags(vocabulary.special if vocabulary else ()):
+    if tags := hidden_tags(_special(config, find) if config.is_grpo else ()):
         yield tags_are_hidden(config.policy, tags)
+
+
+def _special(config: Config, find: FindFile) -> Collection[str]:
+    """The special tokens of the policy's tokenizer, where it is on this machine."""
+    vocabulary = numbered(*config.policy.tokenizer, find)
+    return vocabulary.special if vocabulary else ()
 
 
 def tags_are_hidden(policy: PolicyConfig, tags: Sequence[str]) -> Problem:
@@ -333,6 +265,19 @@ def _ignores_filters(config: Config) -> bool:
     return config.is_grpo and sampling.sampling_correction == "raw" and sampling.reshapes
 
 
+routing_can_be_replayed = InGrpo(  # the engine says which experts it chose, and the trainer can choose them too
+    Refusal(_ROUTING, lambda c: c.replays_routing and c.grpo.routing_replay not in c.rollout.engine.routing,
+        lambda c: f"{{}}: {c.rollout.engine.title} returns the ids of the chosen experts alone, without their "
+        "weights",
+        'write {!} = "ids", or rollout.backend = "transformers"', ("rollout.backend",)),
+    Refusal("rollout.parallelism.pp_size",
+        lambda c: c.replays_routing and c.rollout.engine.routes_on_gpus and c.rollout.parallelism.pp_size > 1,
+        lambda c: f"{{}}: {c.rollout.engine.title} returns the experts of one stage alone ({{{_ROUTING}=}})",
+        "write {!} = 1"),
+    Refusal("train.compile", lambda c: c.replays_routing and c.train.compile,
+        f"true cannot be combined with {{{_ROUTING}=}}: compiled layers take no experts from outside",
+        f'write train.compile = false, or {_ROUTING} = "none"'),
+)  # fmt: skip
 ENGINE_RULES: tuple[Rule, ...] = (
     Refusal(f"{_SAMPLING}.temperature",
         lambda c: c.is_grpo and c.grpo.temperature != c.rollout.sampling_config.temperature
