@@ -1,4 +1,4 @@
-"""What the controller raises.
+"""The controller raises one kind of error for what it refuses.
 
     ApiError             a call that is refused: a code for programs, a text for people
     StoreError           Redis (`controller.store.errors`)

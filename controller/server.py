@@ -53,7 +53,7 @@ GC_THRESHOLDS = 50_000, 20, 50
 ALWAYS = [("x-content-type-options", "nosniff")]
 """Headers of every answer: a sample's content is not a web page."""
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
-"""What a job id, which is part of every key in Redis, may not hold."""
+"""The characters that a job id, which is part of every key in Redis, may not hold."""
 _JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 

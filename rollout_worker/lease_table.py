@@ -1,4 +1,5 @@
-"""What this replica holds: groups under lease, and which of their samples are where. Pure bookkeeping.
+"""The table lists what this replica holds: groups under lease, and which of their samples are where. Pure
+bookkeeping.
 
     leased ─▶ generating ─▶ scoring ─▶ pushing ─▶ done
               (in the engine)
@@ -23,7 +24,7 @@ class HeldGroup:
     open: set[int]
     """Samples that are not done."""
     weights: Publication | None = None
-    """What the engine held when the lease was asked for."""
+    """The weights that the engine held when the lease was asked for."""
     requests: set[str] = field(default_factory=set)
     """Engine requests made for it."""
 
@@ -35,7 +36,7 @@ class LeaseTable:
         self._groups: dict[str, HeldGroup] = {}
         self._requests: dict[str, tuple[HeldGroup, tuple[int, ...]]] = {}
         self._unfinished: dict[str, tuple[float, set[int]]] = {}
-        """Of each request, when it was made, and which of its samples are not generated yet."""
+        """By request: when it was made, and which of its samples are not generated yet."""
         self._asleep_since: float | None = None
 
     def __len__(self) -> int:
@@ -121,7 +122,7 @@ class LeaseTable:
         return list(self._groups)
 
     def declared(self, lease_ids: Iterable[str] | None = None) -> list[HeldLease]:
-        """What is held, for a controller that may have forgotten it: all, or of these leases alone."""
+        """Return what is held, for a controller that may have forgotten it: all, or of these leases alone."""
         groups = self._groups.values() if lease_ids is None else map(self._groups.get, lease_ids)
         return [self._declared(group) for group in groups if group is not None]
 

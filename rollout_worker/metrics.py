@@ -21,7 +21,7 @@ class Metrics:
         self.extra: dict[str, float] = {}
         """Further numbers, set where they are measured (seconds of the last update, say)."""
         self.rewards: Callable[[], PoolStats] = PoolStats
-        """What the reward pool does, once there is one."""
+        """A reading of what the reward pool does, once there is one."""
         self._scoring_before, self._idle_before, self._waited = 0, 0.0, 0.0
 
     def training_began(self, now: float, stats: EngineStats) -> None:

@@ -62,7 +62,7 @@ class OpenRanges:
                 end(number)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """What is given up ends here."""
+        """End the ranges of what is given up."""
         for key in keys:
             if key in self._open:
                 end(self._open.pop(key)[0])

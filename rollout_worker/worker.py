@@ -183,7 +183,7 @@ class Worker:
         return engine, tokenizer, stops
 
     def _connect(self, engine: Engine, weights: WeightFollower, leasing: Leasing, pusher: Pusher) -> None:
-        """Who hears of what."""
+        """Connect the parts: who is called of what."""
 
         def pushed() -> None:
             weights.look_again()

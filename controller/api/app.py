@@ -119,7 +119,7 @@ class FastPath:
         return None, {}
 
     async def _answer(self, request: Request, error: Exception) -> Response:
-        """What the application's handler of the nearest type makes of an error. Raises what has no handler."""
+        """Return what the application's handler of the nearest type makes of an error. Raises what has no handler."""
         for kind in type(error).__mro__:
             handler = self._handlers.get(kind)
             if handler is not None:

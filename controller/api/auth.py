@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens by role, checked before anything else is read.
+"""The middleware decides who may call what: bearer tokens by role, checked before anything else is read.
 
     AuthMiddleware ─▶ LeaderGate ─▶ BodyLimit ─▶ routes (each requires the roles that it serves)
 
@@ -71,7 +71,7 @@ class Tokens:
         return self._tokens["user"].decode()
 
     def caller(self, authorization: str | None) -> Caller:
-        """Whose token this header carries. Raises `ApiError` (401).
+        """Return whose token this header carries. Raises `ApiError` (401).
 
         It is compared with every token, each time in full: how long that takes reveals nothing.
         """

@@ -1,4 +1,4 @@
-"""What a controller answers before it is in charge of its job.
+"""The gate decides what a controller answers before it is in charge of its job.
 
     started ──▶ standing by (another one is in charge) ──▶ serving
         └────────────────────────────────────────────────────▲

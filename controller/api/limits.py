@@ -1,4 +1,4 @@
-"""What request bodies may cost, in bytes and in time.
+"""The limits say what request bodies may cost, in bytes and in time.
 
     announced above max_request_bytes          ─▶ 413      no share left, or Redis has too much to write ─▶ 503,
     no byte for BODY_STALL seconds             ─▶ 408                                               Retry-After
@@ -61,7 +61,7 @@ class Budget:
         return n <= 0 or self.used == mine or self.used + n <= self.limit
 
     def take(self, n: int, mine: int = 0) -> bool:
-        """As `fits`; then they are taken."""
+        """Take bytes, if they fit; return whether they did."""
         if not self.fits(n, mine):
             return False
         self.used += n
@@ -90,9 +90,9 @@ class BodyLimit:
         self._app, self._store, self._buffered = app, store, buffered
         self.limit, self.small, self.stall, self.grace, self.rate = limit, small, stall, grace, rate
         self.kept = Budget(buffered // 4)
-        """Of trainers and users."""
+        """The share of trainers and users."""
         self.budget = Budget(buffered - buffered // 4)
-        """Of everybody else."""
+        """The share of everybody else."""
         self.too_large = f"the body is larger than controller.max_request_bytes = {limit}: send less at once"
         self.busy = (
             f"bodies hold their share of controller.max_buffered_bytes = {buffered}: "

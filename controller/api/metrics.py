@@ -87,7 +87,7 @@ class JobCollector(Collector):
                 yield _gauge(f"autoscale_{name}", text, {(): value}, (), job)
 
     def _weights(self, weights: WeightsStatus | None, job: str) -> Iterator[Metric]:
-        """What versions cost: sums of this process, and the newest one."""
+        """Yield what versions cost: sums of this process, and the newest one."""
         updates = self._controller.job.updates
         seconds = HistogramMetricFamily(
             "cosmos_weights_seconds", "Seconds of each stage of a weight version", labels=("job", "stage")

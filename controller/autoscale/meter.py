@@ -1,4 +1,4 @@
-"""What a job takes and what its rollout replicas make, measured over the newest steps. Pure.
+"""The meter measures what a job takes and what its rollout replicas make, over the newest steps. Pure.
 
 Levels (groups leased, groups that the bound refuses, replicas, what the trainer does) are integrated over time, and
 each commit marks a place from where a window may begin. Demand and supply are rates of different clocks, so that
@@ -32,7 +32,7 @@ MARKS = 512
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What is so from one look to the next.
+    """A level is so from one look to the next.
 
     held: groups that are leased. asked: groups that replicas ask for and the bound refuses. replicas: those that have
     leased. empty: of these, those that hold nothing, and are refused. late: a batch is ready, so if the trainer
@@ -103,7 +103,7 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a replica."""
+        """Return the tokens per second of a replica."""
         return self.rate * self.tokens_per_group
 
     @property
@@ -145,7 +145,7 @@ class Meter:
         """At the last commit."""
 
     def look(self, now: float, levels: Levels | None, ready: int, tokens: int) -> None:
-        """What is so from now on; None: something holds the job up, which says nothing of supply or demand.
+        """Note what is so from now on; None: something holds the job up, which says nothing of supply or demand.
 
         ready, tokens: groups that ever became ready, and their generated tokens.
         """
@@ -156,7 +156,7 @@ class Meter:
         self._begin()
 
     def trainer(self, now: float, does: Trainer) -> None:
-        """What the trainer does from now on. A window may begin where it first asks for a batch."""
+        """Note what the trainer does from now on. A window may begin where it first asks for a batch."""
         self._advance(now)
         self._trainer = does
         self._begin()

@@ -122,8 +122,8 @@ class Decision:
 
 @dataclass(slots=True)
 class Memory:
-    """What a decision leaves for later ones; stored. Times are those of the caller's clock. Its lists are replaced,
-    never changed."""
+    """A decision leaves this for later ones; it is stored. Times are those of the caller's clock. Its lists are
+    replaced, never changed."""
 
     desired: int
     manual: int | None = None
@@ -163,7 +163,7 @@ class Autoscaler:
         if memory.manual is not None:
             memory.manual = self._within(memory.manual)
         self._needs: deque[tuple[float, int]] = deque()
-        """Of the last `scale_down_delay` seconds: when, and how many would have done; falling."""
+        """When, and how many would have done, in the last `scale_down_delay` seconds; falling."""
         self._watched_since: float | None = None
         self._refused_since: float | None = None
         """Since when the trainer waits while the bound refuses groups."""
@@ -391,7 +391,7 @@ class Autoscaler:
             self._needs.popleft()
 
     def _enough_for(self, now: float) -> int | None:
-        """What would have done for the last `scale_down_delay` seconds; None: not watched for so long."""
+        """Return what would have done for the last `scale_down_delay` seconds; None: not watched for so long."""
         since = self._watched_since
         if since is None or now - since < self.limits.scale_down_delay:
             return None

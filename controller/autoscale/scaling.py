@@ -43,7 +43,7 @@ class Scaling:
         self.autoscaler = Autoscaler(limits, memory)
         self.interval = interval
         self.measured: Measured | None = None
-        """Of the last decision."""
+        """The measurement of the last decision."""
         self._meter = Meter(now)
         self._decided_at = now
         self._known: set[str] | None = None
@@ -55,7 +55,7 @@ class Scaling:
         return len(self._known or ())
 
     def trainer(self, now: float, does: Trainer) -> None:
-        """What the trainer does from now on."""
+        """Note what the trainer does from now on."""
         self._meter.trainer(now, does)
 
     def committed(self, now: float, groups: int) -> None:
@@ -81,7 +81,7 @@ class Scaling:
         return Levels(sight.held, sight.asked, self.working, sight.empty, late)
 
     def _meet(self, now: float, leasing: set[str]) -> None:
-        """Who is there; who came since the last look is a start that was waited for."""
+        """Note who is there; who came since the last look is a start that was waited for."""
         if self._known is not None:
             self.autoscaler.joined(now, len(leasing - self._known))
         self._known = leasing

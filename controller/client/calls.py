@@ -201,7 +201,7 @@ def checkpoint(request: m.CheckpointRequest) -> Call[m.CheckpointReply]:
 
 
 def ledger_snapshot(step: int) -> Call[m.LedgerSnapshot]:
-    """What a checkpoint that covers `step` committed steps must store of the ledger."""
+    """Return what a checkpoint that covers `step` committed steps must store of the ledger."""
     return Call("GET", f"/v1/checkpoints/{step}/ledger", _model(m.LedgerSnapshot))
 
 

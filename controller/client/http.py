@@ -70,7 +70,7 @@ class Unusable(ControllerError, ValueError):
 
 
 class Untrusted(ControllerError):
-    """What answers there cannot prove that it is the controller."""
+    """The server that answers there cannot prove that it is the controller."""
 
 
 class Refused(ControllerError):
@@ -132,7 +132,7 @@ class _Base(ABC):
 
     @abstractmethod
     def _trace(self, url: str) -> Callable[[str, Mapping[str, Any]], object]:
-        """What httpcore calls for each event of a request: demands a proof of a new connection."""
+        """Return what httpcore calls for each event of a request: it demands a proof of a new connection."""
 
     def _read(self, call: Call[T], response: httpx.Response) -> T:
         self.trouble = ""
@@ -180,8 +180,8 @@ class _Attempts:
         self._began = time.monotonic()
 
     def unproven(self, url: str, error: proof.Unproven) -> float:
-        """As `failed`, where the proof is missing. Raises what is wrong with the token, or the way, where no address
-        has ever proven it."""
+        """Do as `failed` where the proof is missing. Raises what is wrong with the token, or the way, where no
+        address has ever proven it."""
         client = self._client
         cause = f"what listens at {url} does not prove that it knows the token of this job: {error}"
         if error.is_answer and _digest(client._token) not in PROVEN:
@@ -217,7 +217,7 @@ class _Attempts:
         return pause
 
     def refused(self, url: str, response: httpx.Response) -> float:
-        """As `failed`, for an answer that says: not now."""
+        """Do as `failed` for an answer that says: not now."""
         try:
             reason = Problem.model_validate_json(response.content).detail
         except ValidationError:
@@ -275,7 +275,7 @@ def _context(url: str, tls_ca: str | None) -> ssl.SSLContext:
 
 
 def _cause(url: str, error: httpx.TransportError) -> str:
-    """What went wrong, for another attempt. Raises `Untrusted` where another one would meet the same."""
+    """Return what went wrong, for another attempt. Raises `Untrusted` where another one would meet the same."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

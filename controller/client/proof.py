@@ -38,7 +38,7 @@ MOST_BYTES = 16 * 1024
 
 
 class Unproven(Exception):
-    """What listens there did not prove that it is the controller; nothing but a nonce was sent to it."""
+    """The server that listens there did not prove that it is the controller; nothing but a nonce was sent to it."""
 
     is_answer = False
     """Whether it answers as a controller does, so that the token or the address of this client may be wrong."""
@@ -160,7 +160,7 @@ def ask(stream: httpcore.NetworkStream, url: str, token: str) -> None:
 
 
 async def ask_async(stream: httpcore.AsyncNetworkStream, url: str, token: str) -> None:
-    """As `ask`."""
+    """Ask as `ask` does."""
     question = Question(url, token)
     try:
         try:

@@ -39,7 +39,7 @@ from schema.wire.sample_file import Order
 HOST = "127.0.0.1"
 BAD_START = 2
 NOT_KEPT = "how many groups were in each state, the staleness of each sample, idle shares, waits for rewards"
-"""What only a controller knows until a summary is written."""
+"""Only a controller has these until a summary is written."""
 
 
 class RunFiles(RunView):
@@ -67,7 +67,7 @@ class RunFiles(RunView):
         return to_json(found, inf_nan_mode="null")
 
     def _job(self) -> dict[str, Any]:
-        """As much of a `JobStatus` as there is."""
+        """Return as much of a `JobStatus` as there is."""
         history, last = self.history, self.steps.last
         said = history.health.job.get("text", "")
         scores, losses = list(history.validations.items()), list(history.losses.items())
@@ -97,7 +97,7 @@ class RunFiles(RunView):
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """What may not be one in a file that is damaged, or of another version."""
+    """Return the object; {} for what is none, in a file that is damaged, or of another version."""
     return value if isinstance(value, dict) else {}
 
 
@@ -108,7 +108,7 @@ def _counted(fault: Fault) -> tuple[str, str]:
 
 
 def run_calls(run: RunFiles, prefix: str) -> APIRouter:
-    """What else the pages ask of a run, as the routes of a job answer it."""
+    """Answer what else the pages ask of a run, as the routes of a job answer it."""
     api = new_router("dashboard", prefix)
 
     @api.get("/samples")

@@ -21,7 +21,7 @@ from schema.wire.messages import dashboard as d
 from schema.wire.messages.autoscale import Measures
 
 MOST_MOMENTS = 1500
-"""Of a line: about as many as a screen has columns."""
+"""The most moments of a line: about as many as a screen has columns."""
 MOST_DECISIONS = 200
 """The newest, that are listed."""
 PRESENT = frozenset({"live", "draining"})
@@ -65,7 +65,8 @@ def thinned(moments: list[Moment], most: int) -> list[Moment]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run's configuration says of the number of its rollout replicas. note: why it does not change, if so."""
+    """They hold what a run's configuration says of the number of its rollout replicas. note: why it does not change,
+    if so."""
 
     note: str
     first: int

@@ -1,4 +1,4 @@
-"""What the dashboard shows of a run directory, whether the run is alive or dead.
+"""The view gathers what the dashboard shows of a run directory, whether the run is alive or dead.
 
     events.jsonl ─▶ History (folded, bounded; read on from where it ended) ─▶ timeline, faults, validations, scaling
     StepLog      ─▶ curves: of a live run the controller's own, of a dead one read from the same file
@@ -105,7 +105,7 @@ class History:
                 del self._lanes[longest.name]
 
     def replicas(self) -> list[dict[str, Any]]:
-        """As much of a `ReplicaInfo` of each as there is: its last known state."""
+        """Return as much of a `ReplicaInfo` of each as there is: its last known state."""
         return [
             {"name": name, "role": lane.role, **lane.spans[-1].model_dump(include={"replica_id", "state"})}
             for name, lane in sorted(self._lanes.items())
@@ -225,7 +225,7 @@ class RunView(ABC):
         return history.scaling.answer(settings, history.began, history.ended or None, self._now())
 
     def _now(self) -> float | None:
-        """Of a job that is served, which goes on after its last event."""
+        """Return the present time of a job that is served, which goes on after its last event."""
         return None if self._own_steps else time.time()
 
     async def _read(self, work: Callable[[], R]) -> R:

@@ -1,4 +1,4 @@
-"""What a prompt or conversation column may hold, read into one form: a list of {"role", "content"} messages.
+"""A prompt or conversation column is read into one form: a list of {"role", "content"} messages.
 
 Accepted are a string (one user message), a list of messages in the `role`/`content` or the `from`/`value`
 convention, or the JSON text of such a list. Everything else is an error that says which row it is in.

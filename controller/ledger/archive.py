@@ -1,4 +1,5 @@
-"""What the ledger keeps of groups that it no longer keeps whole: the step that trained each, or why it was dropped.
+"""The archive holds what the ledger keeps of groups that it no longer keeps whole: the step that trained each, or why
+it was dropped.
 
 A group that was trained, and whose payload cannot be needed again, is but a number in its step; one that was
 dropped is a number next to its reason. That is a few bytes each, so neither memory nor a restart grows much with

@@ -18,7 +18,7 @@ from controller.ledger.values import LedgerParams, Totals
 from schema.wire.messages import ErrorCode, LedgerSnapshot
 
 BEGINNING = LedgerSnapshot(committed_steps=0, timeline=0, frontier=0, untrained=[])
-"""What a checkpoint before the first step would store: a ledger that began later goes back there with it."""
+"""A checkpoint before the first step would store this: a ledger that began later goes back there with it."""
 
 
 def make_durable(table: GroupTable, step: int) -> int:
@@ -34,7 +34,7 @@ def make_durable(table: GroupTable, step: int) -> int:
 
 
 def snapshot(table: GroupTable, step: int) -> LedgerSnapshot:
-    """What a checkpoint after `step` committed steps stores: enough to go on with an empty store."""
+    """Return what a checkpoint after `step` committed steps stores: enough to go on with an empty store."""
     table.require(step, "snapshot")
     since = table.archive.staleness_since(step)
     untrained = table.archive.trained_since(step)

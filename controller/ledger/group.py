@@ -40,7 +40,7 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class SampleMeta:
-    """What the ledger knows of one pushed sample. Never changed.
+    """The ledger keeps this of one pushed sample. It is never changed.
 
     The header stays the text that it came as, and is parsed on first access: a long queue is mostly this.
 

@@ -53,7 +53,7 @@ class GroupTable(Progress):
         """Ready groups."""
         self.leased_by_deadline: dict[int, dict[str, Group]] = {}
         self.deadlines: Counter[int] = Counter()
-        """Of all leased and ready groups."""
+        """The deadlines of all leased and ready groups."""
         self.succeeds = False
         """Whether this job had another table before, which may have granted leases that are not known here."""
         self.granted: set[str] = set()
@@ -166,7 +166,7 @@ class GroupTable(Progress):
         return found
 
     def _archived(self, at: int) -> Group | None:
-        """What the archive knows of a position of the stream, as a group."""
+        """Return what the archive knows of a position of the stream, as a group."""
         if at not in self.archive:
             return None
         step, reason = self.archive.step_of(at), self.archive.reason_of(at)

@@ -388,7 +388,7 @@ class Ledger:
         return Assembled(result.step, self.batch(result.step) or [])
 
     def forecast(self) -> Assembled | Waiting:
-        """What the batch after the next one would be if that were committed now. Changes nothing."""
+        """Return what the batch after the next one would be if that were committed now. Changes nothing."""
         return self._choose(self.table.committed + 1)
 
     def _choose(self, step: int) -> Assembled | Waiting:

@@ -1,4 +1,5 @@
-"""What to do about a trainer that knows more of the history of the job than the store: decisions as pure functions.
+"""This module decides what to do about a trainer that knows more of the history of the job than the store: decisions
+as pure functions.
 
 A store that comes back is a prefix of history: the controller's last writes may be missing, any number of them. A
 trainer does not forget what it has trained: its weights contain it. So where the two differ, the trainer is right
@@ -48,7 +49,7 @@ MOST_BEGINNINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the store came back with."""
+    """It holds what the store came back with."""
 
     policy_epoch: int
     timeline: int
@@ -57,7 +58,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a trainer says of itself (see `schema.wire.messages.recovery.DeclareRequest`)."""
+    """It holds what a trainer says of itself (see `schema.wire.messages.recovery.DeclareRequest`)."""
 
     policy_epoch: int
     timeline: int

@@ -1,4 +1,4 @@
-"""What the table takes from others after its store has lost history: steps, a checkpoint's snapshot, leases.
+"""The table takes this from others after its store has lost history: steps, a checkpoint's snapshot, leases.
 
 `controller.ledger.reconcile` decides what is to be done and proves that it is right; here it is done to the groups.
 """
@@ -86,7 +86,7 @@ def _samples(table: GroupTable, batch: StepTable) -> dict[int, dict[int, SampleM
 
 
 def _sample(batch: StepTable, row: int) -> SampleMeta:
-    """What the ledger knew of a sample, from its row of a batch."""
+    """Return what the ledger knew of a sample, from its row of a batch."""
     columns = (
         "index",
         "prompt_tokens",
@@ -139,7 +139,7 @@ def _hand_out(table: GroupTable, frontier: int) -> None:
 
 
 def _give_up_overdue(table: GroupTable) -> None:
-    """What was leased or ready in the past and cannot be trained in time any more is made again."""
+    """Make again what was leased or ready in the past and cannot be trained in time any more."""
     groups = [*table.in_state(State.LEASED), *table.in_state(State.READY)]
     jobs = [(group.deadline, len(group.samples) + (group.state is State.READY)) for group in groups]
     for index in overdue(jobs, table.first_step, table.params.slots):

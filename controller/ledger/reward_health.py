@@ -123,7 +123,7 @@ class RewardHealth:
 
     @property
     def note(self) -> str:
-        """What people should know while an outage lasts; else empty."""
+        """Return what people should know while an outage lasts; else empty."""
         if self.outage is None:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""What goes into the ledger and comes out of it: parameters, decisions, changes."""
+"""These values go into the ledger and comes out of it: parameters, decisions, changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schema.wire.messages import ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class LedgerParams:
-    """What of the config the ledger depends on."""
+    """The ledger depends on these values of the config."""
 
     groups_per_step: int
     n_samples: int
@@ -93,7 +93,7 @@ class PushOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What must be written in one transaction."""
+    """It holds what must be written in one transaction."""
 
     groups: list[Group]
     dropped_payloads: list[tuple[str, str]]

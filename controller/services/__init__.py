@@ -1,1 +1,1 @@
-"""What a call does: one service per concern, of the same name as its routes."""
+"""The services say what a call does: one service per concern, of the same name as its routes."""

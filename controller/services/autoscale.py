@@ -163,5 +163,5 @@ class AutoscaleService:
 
 
 def _bounded(reason: str) -> str:
-    """As messages carry it: it may hold what others wrote."""
+    """Return a reason as messages carry it: it may hold what others wrote."""
     return one_line(reason)[:MOST_REASON]

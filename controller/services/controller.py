@@ -21,7 +21,7 @@ from controller.state.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """What the routes call."""
+    """The routes call its services."""
 
     job: Job
     replicas: ReplicaService

@@ -1,4 +1,5 @@
-"""What the dashboard shows of the job that is served: its run directory, and the front page from memory."""
+"""The service gathers what the dashboard shows of the job that is served: its run directory, and the front page from
+memory."""
 
 from __future__ import annotations
 

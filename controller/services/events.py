@@ -39,13 +39,13 @@ class EventService:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._stored = job.events.filed
-        """What viewers may see."""
+        """The events that viewers may see."""
         self._signal = Signal()
         self._failing = False
         self._records: list[SampleRecord] = []
         """Samples that are to be written."""
         self._rewinds: list[sample_file.Rewind] = []
-        """That their file does not have yet."""
+        """The rewinds that their file does not have yet."""
         self._files = sample_file.Writer(sample_file.folder_of(job.run_dir), job.config.logging.sample_bytes)
         self._said_full = False
         self._streams = 0

@@ -1,4 +1,4 @@
-"""What users do: look at the job and operate it.
+"""Users look at the job and operate it.
 
 pause       no further leases and batches; what is leased or batched goes on
 resume      back to work; a stopped or failed job is opened again (the launcher does so with --resume)

@@ -1,4 +1,4 @@
-"""What happens by itself as time passes: leases expire, silent replicas are lost, a start takes too long, the number
+"""The reaper does what time brings: leases expire, silent replicas are lost, a start takes too long, the number
 of replicas follows the need."""
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class ReplicaService:
         self._anchor_asked_at = 0.0
         self._meetings: dict[str, m.Meeting] = {}
         self._superseded: dict[str, tuple[int, list[str]]] = {}
-        """Of the replica that was superseded last, by name: its parent process, the groups that it held. A report of
+        """By name, of the replica that was superseded last: its parent process, the groups that it held. A report of
         its crash may come later."""
 
     def infos(self, name: str = "") -> list[m.ReplicaInfo]:
@@ -186,7 +186,7 @@ class ReplicaService:
         return DeclaredLeases(lost_leases=lost)
 
     def _trainer_comes(self, request: m.RegisterRequest, registered: Registered) -> None:
-        """Of several ones the first that says where it starts from begins an epoch; the others join it."""
+        """The first of several ones that says where it starts from begins an epoch; the others join it."""
         job, membership = self._job, self._job.membership
         if membership is None:
             self._new_policy_epoch(request)

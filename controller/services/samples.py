@@ -272,7 +272,7 @@ class SampleService:
                     job.samples.pushed(record)
 
     def _judge_rewards(self, item: PushItem, outcome: PushOutcome, now: float) -> None:
-        """What the end of an attempt says about the rewards."""
+        """Judge what the end of an attempt says about the rewards."""
         if not outcome.complete:
             return
         job, rewards = self._job, self._job.rewards
@@ -304,7 +304,7 @@ class SampleService:
         return await files.missing(entries)
 
     def _stub_fault(self, item: PushItem, stub: FileEntry | None, missing: set[str]) -> PushOutcome | None:
-        """What is wrong with the stub of a payload that lies in a file."""
+        """Return what is wrong with the stub of a payload that lies in a file."""
         if stub is None:
             return None
         if self._job.payload_files is None:
@@ -321,7 +321,7 @@ class SampleService:
         return PushOutcome(False, code=ErrorCode.BAD_FRAME, detail=detail)
 
     def _fault(self, header: SampleHeader) -> PushOutcome | None:
-        """What is wrong with a sample, whichever replica holds its lease."""
+        """Return what is wrong with a sample, whichever replica holds its lease."""
         published = self._job.publications.newest
         newest = -1 if published is None else published.version
         oldest, generated = header.oldest_version, header.response_tokens

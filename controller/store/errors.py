@@ -1,4 +1,4 @@
-"""What can go wrong between the controller and Redis.
+"""The errors name what can go wrong between the controller and Redis.
 
 StoreError
 ├── StoreUnavailable   for now: callers answer 503 and the store keeps reconnecting

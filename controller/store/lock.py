@@ -1,4 +1,4 @@
-"""Who is in charge of a job: a lock in Redis that ends by itself.
+"""The lock decides who is in charge of a job. It is a lock in Redis that ends by itself.
 
     nobody holds it: never taken, given back, or not renewed for its whole life ──┐
     its holder ran on this host, in this process namespace, and is dead ──────────┼──▶ take it at once
@@ -155,7 +155,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: another was quicker."""
+    """It holds what came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: another was
+    quicker."""
 
     mine: Holder | None = None
     other: Holder | None = None

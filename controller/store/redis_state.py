@@ -75,7 +75,7 @@ class _Pending:
     rows: dict[tuple[Table, str], Render | None] = field(default_factory=dict)
     payloads: dict[PayloadKey, Payload | None] = field(default_factory=dict)
     n_bytes: int = 0
-    """Of all payloads."""
+    """The sum over all payloads."""
     lock: Literal["renew", "release"] | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class StateStore:
         self.stamp: Callable[[], float] = elapsed
         """The clock of everything that is written; `alive` says what it read when this controller was alive last."""
         self.alive_at: float | None = None
-        """What the clock of the controller before read when it was alive last; None for a new job."""
+        """The time that the clock of the controller before read when it was alive last; None for a new job."""
         self.fatal: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
         self._client = Redis(connection_pool=pool)
         self._fence = FencedConnection(pool, self._key("epoch"), self._key("seq"))
@@ -236,7 +236,7 @@ class StateStore:
         await waiter
 
     async def flush_durably(self) -> None:
-        """As `flush`, and wait until it is in the append-only file where the server can tell."""
+        """Flush, and wait until it is in the append-only file where the server can tell."""
         await self.flush()
         if not self.facts.can_wait_for_file:
             return

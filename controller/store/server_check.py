@@ -1,4 +1,4 @@
-"""What the Redis server is and what it can promise, checked once at start."""
+"""The check finds what the Redis server is and what it can promise, once at start."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class ServerFacts:
 
 
 async def server_facts(client: Redis, patience: float) -> ServerFacts:
-    """What the server is, once it answers. Raises RedisError, OSError if it does not within `patience` seconds."""
+    """Return what the server is, once it answers. Raises RedisError, OSError if it does not within `patience`
+    seconds."""
     give_up = time.monotonic() + patience
     attempt = 0
     while True:

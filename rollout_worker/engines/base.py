@@ -96,9 +96,9 @@ class SamplingSettings:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of this engine's own, from `rollout.sampling_config.extra`."""
     correction: Literal["none", "exact", "raw", "unread"] = "none"
-    """What a trainer needs to compute the same log-probs; see promise 2. unread: nothing reads them."""
+    """The part that a trainer needs to compute the same log-probs; see promise 2. unread: nothing reads them."""
     routing: Literal["none", "ids", "weights"] = "none"
-    """What it needs to choose the same experts: their ids, or the weights of these as well."""
+    """The part that it needs to choose the same experts: their ids, or the weights of these as well."""
 
     @property
     def greedy(self) -> bool:
@@ -124,7 +124,7 @@ class SamplingSettings:
         return {*self.stop_token_ids, *self.stop_tokens, *(() if self.ignore_eos else eos_token_ids)}
 
     def held_ids(self, eos_token_ids: Collection[int]) -> npt.NDArray[np.int32]:
-        """Those of them that the trainer has to know, since `min_tokens` holds them back; rising."""
+        """Return those of them that the trainer has to know, since `min_tokens` holds them back; rising."""
         wanted = self.correction == "exact" and self.min_tokens > 0
         return np.array(sorted(self.ends(eos_token_ids)) if wanted else [], np.int32)
 
@@ -221,7 +221,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What an update did, and the seconds it took by stage."""
+    """It says what an update did, and the seconds it took by stage."""
 
     pause_s: float
     """From asking requests to pause until none was running."""
@@ -235,15 +235,15 @@ class LoadReport:
     mode: Literal["in_place", "full"] = "full"
     """Whether only what changed was written, or everything loaded."""
     publication: Publication | None = None
-    """What was really loaded, where that is known: a full load takes what the host's copy holds, which may be newer
-    than what was asked for."""
+    """The publication that was really loaded, where that is known: a full load takes what the host's copy holds,
+    which may be newer than what was asked for."""
     detail: str = ""
     """Why everything was loaded although the changes were at hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What the parameters in use say of the weights being served."""
+    """It holds what the parameters in use say of the weights being served."""
 
     content_hash: str | None
     """Content hash of the published tensors as put together from the engine's parameters; the same as the

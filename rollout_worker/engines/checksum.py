@@ -56,7 +56,7 @@ class Tally:
 
     @property
     def content_hash(self) -> str | None:
-        """Of what was added; None where a tensor could not be hashed, or is wrong."""
+        """Return the hash of what was added; None where a tensor could not be hashed, or is wrong."""
         return None if self._unknown or self.problems else content_hash(self._entries)
 
 

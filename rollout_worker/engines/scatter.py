@@ -407,7 +407,7 @@ def _sharing(places: Mapping[str, Sequence[Place]]) -> frozenset[str]:
 
 
 def merge(deltas: Sequence[Iterable[Change]]) -> Iterator[Change]:
-    """What several deltas, oldest first, change together: each element with its last value.
+    """Yield what several deltas, oldest first, change together: each element with its last value.
 
     One delta is passed through as it is read; of several, what they change is in memory at once.
     """

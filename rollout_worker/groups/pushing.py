@@ -46,7 +46,7 @@ _UNKNOWN = (ErrorCode.LEASE_LOST, ErrorCode.NOT_FOUND)
 """Refusals of a sample whose lease, or group, is not known."""
 _NO_TOKENS = np.zeros(0, np.int32)
 NOTHING = Generation("", 0, _NO_TOKENS, np.zeros(0, np.float32), _NO_TOKENS, _NO_TOKENS, "stop")
-"""What was generated where that was not possible."""
+"""The generation where none was possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class SharedPayloads:
     least_bytes: int
 
     def put(self, batch: Sequence[_Entry]) -> list[bytes]:
-        """What is pushed of each sample. A directory that cannot be written is passed by: Redis takes the sample."""
+        """Return what is pushed of each sample. A directory that cannot be written is passed by: Redis takes the
+        sample."""
         return [self._put(entry) if self._is_large(entry) else entry.frame for entry in batch]
 
     def _is_large(self, entry: _Entry) -> bool:

@@ -124,7 +124,7 @@ def chosen_letter(completion: str) -> str | None:
 
 @builtin("by_source", package="math_verify")
 def by_source(completion: str, row: Mapping[str, Any]) -> float:
-    """What the built-in function for the row's `data_source` says (`schema.config.SOURCE_SCORERS`)."""
+    """Return what the built-in function for the row's `data_source` says (`schema.config.SOURCE_SCORERS`)."""
     source = row.get("data_source")
     name = source_scorers().get(source) if isinstance(source, str) else None
     if name is None:

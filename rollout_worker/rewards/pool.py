@@ -47,8 +47,8 @@ PASSED_ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "COSMOS_PARENT_PID",
 )  # fmt: skip
-"""What a reward process inherits besides `reward.environment`: no token or secret of this one is among it. By
-COSMOS_PARENT_PID the launcher finds what functions have started, if the keeper above is killed."""
+"""The variables that a reward process inherits besides `reward.environment`: no token or secret of this one is among
+it. By COSMOS_PARENT_PID the launcher finds what functions have started, if the keeper above is killed."""
 
 
 class RewardPoolError(Exception):
@@ -80,7 +80,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """What a pool has in hand, and what it has done since it was made."""
+    """They say what a pool has in hand, and what it has done since it was made."""
 
     pending: int = 0
     """Samples without a result: queued or being scored."""

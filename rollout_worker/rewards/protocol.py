@@ -1,4 +1,4 @@
-"""What the pool and a reward process say to each other: JSON messages with their length in front.
+"""The pool and a reward process exchange JSON messages with their length in front.
 
     pool    ──▶ {"functions": [name, …], "custom": {…}}        once, at the start
     process ──▶ {"ready": true} or {"fatal": "why"}
@@ -19,7 +19,7 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 class ProtocolError(Exception):
-    """What arrived is not a message."""
+    """The bytes that arrived are not a message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -153,7 +153,7 @@ class WeightFollower:
         return weights.publication.id
 
     def _drop_ready(self) -> None:
-        """What is ready will not be used, if there is something."""
+        """Drop what is ready and will not be used, if there is something."""
         if self._ready is not None:
             self._unreported += self._ready.weights.n_bytes
         self._ready = None
@@ -161,7 +161,7 @@ class WeightFollower:
     async def _failed(
         self, publication: Publication, known: int, failures: _Failures, error: WeightError
     ) -> Publication:
-        """What to try next. Raises `WeightsUnreadableError` when it is time to give up."""
+        """Return what to try next. Raises `WeightsUnreadableError` when it is time to give up."""
         newest = await self._newer(known, 0.0) or publication
         if newest.id > publication.id and not failures.overtaken:
             # It may have been removed because there is a newer one. Where the newer one fails as well that was not

@@ -75,7 +75,7 @@ class HostWeights:
 
     @property
     def trouble(self) -> str:
-        """What the store is trying again at this moment; "" when nothing."""
+        """Return what the store is trying again at this moment; "" when nothing."""
         return self._store.trouble()
 
     async def prove(self) -> None:

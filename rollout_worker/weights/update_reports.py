@@ -1,4 +1,4 @@
-"""What came of publications here, reported to the controller in the background: nothing waits for it."""
+"""The outcomes of publications here are reported to the controller in the background: nothing waits for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UpdateReports:
     def add(
         self, publication_id: int, status: Literal["applied", "unreadable"], detail: str, **measured: Any
     ) -> None:
-        """What came of a publication. measured: further fields of `UpdateReport`."""
+        """Report what came of a publication. measured: further fields of `UpdateReport`."""
         report = UpdateReport(
             replica_id=self._session.replica_id,
             incarnation=self._session.incarnation,

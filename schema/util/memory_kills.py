@@ -56,7 +56,7 @@ class MemoryKills:
 
 
 class RecentKills:
-    """What the kernel has killed for memory in the last half minute, not before this was made."""
+    """It counts what the kernel has killed for memory in the last half minute, not before this was made."""
 
     def __init__(self) -> None:
         self._looks = deque([MemoryKills.read()], maxlen=LOOKS)

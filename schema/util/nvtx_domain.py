@@ -18,5 +18,5 @@ ATTACHED = hasattr(DOMAIN, "handle")
 
 @cache
 def attributes(name: str) -> Any:
-    """What the domain wants to know of a range with this name, made once."""
+    """Return the attributes of a range with this name in the domain, made once."""
     return DOMAIN.get_event_attributes(message=name)

@@ -28,7 +28,7 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What both sides of one connection mix into their proofs.
+    """It holds what both sides of one connection mix into their proofs.
 
     purpose: of the channel, a constant of its protocol. claims: further facts that both sides must agree on.
     """

@@ -65,8 +65,9 @@ def passed_over(url: str, env: Mapping[str, str] = os.environ, *, reads_all: boo
 
 
 def spared(env: Mapping[str, str]) -> dict[str, str]:
-    """What a process needs in its environment so that its libraries go straight where `proxy_of` says so; {} without
-    a proxy. Addresses that variables of the environment name (AWS_ENDPOINT_URL, OPENAI_BASE_URL, …) are looked at."""
+    """Return what a process needs in its environment so that its libraries go straight where `proxy_of` says so; {}
+    without a proxy. Addresses that variables of the environment name (AWS_ENDPOINT_URL, OPENAI_BASE_URL, …) are
+    looked at."""
     if not any(value for name, value in env.items() if name.lower() in _VARIABLES):
         return {}
     exceptions = _exceptions(env)
@@ -108,14 +109,15 @@ def _host(url: str) -> str:
 
 
 def _hosts(env: Mapping[str, str]) -> Iterator[str]:
-    """Those of addresses that the environment names, proxies left out."""
+    """Yield the hosts of addresses that the environment names, proxies left out."""
     for name, value in env.items():
         if value.startswith(("http://", "https://")) and name.lower() not in _VARIABLES:
             yield _host(value)
 
 
 def _named(url: str, env: Mapping[str, str], reads_all: bool) -> Proxy | None:
-    """What the environment names for the scheme of an address; a variable in small letters first, as libraries do."""
+    """Return what the environment names for the scheme of an address; a variable in small letters first, as libraries
+    do."""
     scheme = url.partition("://")[0].lower()
     for variable in (f"{scheme}_proxy", *(("all_proxy",) if reads_all else ())):
         name = variable if variable in env else variable.upper()

@@ -36,12 +36,12 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """As `visible`, in one line: its ends are seen as ␤."""
+    """Return `visible` of a text in one line: its ends are seen as ␤."""
     return visible(text).replace("\n", "␤").replace("\t", " ")
 
 
 def indented(text: str) -> str:
-    """As `visible`, with further lines that cannot pass for events of their own."""
+    """Return `visible` of a text, with further lines that cannot pass for events of their own."""
     return visible(text).replace("\n", "\n    ")
 
 
@@ -71,5 +71,5 @@ def configure_logging(
 
 
 Prose = Annotated[str, BeforeValidator(lambda text: visible(text) if isinstance(text, str) else text)]
-"""What went wrong, for people, maybe in several lines: control characters become visible where it is sent, so
-that none is refused for the colours in an error text, and again where it is received."""
+"""The text says what went wrong, for people, maybe in several lines: control characters become visible where it is
+sent, so that none is refused for the colours in an error text, and again where it is received."""

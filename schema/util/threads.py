@@ -20,7 +20,7 @@ GIL_GRACE = 2.0
 
 
 def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """What a work returns or raises, done in a daemon thread of its own. It cannot be cancelled.
+    """Do a work in a daemon thread of its own; the future has what it returns or raises. It cannot be cancelled.
 
     Raises `RuntimeError` when no thread can be started.
     """

@@ -58,13 +58,13 @@ def client_context(ca: str = "") -> ssl.SSLContext:
 
 
 def redis_options(url: str) -> dict[str, ssl.TLSVersion]:
-    """What redis-py gets next to an address: else the interpreter's oldest protocol counts, which some distributions
-    leave to OpenSSL."""
+    """Return what redis-py gets next to an address: else the interpreter's oldest protocol counts, which some
+    distributions leave to OpenSSL."""
     return {"ssl_min_version": OLDEST} if url.startswith("rediss://") else {}
 
 
 def faults(cert: str, key: str, ca: str, host: str) -> list[str]:
-    """What keeps a caller that trusts `ca` from talking to `host` with this certificate; empty: nothing.
+    """Return what keeps a caller that trusts `ca` from talking to `host` with this certificate; empty: nothing.
 
     Both ends are made and shake hands in memory, so key, chain, dates and names are judged by the code that will
     judge them in the job.

@@ -1,4 +1,4 @@
-"""What all routers share: parameters and bodies in, answers out."""
+"""This module holds what all routers share: parameters and bodies in, answers out."""
 
 from __future__ import annotations
 

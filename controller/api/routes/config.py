@@ -27,7 +27,7 @@ from schema.config.secrets import cut, masked
 from schema.wire.messages import ErrorCode
 
 MAX_CONFIG_BYTES = 1024 * 1024
-"""Of a config to validate: the largest ones have some ten thousand."""
+"""The most bytes of a config to validate: the largest ones have some ten thousand."""
 MOST_PROBLEMS = 50
 """Faults in one answer: more would not be read."""
 VALIDATE_SECONDS = 20.0
@@ -96,7 +96,7 @@ class _Validation:
         self._free = asyncio.Semaphore(1)
 
     async def verdict(self, body: bytes) -> ConfigVerdict:
-        """What is wrong with a config. Raises `ApiError` (422, 503)."""
+        """Return what is wrong with a config. Raises `ApiError` (422, 503)."""
         try:
             async with asyncio.timeout(VALIDATE_SECONDS):
                 await self._free.acquire()

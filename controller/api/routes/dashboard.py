@@ -17,7 +17,7 @@ from controller.services.controller import Controller
 from schema.wire.messages import dashboard as d
 
 MOST_POINTS = 5000
-"""Of a curve: more than a screen has."""
+"""The most points of a curve: more than a screen has."""
 MOST_CURVES = 32
 Metric = Annotated[str, Query(min_length=1, max_length=128)]
 
@@ -94,7 +94,7 @@ def views(view: RunView, prefix: str) -> APIRouter:
 
     @api.get("/timeline", **models(d.Timeline))
     async def timeline(request: Request) -> Response:
-        """What happened to replicas, weights and the job, and when."""
+        """Return what happened to replicas, weights and the job, and when."""
         require(request, USER)
         return reply(await view.timeline())
 

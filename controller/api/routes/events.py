@@ -15,7 +15,7 @@ from controller.services.controller import Controller
 from schema.wire.messages import ErrorCode, EventKind
 
 MOST_DIGITS = 15
-"""Of the id of an event."""
+"""The most digits of the id of an event."""
 STREAM = "text/event-stream"
 EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
 

@@ -27,7 +27,7 @@ from schema.wire import messages as m
 from schema.wire.messages.members import MemberReply, MemberRequest
 
 MOST_ROWS = 65_536
-"""Of one request: the rest of a longer list is not read as numbers."""
+"""The most rows of one request: the rest of a longer list is not read as numbers."""
 
 
 def router(controller: Controller) -> APIRouter:
@@ -73,7 +73,7 @@ def router(controller: Controller) -> APIRouter:
 
     @api.get("/checkpoints/{step}/ledger", **models(m.LedgerSnapshot))
     async def snapshot(request: Request, step: Number) -> Response:
-        """What a checkpoint that covers `step` committed steps must store of the ledger."""
+        """Return what a checkpoint that covers `step` committed steps must store of the ledger."""
         require(request, POLICY)
         return reply(job.ledger.snapshot(step))
 

@@ -59,7 +59,7 @@ class MemberService:
         job.member_signal.notify()
 
     async def ask(self, replica_id: str, request: MemberRequest) -> MemberReply:
-        """What the replica is to do; `wait` after `wait_s` seconds in which there was nothing.
+        """Return what the replica is to do; `wait` after `wait_s` seconds in which there was nothing.
 
         Raises:
             ApiError: it cannot take part.

@@ -1,4 +1,4 @@
-"""What trainers do: fetch the batch of a step, commit it, register checkpoints.
+"""Trainers fetch the batch of a step, commit it, register checkpoints.
 
 All calls present the policy epoch of their registration; after another registration they are refused, so a
 trainer that was replaced can neither commit nor publish.
@@ -45,7 +45,7 @@ class StepService:
         self._batch: Batch | None = None
         """The one assembled last."""
         self._forecast: Batch | None = None
-        """What the next one would be, as it was asked for last."""
+        """The batch that the next one would be, as it was asked for last."""
 
     def check_epoch(self, epoch: int) -> None:
         current = self._job.facts.policy_epoch
@@ -89,7 +89,8 @@ class StepService:
         return await self._poll(find, epoch, wait_s)
 
     async def ahead(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
-        """What the batch of `step` would be if the one before were committed now; None once it is, or after the wait.
+        """Return what the batch of `step` would be if the one before were committed now; None once it is, or after
+        the wait.
 
         A trainer fetches it while it is at work. Nothing is decided by it: the batch may still become another one.
 
@@ -116,7 +117,8 @@ class StepService:
         wait_s: float,
         over: Callable[[], bool] = lambda: False,
     ) -> bytes | None:
-        """What `find` finds, asked again whenever groups have changed; None after the wait, or when it is `over`."""
+        """Return what `find` finds, asked again whenever groups have changed; None after the wait, or when it is
+        `over`."""
         job, loop = self._job, asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         while True:
@@ -243,7 +245,8 @@ class StepService:
         return reply.model_copy(update={"durable_steps": durable})
 
     def _check_batch(self, step: int, digest: str) -> None:
-        """That the batch which was trained is the one that was assembled here: else the store has lost history."""
+        """Check that the batch which was trained is the one that was assembled here: else the store has lost
+        history."""
         job = self._job
         if not digest or step < job.progress.committed or not job.config.is_grpo:
             return

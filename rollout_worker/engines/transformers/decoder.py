@@ -35,7 +35,7 @@ from rollout_worker.engines.transformers.window import Window
 
 @dataclass(slots=True)
 class Row:
-    """What is known of one running sample, apart from its columns."""
+    """It holds what is known of one running sample, apart from its columns."""
 
     request: GenerationRequest
     index: int
@@ -126,7 +126,7 @@ class Decoder:
     # ---- cache --------------------------------------------------------------------------------------------
 
     def tokens_to_recompute(self) -> int:
-        """What `recompute` would compute: each prompt once, all response tokens."""
+        """Return what `recompute` would compute: each prompt once, all response tokens."""
         prompts = {
             row.batch: int(tokens) for row, tokens in zip(self.rows, self.columns["prompt"], strict=True)
         }

@@ -91,7 +91,7 @@ class _NotWrittenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What is known of the weights in use, from their last full load on."""
+    """It holds what is known of the weights in use, from their last full load on."""
 
     published: Mapping[str, Published]
     map: WeightMap | None

@@ -73,7 +73,7 @@ class Routing:
         record(ids.to(torch.uint8 if self._is_narrow else torch.int32), weights)
 
     def recorded(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """What was recorded, of any shape, as a `Generation` has it."""
+        """Return what was recorded, of any shape, as a `Generation` has it."""
         dtype = np.uint8 if self._is_narrow else np.uint16
         found = ids.cpu().numpy().astype(dtype, order="C")  # a copy, as is the next
         return found, weights.float().cpu().numpy().astype(np.float32, order="C")
@@ -112,5 +112,5 @@ class Routing:
 
 
 def _is_experts(layer: Any) -> bool:
-    """As the trainer knows them: in the same order, they are the mixtures of a record."""
+    """Recognise layers of experts as the trainer does: in the same order, they are the mixtures of a record."""
     return type(layer).__name__.endswith("Experts") and hasattr(layer, "num_experts")

@@ -41,7 +41,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What penalties look at. Token ids, padded at the left; masks are 1 where a token counts."""
+    """Penalties look at this. Token ids, padded at the left; masks are 1 where a token counts."""
 
     tokens: torch.Tensor
     """int64 [N, L], prompt and response"""

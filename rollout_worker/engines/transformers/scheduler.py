@@ -69,7 +69,8 @@ def admit(
 
 
 def admit_alone(waiting: Sequence[Waiting], running: int, capacity: Capacity) -> list[int]:
-    """As `admit`, one request at a time: nothing while anything runs, then as much of the first as has slots."""
+    """Admit as `admit` does, one request at a time: nothing while anything runs, then as much of the first as has
+    slots."""
     return [min(waiting[0].samples, capacity.slots)] if waiting and not running else []
 
 

@@ -1,4 +1,4 @@
-"""What the embedded engine needs to know, taken from the configuration."""
+"""The embedded engine's settings are taken from the configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Settings:
     override: Mapping[str, Any] = field(default_factory=dict)
     """Entries of the model's configuration that are replaced."""
     adapters: LoraConfig | None = None
-    """Those whose weights alone are published, next to the model as it is loaded."""
+    """The adapters whose weights alone are published, next to the model as it is loaded."""
     fill_tokens: int = FILL_TOKENS
     keep_cache: bool = False
     patience: float = scheduler.PATIENCE
@@ -47,7 +47,7 @@ class Settings:
 
 
 def settings_of(config: Config) -> Settings:
-    """What the configuration means to this engine. Raises `EngineConfigError`."""
+    """Return what the configuration means to this engine. Raises `EngineConfigError`."""
     _refuse_foreign_keys(config)
     rollout = config.rollout
     alone = config.weight_sync.lora == "adapter" and not config.is_evaluation

@@ -68,12 +68,12 @@ class Completion:
     kept_ids: npt.NDArray[np.int32]
     """Kept sets as in `engines.base.Generation`; empty where none were asked for."""
     expert_ids: Ids
-    """As in `engines.base.Generation`."""
+    """The ids are those of `engines.base.Generation`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one weight update found, a proof for each of vLLM's ranks, and the slowest rank's seconds."""
+    """It says what one weight update found, a proof for each of vLLM's ranks, and the slowest rank's seconds."""
 
     proofs: list[ProofReport]
     apply_s: float
@@ -222,7 +222,8 @@ class VllmAdapter:
         return self._members.lost if self._members is not None else ""
 
     async def _answered(self, asked: Awaitable[T]) -> T:
-        """What vLLM's processes answer. Raises `EngineFailed`: they have died, and vLLM would wait for ever."""
+        """Return what vLLM's processes answer. Raises `EngineFailed`: they have died, and vLLM would wait for
+        ever."""
         task = asyncio.ensure_future(asked)
         try:
             while not (await asyncio.wait([task], timeout=WATCH_SECONDS))[0]:
@@ -377,7 +378,7 @@ class VllmAdapter:
         return sorted({problem for answer in answers for problem in answer})
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What each rank answers: those of the first data-parallel engine, then those of the next.
+        """Return what each rank answers: those of the first data-parallel engine, then those of the next.
 
         `AsyncLLM.collective_rpc` leaves all answers but those of the first engine out.
         """
@@ -421,7 +422,7 @@ class VllmAdapter:
         return self._mixtures
 
     async def changed(self) -> list[str]:
-        """What is not as it was proven to be, in a model with layers that are made anew."""
+        """Return what is not as it was proven to be, in a model with layers that are made anew."""
         answers = await self._ask("cosmos_changed")
         return sorted({problem for answer in answers for problem in answer})
 
@@ -548,7 +549,7 @@ def _cpu_cache_bytes(vllm_config: Any) -> int:
 
 
 def _in_short(error: Exception) -> str:
-    """What vLLM says, without the frame that pydantic puts around it."""
+    """Return what vLLM says, without the frame that pydantic puts around it."""
     if isinstance(error, ValidationError):
         return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
     return str(error) or type(error).__name__

@@ -22,7 +22,7 @@ TRANSFER_BACKEND = "cosmos_store"
 """The name under which our weight-transfer engine is registered with vLLM."""
 WORKER_EXTENSION = "rollout_worker.engines.vllm.transfer.WorkerExtension"
 WHOLE = -1
-"""As a number of log-probs: of the whole vocabulary."""
+"""The number of log-probs that asks for those of the whole vocabulary."""
 LATENT_ON_CPU: dict[str, Any] = {
     # The kernel for AMX packs what it computes with, in 16 bits.
     "attention_config": {"backend": "CPU_MLA"},

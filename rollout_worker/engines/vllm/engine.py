@@ -82,7 +82,8 @@ class VllmEngine:
         self.version = -1
         adapter = published_adapter(config)
         self._settings = {} if adapter is None else {"adapter": adapter_settings(adapter)}
-        """Of the adapter that versions consist of, for `transfer.StoreUpdateInfo`; empty: they are the model's."""
+        """The settings of the adapter that versions consist of, for `transfer.StoreUpdateInfo`; empty: they are the
+        model's."""
         self._rebuilt: list[str] = []
         """Layers that are made anew of whole versions."""
         self._returns_experts = config.replays_routing
@@ -498,7 +499,7 @@ class _IdleClock:
 
 @dataclass(slots=True)
 class _Updating:
-    """What is known of an update under way."""
+    """It holds what is known of an update under way."""
 
     base: str | None
     """Content hash of the weights that are replaced."""

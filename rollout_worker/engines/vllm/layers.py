@@ -271,7 +271,7 @@ def _watch(name: str, layer: Any, trace: LoadTrace, made: dict[str, str]) -> Non
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    """Of what each parameter holds."""
+    """Return a digest of what each parameter holds."""
     return {name: _of(name, parameter) for name, parameter in model.named_parameters()}
 
 

@@ -46,7 +46,7 @@ class NcclReceiver:
     def receive(
         self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
     ) -> None:
-        """As `ReceivingCarrier.receive`. Whatever vLLM raises becomes a `TransferError`."""
+        """Receive as `ReceivingCarrier.receive` does. Whatever vLLM raises becomes a `TransferError`."""
         done = in_daemon(lambda: self._receive(line, chunks, write), "nccl-receive")
         try:
             done.result(line.deadline.left())
@@ -90,7 +90,7 @@ class NcclReceiver:
 
 
 class ChunkSink:
-    """What vLLM's engine takes for a model."""
+    """vLLM's engine takes it for a model."""
 
     def __init__(self, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]) -> None:
         self._chunks = {chunk.name: chunk for chunk in chunks}

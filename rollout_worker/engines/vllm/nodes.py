@@ -91,7 +91,7 @@ class Nodes:
     config: Path | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Of `AsyncEngineArgs`."""
+        """Return arguments of `AsyncEngineArgs`."""
         return {
             "nnodes": self.count,
             "node_rank": self.index,
@@ -264,7 +264,7 @@ class Members:
         threading.Thread(target=self._take_in, args=(connection,), name="greet", daemon=True).start()
 
     def _take_in(self, connection: socket.socket) -> None:
-        """Who has the token. A machine that comes again takes the place of its dead process."""
+        """Take in a machine that has the token. A machine that comes again takes the place of its dead process."""
         address, deadline = self._coming.get(connection, "?"), Deadline(HELLO_S)
         try:
             mine = ServerProof(

@@ -43,7 +43,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ProofReport:
-    """What a trace found. Plain values: it travels from the engine's processes to the worker."""
+    """It holds what a trace found. Plain values: it travels from the engine's processes to the worker."""
 
     problems: list[str]
     read: dict[str, list[Region]]

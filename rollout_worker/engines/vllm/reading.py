@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 SHARED = Path("/dev/shm")  # noqa: S108
 """Used where it has room: in a container it may be as small as 64 MiB."""
 READ_BYTES = 1 << 28
-"""Of a group of tensors, over all ranks, unless one tensor is larger: the files take so much shared memory."""
+"""The bytes of a group of tensors, over all ranks, unless one tensor is larger: the files take so much shared
+memory."""
 _ALIGNMENT = 64
 
 

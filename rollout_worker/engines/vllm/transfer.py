@@ -58,7 +58,7 @@ class StoreUpdateInfo(WeightTransferUpdateInfo):
     """One version, in one of three forms; pieces are JSON."""
 
     content_hash: str
-    """Of the version."""
+    """The hash of the version."""
     copy: str = ""
     """Directory of the host's copy, which holds it."""
     root: str = ""
@@ -92,7 +92,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._map: WeightMap | None = None
         self._content = ""
         self._digests: dict[str, str] = {}
-        """Of each parameter of a model with layers that are made anew, as they were proven; else empty."""
+        """The digests of each parameter of a model with layers that are made anew, as they were proven; else
+        empty."""
         self.active = False
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
@@ -252,13 +253,13 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._job = None
 
     def last_update(self) -> dict[str, Any]:
-        """What the last update found, and its seconds (reading and hashing files is part of applying)."""
+        """Return what the last update found, and its seconds (reading and hashing files is part of applying)."""
         return {"proof": self._proof.to_dict(), "apply_s": self._apply_s, "verify_s": self._verify_s}
 
     # ---- reading back -------------------------------------------------------------------------------------
 
     def layout(self) -> dict[str, Any] | None:
-        """Of each published tensor: its type and shape, the type in which it is kept, and the parts kept here.
+        """Return of each published tensor: its type and shape, the type in which it is kept, and the parts kept here.
 
         None where it is not known where the tensors lie.
         """
