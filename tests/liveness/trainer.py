@@ -218,6 +218,22 @@ watch(
         "rollout.sampling_config.temperature": (1.0, 0.7),
     },
 )
+OTHERS = {
+    "variant": ("cispo", "geo_mean"),
+    "advantage_estimator": (
+        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k",
+    ),
+    "loss_type": ("seq-mean-token-mean", "token-sum"),
+    "epsilon_low": (-1.0,),
+    "epsilon_high": (-1.0,),
+}  # fmt: skip
+"""Further values of keys that name a choice, each of which gives another gradient than the first."""
+FIRST = {"variant": "grpo", "advantage_estimator": "grpo", "loss_type": "token-mean"}
+for name, values in OTHERS.items():
+    for value in values:
+        watch(gradient, unclipped, {f"{POLICY}.{name}": (FIRST.get(name, 0.1), value)})
+for value in ("reinforce", "sapo"):  # which have no ratio to clip
+    watch(gradient, changed(grpo, {"train.optm_grad_norm_clip": 0.0}), {f"{POLICY}.variant": ("grpo", value)})
 SAMPLING = "rollout.sampling_config"
 watch(
     gradient_of_drawn,

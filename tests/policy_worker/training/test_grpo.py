@@ -533,51 +533,6 @@ def test_recomputing_activations_changes_nothing(group: Group):
 BASE: dict[str, Any] = {"epsilon_low": 0.1, "epsilon_high": 0.1}
 
 
-CHANGES: list[dict[str, Any]] = [
-    {"epsilon_low": 0.3},
-    {"epsilon_high": 0.3},
-    {"lower_bound_ratio": 1.05},
-    {"positive_nll_coef": 0.5},
-    {"entropy_coeff": 0.1},
-    {"loss_type": "seq-mean-token-sum"},
-    {"loss_type": "seq-mean-token-mean"},
-    {"unbiased_advantage": True},
-    {"variant": "gspo"},
-    {"variant": "cispo"},
-    {"variant": "reinforce"},
-    {"variant": "geo_mean"},
-    {"variant": "sapo"},
-    {"aipo_rho": 1.1},
-    {"epsilon_low": -1.0},
-    {"epsilon_high": -1.0},
-    {"loss_type": "token-sum"},
-    {"temperature": 0.7},
-    {"advantage_estimator": "rloo"},
-    {"advantage_estimator": "reinforce_plus_plus"},
-    {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9},
-    {"advantage_estimator": "reinforce_plus_plus_baseline"},
-    {"advantage_estimator": "opo"},
-    {"advantage_estimator": "gpg"},
-    {"advantage_estimator": "pass_at_k"},
-    {"whiten_advantages": True},
-    {"advantage_clip": 0.1},
-    {"kl_beta": 0.1},
-    {"kl_in_reward": {"beta": 0.1}},
-    *CORRECTIONS,
-    {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 5},
-]
-
-
-def test_every_coefficient_changes_the_gradient(group: Group):
-    samples, bases = random_samples(12), {}
-    for change in CHANGES:
-        loss_type = "seq-mean-token-mean" if "unbiased_loss_max_tokens" in change else "token-mean"
-        base = {**BASE, "loss_type": loss_type}
-        if loss_type not in bases:
-            bases[loss_type] = trained(group, samples, base)[1]
-        assert differ(bases[loss_type], trained(group, samples, {**base, **change})[1]), change
-
-
 def test_greedy_samples_are_nothing_but_baselines(group: Group):
     """A step with a greedy sample behind each group trains like one without, whose scores are the differences."""
     samples, bases = cut_short(random_samples(12, n_masked=1)), [1.5, 0.0, -0.5]
