@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from schema.wire.prompts import PromptFile
 from tests.e2e.program import COMMAND, LONG, ROOT, check_ledger
 from tests.support.own_code import bring_own_code, code_kept_in
 
@@ -220,6 +221,7 @@ def test_verl_grpo_on_a_users_own_terms(place: Path, monkeypatch: pytest.MonkeyP
     )
     found = summary(run)
     check_ledger(found, 0, trained=16)
+    assert len(PromptFile(run / "data" / "train.safetensors")) == 48 + 8, "the rows of both files"
     assert [step["metrics"]["samples"] for step in found["steps"]] == [32] * 4
     assert found["steps"][-1]["metrics"]["staleness_max"] == 0, "verl's colocated loop is on-policy"
     assert found["validations"][0]["version"] == 0
