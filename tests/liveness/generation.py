@@ -71,7 +71,7 @@ def given_up(config: Config, place: Place) -> list[str]:
 
     async def watched() -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.2):
+            async with asyncio.timeout(1.0):
                 await pipeline.end_overdue()
 
     asyncio.run(watched())

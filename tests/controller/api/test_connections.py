@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE
 
 GRACE = PATIENCE / 2
 """Seconds: every limit that a test is not about, and the end of every wait."""
-SLOW = 4.0
+SLOW = 10.0
 """Seconds in which a slow reader takes an answer: twice what a connection may stand still."""
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 

@@ -144,7 +144,8 @@ def test_one_that_reads_its_file_is_not_hung(tmp_path: Path) -> None:
 
 def test_a_named_server_that_hangs_is_reported_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(redis_pulse, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(redis_pulse, "LOOK_EVERY", 0.5)  # two looks in a row that take longer are "hung"
+    monkeypatch.setattr(redis_pulse, "RESTART_AFTER", 4)
 
     async def main(valkey: ValkeyServer) -> None:
         pulse = RedisPulse(RedisServer(valkey.url), lambda: said.append("restarted"), said.append)
@@ -158,7 +159,7 @@ def test_a_named_server_that_hangs_is_reported_and_left_alone(monkeypatch: pytes
         valkey.send_signal(signal.SIGSTOP)
         await comes("redis=hung")
         assert pulse.trouble == "hung"
-        await asyncio.sleep(redis_pulse.LOOK_EVERY * 2 * RESTART_AFTER)
+        await asyncio.sleep(redis_pulse.LOOK_EVERY * 2 * redis_pulse.RESTART_AFTER)
         valkey.send_signal(signal.SIGCONT)
         await comes("answers again")
         valkey.stop()
