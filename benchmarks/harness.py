@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
 import subprocess
@@ -188,7 +189,7 @@ def machine() -> dict[str, Any]:
     spec, models = sys.modules["__main__"].__spec__, Path("/proc/cpuinfo").read_text().splitlines()
     module = spec.name if spec is not None else sys.argv[0]
     return {
-        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "command": "python -m " + shlex.join([module, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if torch is not None and on_gpu else None,
         "cpu": next(

@@ -82,7 +82,7 @@ class Bench:
         work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     def wall(self, work: Callable[[], object]) -> float:
         """Seconds until a call has returned and the device is done."""
@@ -102,7 +102,7 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         work()
         self.sync()
-        return (torch.cuda.max_memory_allocated() - before) / 1e9
+        return float(torch.cuda.max_memory_allocated() - before) / 1e9
 
     def free(self) -> None:
         """Give unused memory back."""

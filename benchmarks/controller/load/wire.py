@@ -26,6 +26,8 @@ class Connection(asyncio.Protocol):
     async def open(cls, url: str) -> Connection:
         address = urlsplit(url)
         loop = asyncio.get_running_loop()
+        assert address.hostname is not None
+        assert address.port is not None
         _, connection = await loop.create_connection(cls, address.hostname, address.port)
         return connection
 
