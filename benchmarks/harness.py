@@ -119,11 +119,16 @@ def on_ranks(n: int, module: str, *arguments: str, **environment: str) -> Any:
         "-m",
         module,
     ]
-    done = subprocess.run(
-        [*command, *arguments], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True,
-        timeout=RANKS_TIMEOUT, cwd=ROOT,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(
+        [*command, *arguments], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as ranks:
+        try:
+            printed, _ = ranks.communicate(timeout=RANKS_TIMEOUT)
+        finally:
+            ranks.terminate()  # torchrun ends its ranks then
+    if ranks.returncode:
+        raise subprocess.CalledProcessError(ranks.returncode, command)
+    return json.loads(printed.splitlines()[-1])
 
 
 def resident_mib(name: str = "VmRSS") -> float:
