@@ -27,7 +27,7 @@ from policy_worker.model.load import load_critic, load_model, load_reference, lo
 from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import MeshSizes
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
-from policy_worker.replicas.base import Alone, Replicas
+from policy_worker.replicas.base import Alone, Registration, Replicas
 from policy_worker.replicas.rendezvous import meet
 from policy_worker.replicas.round import Peers
 from policy_worker.session import Caller, LeaveRequestedError, Session
@@ -92,25 +92,27 @@ def _train(
     if turns is not None:
         turns.take()
     trainer = make_trainer(config, group, reply.total_steps, resumption)
-    checkpointer = Checkpointer(config, reply, trainer, session, shutdown, leads=not several)
+    registration = Registration(config, reply, trainer, session, shutdown)
+    checkpointer = Checkpointer(registration, leads=not several)
     step = checkpointer.restore(resumption) if resumption is not None else 0
     replicas: Replicas | None = None if several else Alone()
     while replicas is None:
-        peers = Peers(config, reply, trainer, session, environment, ranks, shutdown)
+        peers = Peers(registration, environment, ranks)
         try:
-            step = _enter(peers, config, reply, group, checkpointer, step)
+            step = _enter(peers, registration, checkpointer, step)
             replicas = peers
         except LeftBehindError as error:
             log.warning("%s", error)
             reply, resumption = _register(group, session)
-            checkpointer = Checkpointer(config, reply, trainer, session, shutdown, leads=False)
+            registration = registration._replace(reply=reply)
+            checkpointer = Checkpointer(registration, leads=False)
             step = checkpointer.restore(resumption) if resumption is not None else 0
     if turns is not None:
         turns.tensors = trainer.resident
-    loop = Loop(config, reply, trainer, session, shutdown, checkpointer, turns, replicas)
+    loop = Loop(registration, checkpointer, turns, replicas)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
-        return loop.run(_algorithm(config, reply, trainer, caller, replicas, resumption), step)
+        return loop.run(_algorithm(registration, caller, replicas, resumption), step)
     finally:
         replicas.close()
         checkpointer.close(shutdown.grace)
@@ -118,15 +120,14 @@ def _train(
             loop.publisher.close()
 
 
-def _enter(
-    peers: Peers, config: Config, reply: m.RegisterReply, group: Group, checkpointer: Checkpointer, step: int
-) -> int:
+def _enter(peers: Peers, registration: Registration, checkpointer: Checkpointer, step: int) -> int:
     """Take part in the training of other policy replicas. Returns how many steps the weights contain."""
+    config, reply, trainer, *_ = registration
     run_dir = Path(reply.run_dir)
 
     def heal(wanted: int) -> None:
         try:
-            resumption_point = before_step(group, config, run_dir, wanted, reply.timeline, "")
+            resumption_point = before_step(trainer.group, config, run_dir, wanted, reply.timeline, "")
             if resumption_point is None or resumption_point.step != wanted:
                 raise CheckpointError(f"it is not in {run_dir}, which all machines must share")
             checkpointer.restore(resumption_point)
@@ -163,13 +164,9 @@ def make_trainer(config: Config, group: Group, total_steps: int, resumption: Res
 
 
 def _algorithm(
-    config: Config,
-    reply: m.RegisterReply,
-    trainer: Trainer,
-    caller: Caller,
-    replicas: Replicas,
-    resumption: Resumption | None = None,
+    registration: Registration, caller: Caller, replicas: Replicas, resumption: Resumption | None = None
 ) -> Algorithm:
+    config, reply, trainer, *_ = registration
     if reply.mode == "sft":
         data = Path(reply.data_file)
         held_out = None

@@ -37,11 +37,9 @@ from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
 from policy_worker.checkpoints.uploads import Uploader, make_uploader
 from policy_worker.checkpoints.write import Draft, Exporter, write
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.process import ShutdownRequest
-from policy_worker.session import Caller, Session
+from policy_worker.replicas.base import Registration
+from policy_worker.session import Caller
 from policy_worker.trained.model import TrainedModel
-from policy_worker.trained.trainer import Trainer
-from schema.config import Config
 from schema.config.chat_template import kept_template
 from schema.wire import messages as m
 
@@ -74,22 +72,13 @@ def _schedule_of(trained: TrainedModel) -> ScheduleFacts:
 class Checkpointer:
     """See the module's docstring. `session` on rank 0 only."""
 
-    def __init__(
-        self,
-        config: Config,
-        reply: m.RegisterReply,
-        trainer: Trainer,
-        session: Session | None,
-        shutdown: ShutdownRequest,
-        *,
-        leads: bool = True,
-    ) -> None:
+    def __init__(self, registration: Registration, *, leads: bool = True) -> None:
         """A collective. leads: whether to begin with `lead`.
 
         Raises `CheckpointSaveError`: checkpoints are on, and their directory cannot be written; `SettingsError`:
         uploads are on, or exports, and cannot work."""
+        config, reply, trainer, session, self._shutdown = registration
         self._config, self._trainer, self._session = config, trainer, session
-        self._shutdown = shutdown
         self._settings = config.train.ckpt
         self._rhythm = Rhythm(
             self._settings.enable_checkpoint, self._settings.save_freq, self._settings.save_freq_in_epoch

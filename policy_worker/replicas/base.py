@@ -9,12 +9,16 @@ of them afterwards. All ranks call alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from policy_worker.process import ShutdownRequest
+from policy_worker.session import Session
 from policy_worker.trained.model import TrainedModel
+from policy_worker.trained.trainer import Trainer
+from schema.config import Config
 from schema.wire import messages as m
 
 Column = Mapping[int, Tensor]
@@ -25,6 +29,16 @@ Lengths = Callable[[int], Mapping[int, int]]
 """How many numbers each row of this rank's share in a part has."""
 Types = Mapping[str, torch.dtype]
 Commit = Callable[[], m.CommitReply]
+
+
+class Registration(NamedTuple):
+    """One registration of a replica, for all that trains, saves and publishes. session: on rank 0 only."""
+
+    config: Config
+    reply: m.RegisterReply
+    trainer: Trainer
+    session: Session | None
+    shutdown: ShutdownRequest
 
 
 class BatchChanged(Exception):

@@ -20,20 +20,16 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import ExchangeFailedError, RendezvousError, SettingsError
-from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.process import Environment, RankEnvironment
 from policy_worker.ranges import span
-from policy_worker.replicas.base import BatchChanged, Find, Lengths, Notes, Types
+from policy_worker.replicas.base import BatchChanged, Find, Lengths, Notes, Registration, Types
 from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
 from policy_worker.replicas.gradients import PartGradients
 from policy_worker.replicas.identity import Identity
 from policy_worker.replicas.membership import Membership, metrics_of
 from policy_worker.replicas.rendezvous import meet
 from policy_worker.replicas.transports import CollectiveExchange, NoExchange, StoredExchange, sweep
-from policy_worker.session import Session
 from policy_worker.trained.model import TrainedModel
-from policy_worker.trained.trainer import Trainer
-from schema.config import Config
-from schema.wire import messages as m
 from weight_sync import WeightError
 from weight_sync.stores import open_store
 
@@ -47,16 +43,8 @@ MOST_FAILED = 5
 class Peers(Membership):
     """Replicas of which there are several (`Replicas`)."""
 
-    def __init__(
-        self,
-        config: Config,
-        reply: m.RegisterReply,
-        trainer: Trainer,
-        session: Session | None,
-        environment: Environment,
-        ranks: RankEnvironment,
-        shutdown: ShutdownRequest,
-    ) -> None:
+    def __init__(self, registration: Registration, environment: Environment, ranks: RankEnvironment) -> None:
+        config, reply, trainer, session, shutdown = registration
         trained: list[TrainedModel] = [trainer] if trainer.critic is None else [trainer, trainer.critic]
         super().__init__(trainer.group, Identity(trainer.group, trained), session, shutdown)
         self._config, self._reply, self._trainer = config, reply, trainer

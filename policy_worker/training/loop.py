@@ -28,17 +28,14 @@ from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import LeftBehindError
 from policy_worker.parallel.group import Group
-from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
-from policy_worker.replicas.base import Alone, BatchChanged, Replicas
+from policy_worker.replicas.base import Alone, BatchChanged, Registration, Replicas
 from policy_worker.session import Session
-from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.profiles import Profiles
 from policy_worker.training.turns import Turns
 from policy_worker.weights.publisher import Publisher
-from schema.config import Config
 from schema.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -90,18 +87,16 @@ class Loop:
 
     def __init__(
         self,
-        config: Config,
-        reply: m.RegisterReply,
-        trainer: Trainer,
-        session: Session | None,
-        shutdown: ShutdownRequest,
+        registration: Registration,
         checkpointer: Checkpointer,
         turns: Turns | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         """replicas: this one and others; None: it trains alone."""
-        self._config, self._reply, self._trainer, self._turns = config, reply, trainer, turns
-        self._session, self._shutdown, self._checkpointer = session, shutdown, checkpointer
+        self._registration, self._checkpointer, self._turns = registration, checkpointer, turns
+        config, reply, trainer, session, shutdown = registration
+        self._config, self._reply, self._trainer = config, reply, trainer
+        self._session, self._shutdown = session, shutdown
         self._replicas = replicas or Alone()
         self.publisher: Publisher | None = None
         self._leads = False
@@ -203,9 +198,7 @@ class Loop:
             self._leads = True
             self._checkpointer.lead()
             if self._reply.mode != "sft":  # where no replica would fetch
-                self.publisher = Publisher(
-                    self._config, self._trainer, self._session, self._reply, self._shutdown
-                )
+                self.publisher = Publisher(self._registration)
             self._publish(step)
 
     def train_step(self, algorithm: Algorithm, step: int) -> Metrics | StepEnd:

@@ -27,14 +27,10 @@ from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
 from policy_worker.model.model import DTYPES
 from policy_worker.parallel.pipeline_stages import names_here
-from policy_worker.process import ShutdownRequest
-from policy_worker.session import Session
-from policy_worker.trained.trainer import Trainer
+from policy_worker.replicas.base import Registration
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.record import RECORD, Record
 from policy_worker.weights.release import Leader, Place, Release
-from schema.config import Config
-from schema.wire import messages as m
 from weight_sync import WeightError
 from weight_sync.errors import StoreError
 from weight_sync.publishing.chain import Chain
@@ -52,17 +48,11 @@ LAST_WORD = 2.0
 class Publisher:
     """All ranks call alike, from the training's thread; `session` on rank 0 only."""
 
-    def __init__(
-        self,
-        config: Config,
-        trainer: Trainer,
-        session: Session | None,
-        reply: m.RegisterReply,
-        shutdown: ShutdownRequest,
-    ) -> None:
+    def __init__(self, registration: Registration) -> None:
         """A collective. Raises `SettingsError` where weights cannot be written."""
-        settings = config.weight_sync
+        config, reply, trainer, session, shutdown = registration
         self._trainer, self._shutdown, self._session = trainer, shutdown, session
+        settings = config.weight_sync
         self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
         self._shadow = PinnedCopy(keeps=settings.encoding == "delta")
         self._background = Background("publish")

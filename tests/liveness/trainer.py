@@ -45,7 +45,7 @@ from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.pipeline_stages import cut
 from policy_worker.parallel.tensor import apply_tp
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
-from policy_worker.replicas.base import Alone
+from policy_worker.replicas.base import Alone, Registration
 from policy_worker.replicas.exchange import Exchange, Round
 from policy_worker.replicas.round import Peers
 from policy_worker.session import Session
@@ -1439,7 +1439,8 @@ def gradients_in_the_store(config: Config, place: Place) -> list[str]:
     with _registered(config, place) as (served, session):
         environment = Environment(served.url, TOKENS["policy"], "policy-0", None, None)
         trainer, shutdown = _trainer(config, place), ShutdownRequest()
-        peers = Peers(config, session.reply, trainer, session, environment, RankEnvironment(), shutdown)
+        registration = Registration(config, session.reply, trainer, session, shutdown)
+        peers = Peers(registration, environment, RankEnvironment())
         order = {"epoch": 1, "parts": [0], "members": [session.reply.replica_id, "other"], "counts": [1, 1]}
         peers._order = MemberReply(action="exchange", step=0, leads=True, **order)
         found: list[str] = []
@@ -1478,7 +1479,7 @@ def who_writes(config: Config, place: Place) -> bool:
 
 def _checkpointer(config: Config, place: Place, session: Session | None = None) -> Checkpointer:
     reply = _reply(config, place) if session is None else session.reply
-    return Checkpointer(config, reply, _trainer(config, place), session, ShutdownRequest())
+    return Checkpointer(Registration(config, reply, _trainer(config, place), session, ShutdownRequest()))
 
 
 def steps_that_are_saved(config: Config, place: Place) -> list[int]:
@@ -1602,8 +1603,8 @@ def files_at_the_end(config: Config, place: Place) -> bool:
     """Whether a finished run leaves a model."""
     reply = _reply(config, place)
     trainer = _trainer(config, place)
-    checkpointer = Checkpointer(config, reply, trainer, None, ShutdownRequest())
-    loop = Loop(config, reply, trainer, None, ShutdownRequest(), checkpointer)
+    registration = Registration(config, reply, trainer, None, ShutdownRequest())
+    loop = Loop(registration, Checkpointer(registration))
     loop._leads = True
     loop._finish(0)
     return (Path(reply.run_dir) / "final" / "config.json").exists()

@@ -13,6 +13,7 @@ import torch
 
 from controller.client import calls as api
 from policy_worker.process import Environment, ShutdownRequest
+from policy_worker.replicas.base import Registration
 from policy_worker.session import Session
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -47,7 +48,7 @@ def _publisher(config: Config, place: Place) -> Iterator[tuple[Publisher, Traine
             lora.inject(model.lm, config.policy.lora)
         trainer = Trainer(model, config, place.group, Schedule(10))
         reply = session.register(0)
-        publisher = Publisher(config, trainer, session, reply, shutdown)
+        publisher = Publisher(Registration(config, reply, trainer, session, shutdown))
         try:
             yield publisher, trainer, reply, stage.user
         finally:

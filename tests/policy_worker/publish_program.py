@@ -35,6 +35,7 @@ from controller.client import calls as api
 from policy_worker.model.model import DTYPES
 from policy_worker.parallel.group import Group
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.replicas.base import Registration
 from policy_worker.session import Session
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -63,7 +64,8 @@ class Program:
         self._dtype = DTYPES[config.train.effective_transfer_dtype]
         self._trainer = Trainer(tiny_model(), config, self.group, Schedule(10))
         self._store = Path(reply.weight_store)
-        self.publisher = Publisher(config, self._trainer, self.session, reply, self._shutdown)
+        registration = Registration(config, reply, self._trainer, self.session, self._shutdown)
+        self.publisher = Publisher(registration)
         self._expected = 0
         self._url = environment.url
 

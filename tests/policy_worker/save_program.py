@@ -32,6 +32,7 @@ from policy_worker.checkpoints.uploads import Uploader
 from policy_worker.errors import CheckpointSaveError
 from policy_worker.parallel.group import Group
 from policy_worker.process import RankEnvironment, ShutdownRequest
+from policy_worker.replicas.base import Registration
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
@@ -139,7 +140,7 @@ def forbidden(root: Path, seed: int) -> dict[str, Any]:
         )  # fmt: skip
         config = make_config(train={"ckpt": {"enable_checkpoint": True}})
         try:
-            Checkpointer(config, reply, trainer, None, ShutdownRequest())
+            Checkpointer(Registration(config, reply, trainer, None, ShutdownRequest()))
         except CheckpointSaveError as error:
             tell({"error": str(error)})
 

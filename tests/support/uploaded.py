@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from policy_worker.checkpoints.uploads.plan import MARKER
+from policy_worker.checkpoints.uploads.s3 import MARKER
 from tests.support.objects import ObjectStore
 
 

@@ -7,7 +7,6 @@ finish()    ◀─ everything is there, or UploadError
 
 uploader  the queue, its thread, and what the trainer asks
 record    what is on its way, in files next to the checkpoints: survives kill -9
-plan      names of objects, cutting of files: pure
 s3, hub   the two targets
 
 Training never waits for an upload. One that fails for good is reported (`Uploader.trouble`, which heartbeats carry to

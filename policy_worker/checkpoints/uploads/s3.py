@@ -1,5 +1,8 @@
 """To S3 and what speaks its language, through boto3: multipart, checked, resumed part by part.
 
+    <prefix>/<run>/<step-…|final>/<file>           the files
+    <prefix>/<run>/<step-…|final>/complete.json    the marker: names, sizes and sha256 of all files
+
     marker of other contents? remove it ─▶ each file: parts that are missing, then complete ─▶ marker, last
 
 Credentials, region and endpoint come from the standard environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
@@ -12,15 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints.uploads.plan import MARKER, PART_BYTES, Part, object_prefix, part_bytes, parts
 from policy_worker.checkpoints.uploads.record import FileProgress, Record, files_in
 from policy_worker.errors import SettingsError, UploadError, UploadStoppedError
 from weight_sync.errors import StoreError
@@ -29,6 +32,42 @@ from weight_sync.stores.patience import USUAL, Delays, Patience
 from weight_sync.stores.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
+
+MARKER = "complete.json"
+PART_BYTES = 16 * 1024 * 1024
+"""A part: large enough that requests do not count, small enough that a lost one is soon sent again."""
+MAX_PARTS = 10_000
+"""S3's limit; larger files get larger parts."""
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a file; numbers start at 1, as S3's do."""
+
+    number: int
+    offset: int
+    length: int
+
+
+def part_bytes(size: int, wanted: int = PART_BYTES) -> int:
+    """Bytes of a part of a file of this size, whole mebibytes where S3's limit on parts forces more than wanted."""
+    least = math.ceil(size / MAX_PARTS)
+    return wanted if least <= wanted else math.ceil(least / MEBIBYTE) * MEBIBYTE
+
+
+def parts(size: int, length: int) -> list[Part]:
+    """The parts of a file."""
+    return [
+        Part(number + 1, offset, min(length, size - offset))
+        for number, offset in enumerate(range(0, size, length))
+    ]
+
+
+def object_prefix(prefix: str, run: str, name: str) -> str:
+    """Return what the keys of one checkpoint begin with."""
+    return "/".join([*filter(None, prefix.split("/")), run, name])
+
 
 PARALLEL = 4
 """Parts on their way at once: fills a fast network, and holds no more than this many parts in memory."""

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from policy_worker.checkpoints.layout import STEP, checkpoints_of, named_in
 from policy_worker.checkpoints.uploads.hub import HubTarget
-from policy_worker.checkpoints.uploads.plan import is_wanted
 from policy_worker.checkpoints.uploads.record import Record, check_whole, file_of, open_record
 from policy_worker.checkpoints.uploads.s3 import S3Target
 from policy_worker.errors import (
@@ -243,3 +242,8 @@ def make_uploader(config: Config, run_dir: Path, delays: Delays = USUAL) -> Uplo
         return is_wanted(ckpt.upload_s3, final) if target == S3Target.name else True
 
     return Uploader(targets, run_dir, stop, wanted)
+
+
+def is_wanted(upload: bool | str, final: bool) -> bool:
+    """Whether `train.ckpt.upload_s3` means this checkpoint."""
+    return upload in (True, "all") or (upload == "final" and final)

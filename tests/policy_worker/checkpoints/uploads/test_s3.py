@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 
 from policy_worker.checkpoints.layout import Manifest, hash_of_file, write_manifest
-from policy_worker.checkpoints.uploads.plan import MARKER, is_wanted
-from policy_worker.checkpoints.uploads.s3 import S3Target
-from policy_worker.checkpoints.uploads.uploader import Uploader
+from policy_worker.checkpoints.uploads.s3 import MARKER, S3Target
+from policy_worker.checkpoints.uploads.uploader import Uploader, is_wanted
 from policy_worker.errors import SettingsError, UploadFailedError
 from tests.support.objects import CREDENTIALS, LEAST_PART, Gate, ObjectStore
 from tests.support.ports import free_port
