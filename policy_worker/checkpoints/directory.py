@@ -33,7 +33,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def hold(unfinished: Path) -> IO[bytes]:
-    """Say that this process writes there, as long as the stream is open. Raises `OSError`."""
+    """Mark that this process writes there, as long as the stream is open. Raises `OSError`."""
     stream = (unfinished / LOCK).open("rb")
     try:
         try_lock(stream.fileno(), exclusive=False)

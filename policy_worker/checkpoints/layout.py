@@ -239,7 +239,7 @@ def share_of(files: Mapping[str, FileFacts], rank: int, world: int) -> list[str]
 
 
 def faults(directory: Path, files: Mapping[str, FileFacts], names: list[str] | None = None) -> list[str]:
-    """Say what is wrong with these files (None: all) of a checkpoint, each with its path."""
+    """List what is wrong with these files (None: all) of a checkpoint, each with its path."""
     chosen = list(files) if names is None else names
     return [fault for name in chosen if (fault := _fault(directory / name, files[name])) is not None]
 

@@ -206,7 +206,7 @@ class StateFiles:
 
 
 def differences(saved: Mapping[str, TensorStorageMetadata], state: State) -> list[str]:
-    """Say what a checkpoint holds otherwise than this model asks for: names and shapes, most telling first."""
+    """List what a checkpoint holds otherwise than this model asks for: names and shapes, most telling first."""
     missing = [f"it lacks {key}" for key in state if key not in saved]
     shapes = [
         f"{key} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here"

@@ -193,7 +193,7 @@ def _load_frozen(config: Config, source: Source, mesh: ParallelismConfig, lead: 
 
 
 def kept_activations(model: CheckpointingKeys, keys: PrecisionKeys) -> dict[str, Any]:
-    """Say what `prepare_model` is to make of the activations of a model that trains."""
+    """Describe what `prepare_model` is to make of the activations of a model that trains."""
     parts = ["attention"] if keys.recompute_granularity == "selective" else []
     parts += ["experts"] if keys.recompute_moe_layers else []
     again, on_host = model.model_gradient_checkpointing, keys.activation_offload

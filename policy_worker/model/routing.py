@@ -32,7 +32,7 @@ Replayed = Literal["ids", "weights"]
 
 
 def _is_experts(layer: nn.Module) -> bool:
-    """Tell experts as the embedded engine does: in the same order, they are the mixtures of a record."""
+    """Find layers of experts as the embedded engine does: in this order, they are the mixtures of a record."""
     return type(layer).__name__.endswith("Experts") and hasattr(layer, "num_experts")
 
 

@@ -81,7 +81,7 @@ class Replicas(Protocol):
         """While a batch is waited for: find out whether this replica leads by now. A collective."""
 
     def batch(self, digest: str) -> None:
-        """Say which batch the step trains."""
+        """Report which batch the step trains."""
 
     def columns(self, find: Find, types: Types, lengths: Lengths) -> dict[str, dict[int, Tensor]]:
         """Join what `find` returns for each part. types: those of the columns that are wanted. A collective.

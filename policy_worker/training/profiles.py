@@ -301,7 +301,7 @@ class Profiles:
             time.sleep(LOOK)
 
     def trouble(self) -> str:
-        """Say what went wrong, for people; "": nothing, or it was said long enough."""
+        """Describe what went wrong, for people; "": nothing, or it was said long enough."""
         return self._trouble if time.monotonic() < self._troubled_at + SHOWN else ""
 
     # ---- one profile --------------------------------------------------------------------------------------

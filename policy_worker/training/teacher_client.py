@@ -74,7 +74,7 @@ class TeacherClient:
 
     @property
     def trouble(self) -> str:
-        """Say what it waits for, and since when; "" while the server answers."""
+        """Describe what it waits for, and since when; "" while the server answers."""
         if self._down is None:
             return ""
         reason, since = self._down

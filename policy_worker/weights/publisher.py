@@ -171,7 +171,7 @@ class Publisher:
         raise PolicyError("another rank could not publish: its log says why")
 
     def trouble(self) -> str:
-        """Say what keeps a version from being published, for people; "": nothing does."""
+        """Describe what keeps a version from being published, for people; "": nothing does."""
         trouble = "" if self._leader is None else self._leader.trouble
         return trouble or self._store.trouble()
 

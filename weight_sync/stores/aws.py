@@ -133,7 +133,7 @@ def _of_the_network() -> Any:
 
 
 def explain(error: Exception, client: Any, bucket_key: str) -> str:
-    """Say what went wrong and what to do. Names no credential.
+    """Describe what went wrong and what to do. Names no credential.
 
     bucket_key: key of the configuration that names the bucket."""
     from botocore import exceptions as boto

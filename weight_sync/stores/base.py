@@ -69,7 +69,7 @@ class ReadableStore(Protocol):
         Raises `WeightError` saying what is wrong and what to do."""
 
     def trouble(self) -> str:
-        """Say what is being tried again at this moment, for people; "" when nothing is."""
+        """Describe what is being tried again at this moment, for people; "" when nothing is."""
 
 
 class Store(ReadableStore, Protocol):

@@ -58,7 +58,7 @@ class Patience:
         self._failing: dict[int, str] = {}
 
     def trouble(self) -> str:
-        """Say what is being tried again at this moment, the longest first; "" when nothing is."""
+        """Describe what is being tried again at this moment, the longest first; "" when nothing is."""
         with self._lock:
             return next(iter(self._failing.values()), "")
 

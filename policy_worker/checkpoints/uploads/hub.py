@@ -77,7 +77,7 @@ class HubTarget:
         self._patience.run(f"{self.repository}: committing {path.name}", commit)
 
     def _explain(self, error: Exception) -> str:
-        """Say what went wrong and what to do. Names no credential."""
+        """Describe what went wrong and what to do. Names no credential."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.LocalTokenNotFoundError):

@@ -37,7 +37,7 @@ class BatchRecorder:
         self._trouble = ""
 
     def trouble(self) -> str:
-        """Say what went wrong with the newest batch; "": nothing."""
+        """Describe what went wrong with the newest batch; "": nothing."""
         return self._trouble
 
     def keep(self, table: StepTable, frames: Frames) -> None:
