@@ -164,9 +164,9 @@ class Link:
     async def expect(self, kind: type[T]) -> T:
         """The next message, of this kind. Raises LinkClosedError, and RefusedError for a refusal."""
         message = await self.receive()
-        if isinstance(message, Refusal):
-            raise RefusedError(message)
         if not isinstance(message, kind):
+            if isinstance(message, Refusal):
+                raise RefusedError(message)
             raise LinkClosedError(f"expected {kind.__name__}, not {type(message).__name__}")
         return message
 
