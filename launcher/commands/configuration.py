@@ -67,10 +67,8 @@ def validate(
     if report is not None and bad_data:
         bad = report.bad
         other = [] if bad.first and bad.first[0] in report.error else [report.error]
-        problems, unlisted = (
-            tuple(Problem("", text) for text in bad.first + other),
-            bad.count - len(bad.first),
-        )
+        problems = tuple(Problem("", text) for text in bad.first + other)
+        unlisted = bad.count - len(bad.first)
     if as_json:
         found_json = {
             "valid": not problems,

@@ -221,9 +221,6 @@ def _process(
     )  # fmt: skip
 
 
-# ---- sums -------------------------------------------------------------------------------------------------
-
-
 def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
     """Bytes per device; every process also takes host memory for its program, and loads its model there.
 
@@ -336,9 +333,6 @@ def _too_much(planned: Planned, device: str, used: int, capacity: int) -> Proble
         hint = f"leave placement.{role} out: then it is sharded over the policy's devices"
         return Problem(f"placement.{role}", message, used, hint)
     return Problem("policy.model_name_or_path", message, used, hint)
-
-
-# ---- text -------------------------------------------------------------------------------------------------
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:

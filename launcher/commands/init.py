@@ -225,7 +225,6 @@ def _trained_model() -> str:
 
 
 def _check_places(request: Request, model: Path | None) -> None:
-    """Nothing is replaced without --force."""
     if request.output.is_dir():
         raise LaunchError(f"{request.output} is a directory", f"-o {request.output / 'run.toml'}")
     existing = [path for path in (request.output, model) if path is not None and path.exists()]

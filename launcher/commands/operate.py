@@ -236,7 +236,6 @@ def _written(profile: ProfileStatus) -> list[str]:
 
 
 def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> ProfileStatus:
-    """Wait until the profile is written."""
     from controller.client import calls as api
 
     give_up, newest = time.monotonic() + wait, asked

@@ -132,8 +132,6 @@ def _alive(target: Target, ending: bool) -> dict[str, Any]:
     return {**asked, "state": "ending" if ending else "running"}
 
 
-# ---- what to do -------------------------------------------------------------------------------------------
-
 _PATIENCE = {
     "starting": "wait; its logs are in {where}/logs",
     "waiting": "wait until its reason is over; see {where}/logs/controller.log",
@@ -206,9 +204,6 @@ def _steps(facts: Mapping[str, Any]) -> int:
         return int(facts["status"].get("step", 0))
     steps = (facts["history"] or {}).get("steps")
     return int(steps[-1]["step"]) + 1 if steps else 0
-
-
-# ---- for people -------------------------------------------------------------------------------------------
 
 
 def lines(facts: Mapping[str, Any], now: float | None = None) -> list[str]:

@@ -145,9 +145,6 @@ def _stop_by_url(target: Target, *, now: bool, wait: float) -> str:
     return f"{phase}; its processes are leaving"
 
 
-# ---- signals ----------------------------------------------------------------------------------------------
-
-
 def signal_launcher(run: RunDir, holder: Holder, number: signal.Signals) -> bool:
     """Signal the launcher of a run; False if it has gone. Raises LaunchError if another process has been named."""
 

@@ -182,9 +182,6 @@ def _score(
     return scored, not_logged(said)[-MOST_PRINTED:]
 
 
-# ---- text -------------------------------------------------------------------------------------------------
-
-
 def lines(
     weights: Mapping[str, float], rows: Sequence[Record], scored: Sequence[Record], printed: Sequence[str]
 ) -> Iterator[str]:

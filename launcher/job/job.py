@@ -244,15 +244,11 @@ class Job:
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
         """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node has of its own."""
-        plan = self.plan
-        variables = environment(
-            spec.role, plan.tokens, plan.site.url, plan.redis.url, plan.redis.password, tls_ca
-        )
+        plan, redis = self.plan, self.plan.redis
+        given = environment(spec.role, plan.tokens, plan.site.url, redis.url, redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
-            variables["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(
-                spec.name, secrets.token_urlsafe(32)
-            )
-        return variables
+            given["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
+        return given
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 
@@ -364,7 +360,6 @@ class Job:
             self.view.notice = ""
 
     async def _tick(self) -> None:
-        """Redraw once a second."""
         while True:
             self._show()
             await asyncio.sleep(REDRAW)

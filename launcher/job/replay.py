@@ -80,8 +80,7 @@ class Changes:
 def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
     """Train, show, and answer the exit code; an interrupt ends it. Logs of a failure stay.
 
-    Raises:
-        ConfigError, LaunchError: before anything starts, see `read_config`, `survey`, `placement.replay`.
+    Raises ConfigError, LaunchError before anything starts, see `read_config`, `survey`, `placement.replay`.
     """
     run = wanted.run
     config, changes = read_config(run, wanted.overrides, env)
@@ -128,8 +127,7 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
 def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -> tuple[Config, Changes]:
     """The run's configuration with `--set` and the environment on top, and what these change.
 
-    Raises:
-        ConfigError: it is wrong, or was already. LaunchError: there is none, or a changed key would not be read.
+    Raises ConfigError: it is wrong, or was already; LaunchError: there is none, or a changed key would not be read.
     """
     if not run.config_toml.is_file():
         raise LaunchError(f"{run.path} holds no config.toml", "it is not the directory of a run any more")
@@ -155,8 +153,7 @@ def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -
 def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts]:
     """The steps to train again, in order: each has a whole file of this run, and what that says of the run then.
 
-    Raises:
-        LaunchError: nothing is recorded, a step is missing, or a file is damaged or of another run.
+    Raises LaunchError: nothing is recorded, a step is missing, or a file is damaged or of another run.
     """
     folder = batch_file.folder_of(run.path)
     recorded = batch_file.recorded(folder)

@@ -237,7 +237,6 @@ class Node:
     def __init__(
         self, joining: Joining, link: Link, run: RunDir, number: int, event: Callable[[str], None]
     ) -> None:
-        """number: of the node."""
         self._joining, self._link, self._event = joining, link, event
         self._grace = nsight.grace(joining.config)
         self._orders = Orders(joining.config, joining.machine, number)

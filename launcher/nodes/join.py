@@ -85,10 +85,9 @@ def _look(run: RunDir, controller: _Controller) -> tuple[str | None, str]:
     summary = run.summary()
     if summary is not None and not run.is_alive():
         return str(summary["outcome"]), f"the job has {summary['outcome']}"
+    tls_ca = _config(run)["controller"]["tls_ca"] or None
     try:
-        with Client(
-            controller.url, controller.token, tls_ca=_config(run)["controller"]["tls_ca"] or None
-        ) as client:
+        with Client(controller.url, controller.token, tls_ca=tls_ca) as client:
             status = client.send(api.job())
     except ControllerError as error:
         return None, str(error)

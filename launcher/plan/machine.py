@@ -130,9 +130,6 @@ def count_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-# ---- memory -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Bytes. gpus: by the name that CUDA_VISIBLE_DEVICES gives them; missing where it is unknown."""

@@ -147,8 +147,8 @@ def place_elastic(
         with suppress(PlacementError):
             every = place(_with_rollouts(config, count), *machines)
             late = {f"rollout-{index}" for index in range(begun, count)}
-            return [replica for replica in every if replica.name not in late], [
-                replica for replica in every if replica.name in late
+            return [each for each in every if each.name not in late], [
+                each for each in every if each.name in late
             ]
     return first, []
 

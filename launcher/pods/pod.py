@@ -113,9 +113,6 @@ def _tell(reason: str) -> None:
         path.write_bytes(reason.encode()[-MOST_MESSAGE:])
 
 
-# ---- the controller ------------------------------------------------------------------------------------------
-
-
 def _controller(config: Config) -> NoReturn:
     """Become the controller of the job. Raises LaunchError."""
     run = _run_dir(config)
@@ -178,7 +175,6 @@ def _keep_config(run: RunDir, config: Config) -> None:
 
 
 def _prepare(run: RunDir, config: Config) -> None:
-    """Prepare the data. Raises LaunchError."""
     processes = placement.data_preparation(str(run.path)).processes
     ended = asyncio.run(children.run(processes, lambda spec: spec.environment(config, os.environ)))
     if ended.signalled:
@@ -189,9 +185,6 @@ def _prepare(run: RunDir, config: Config) -> None:
 
 def _facts(config: Config) -> dict[str, str]:
     return {key: text for key, text in facts(config, os.environ).items() if not key.startswith(MAY_CHANGE)}
-
-
-# ---- the workers ---------------------------------------------------------------------------------------------
 
 
 def _worker(role: Role, config: Config, file: Path, *, stay: bool, keep: Path | None) -> int:

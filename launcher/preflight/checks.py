@@ -132,9 +132,6 @@ def unset_variables(config: Config, env: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-# ---- port -------------------------------------------------------------------------------------------------
-
-
 def _port_problems(host: str, port: int) -> list[Problem]:
     key = "controller.port"
     try:
@@ -154,9 +151,6 @@ def _port_problems(host: str, port: int) -> list[Problem]:
             what = "in use" if error.errno == errno.EADDRINUSE else f"not available: {error.strerror}"
             return [Problem(key, f"port {port} on {host} is {what}", port, hint)]
     return []
-
-
-# ---- GPUs -------------------------------------------------------------------------------------------------
 
 
 def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollouts: bool) -> None:
@@ -205,9 +199,6 @@ def _room_to_scale(config: Config, reserve: int, *, rollouts: bool) -> Iterator[
                 "write a number for policy.parallelism.dp_shard_size: -1 takes all GPUs that the start leaves"
             )
         yield Problem("autoscale.max_replicas", message, scale.max_replicas, hint)
-
-
-# ---- disk -------------------------------------------------------------------------------------------------
 
 
 def _check_disk(config: Config, findings: Findings) -> None:

@@ -88,23 +88,26 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
     """Kernels whose package is not installed."""
     if config.is_evaluation:
         return
-    wanted: list[tuple[str, Any, str, str]] = []
-    if config.train.fp8.enable_fp8:
-        wanted.append(
-            ("train.fp8.enable_fp8", True, "torchao", "pip install '.[8bit]' in the checkout, or write false")
-        )
-    if config.policy.enable_liger_kernel:
-        hint = "pip install '.[liger]' in the checkout, or write false"
-        wanted.append(("policy.enable_liger_kernel", True, "liger_kernel", hint))
+    switches = [
+        ("train.fp8.enable_fp8", "torchao", "pip install '.[8bit]' in the checkout, or write false"),
+        (
+            "policy.enable_liger_kernel",
+            "liger_kernel",
+            "pip install '.[liger]' in the checkout, or write false",
+        ),
+    ]
+    if config.is_grpo:
+        hint = "pip install flashinfer-python, or write false"
+        switches += [("rollout.vllm_use_flashinfer", "flashinfer", hint)]
+        switches += [("rollout.sampling_config.use_flashinfer", "flashinfer", hint)]
+    wanted: list[tuple[str, Any, str, str]] = [
+        (key, True, module, hint) for key, module, hint in switches if attrgetter(key)(config)
+    ]
     if (version := config.train.fa_version) is not None:
         module, package = FLASH_PACKAGES[version]
         wanted.append(
             ("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out")
         )
-    if config.is_grpo:
-        for key in ("rollout.vllm_use_flashinfer", "rollout.sampling_config.use_flashinfer"):
-            if attrgetter(key)(config):
-                wanted.append((key, True, "flashinfer", "pip install flashinfer-python, or write false"))
     for key, value, module, hint in wanted:
         if not installed(module):
             yield Problem(

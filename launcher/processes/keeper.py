@@ -326,7 +326,6 @@ class Keeper:
         return True
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep, or wake early at a signal."""
         if select.select([self._wake_read], [], [], seconds)[0]:
             try:
                 os.read(self._wake_read, 4096)

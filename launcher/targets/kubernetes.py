@@ -154,7 +154,6 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
 
 
 def _check_hpa(config: Config) -> None:
-    """Raises LaunchError."""
     if not config.autoscale.min_replicas:
         raise LaunchError(
             'autoscale.min_replicas = 0 with kubernetes.scaler = "hpa": a HorizontalPodAutoscaler has 1 at least',
@@ -194,9 +193,6 @@ def _as_pods_read(config: Config, name: str) -> dict[str, Any]:
 def _tokens(earlier: Mapping[str, Any]) -> Tokens:
     tokens = [str(earlier.get(name, "")) for name in ("user", "rollout", "policy")]
     return Tokens.fresh() if any(fault(token) for token in tokens) else Tokens(*tokens)
-
-
-# ---- the command ---------------------------------------------------------------------------------------------
 
 
 def write(loaded: Loaded, directory: Path | None, env: Mapping[str, str], *, applies: bool) -> int:

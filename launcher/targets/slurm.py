@@ -160,8 +160,6 @@ def _gpus(count: int) -> list[str]:
     return [f"--gpus-per-node={count}"] if count else []
 
 
-# ---- the command ---------------------------------------------------------------------------------------------
-
 OURS = {
     "job-name": "logging.experiment_name",
     "nodes": "placement.nodes",
