@@ -72,6 +72,8 @@ class Recipe:
 
     def text(self, fit: Fit, file: str, model: str = "", longest: int | None = None) -> str:
         """The file's text. file: its name, for the commands in the comments. longest: positions of the model."""
+        # Only vLLM has the key, and only a GPU needs it.
+        share = {0: "", 1: "0.4"}.get(fit.gpus, "0.85") if fit.engine == "vllm" else ""
         values = {
             "title": self.title,
             "note": "\n".join(f"# {line}".rstrip() for line in self.note.splitlines()),
@@ -87,7 +89,7 @@ class Recipe:
             "dtype_note": "the optimizer's copy stays float32"
             if fit.gpus
             else "bfloat16 is slow without a GPU",
-            "memory": self._memory(fit),
+            "memory": (MEMORY.format(share) if share else "") + "\n",
             **self.values,
             **({} if fit.gpus else self.cpu_values),
         }
@@ -105,11 +107,6 @@ class Recipe:
             return "two CPU cores"
         gpus = {0: "no GPU", 1: "one GPU"}.get(fit.gpus, f"{fit.gpus} GPUs")
         return f"a machine with {gpus}" + ("" if self.supervised else f", rollouts by {fit.engine}")
-
-    def _memory(self, fit: Fit) -> str:
-        """Return the key that only vLLM has, and only a GPU needs."""
-        share = {0: "", 1: "0.4"}.get(fit.gpus, "0.85") if fit.engine == "vllm" else ""
-        return (MEMORY.format(share) if share else "") + "\n"
 
 
 def commands(file: str, scores: bool) -> str:

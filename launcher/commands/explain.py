@@ -92,7 +92,8 @@ def _list(infos: tuple[KeyInfo, ...], width: int, cut: str = "") -> Iterator[str
     for name, value, info in rows:
         so_far = f"(only {' or '.join(info.taken)} so far) " if info.taken else ""
         when = f"({info.when}) " if info.when else ""
-        text = f"{value:<{value_size}}{so_far}{when}{_first_sentence(info.description)}"
+        first, dot, _ = info.description.partition(". ")
+        text = f"{value:<{value_size}}{so_far}{when}{first + '.' * bool(dot)}"
         yield from _row(name, name_size, text, width, further=value_size)
 
 
@@ -103,8 +104,3 @@ def _row(name: str, size: int, text: str, width: int, further: int = 0) -> list[
         head + text, max(width, len(indent) + 30), subsequent_indent=indent, drop_whitespace=True
     )
     return wrapped or [head]
-
-
-def _first_sentence(text: str) -> str:
-    head, dot, _ = text.partition(". ")
-    return head + "." if dot else text

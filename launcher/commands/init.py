@@ -139,14 +139,9 @@ def start(request: Request, env: Mapping[str, str]) -> Written:
             write_tiny_model(model_dir)
             files[str(model_dir)] = "the model that it trains, 0.33M random parameters"
         request.output.write_text(text, encoding="utf-8")
-        for path, what in (
-            (request.output.with_name(SCHEMA_FILE), _write_schema(request.output.with_name(SCHEMA_FILE))),
-            (
-                request.output.with_name(REWARD_FILE),
-                "" if recipe.supervised else _write_reward(request.output),
-            ),
-        ):
-            files |= {str(path): what} if what else {}
+        schema, reward = (request.output.with_name(name) for name in (SCHEMA_FILE, REWARD_FILE))
+        files |= {str(schema): what} if (what := _write_schema(schema)) else {}
+        files |= {} if recipe.supervised else {str(reward): _write_reward(request.output)}
     except OSError as error:
         raise LaunchError(f"{error.filename or request.output} cannot be written: {error.strerror}") from None
     commands = [f"cosmos-launch validate {name}", f"cosmos-launch --config {name}"]

@@ -77,14 +77,8 @@ def try_reward(
         read = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
         if given is not None and len(read) < count:
             raise LaunchError(f"{answers} has {count} answers, and the training data {len(read)} rows")
-        tried = [
-            given[i]
-            if given is not None
-            else {"given": completion}
-            if completion is not None
-            else examples(row)
-            for i, row in enumerate(read)
-        ]
+        alike = None if completion is None else {"given": completion}
+        tried = given if given is not None else [alike or examples(row) for row in read]
         scored, printed = _score(directory, data, read, tried)
     if as_json:
         print_json({"functions": weights, "answers": scored, "printed": printed})
@@ -191,7 +185,9 @@ def lines(
     heads = "".join(f"  {title:>{size}}" for title, size in zip(titles, sizes, strict=True))
     errors: dict[str, int] = {}
     for row in rows:
-        yield f"{row['key']}: {_cut(_prompt(row), 90)}"
+        asked = row["prompt"]
+        asked = asked if isinstance(asked, str) else str(asked[-1].get("content", "")) if asked else ""
+        yield f"{row['key']}: {_cut(asked, 90)}"
         yield f"  the row has {', '.join(row)}"
         if isinstance(row.get("columns"), dict):
             yield f'  row["columns"] has {", ".join(row["columns"])}'
@@ -214,11 +210,6 @@ def lines(
         if failed
         else f"{len(scored)} answers scored"
     )
-
-
-def _prompt(row: Record) -> str:
-    prompt = row["prompt"]
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
 
 
 def _cut(text: str, size: int) -> str:

@@ -151,10 +151,15 @@ def _rows(view: View) -> list[tuple[str, Text]]:
         if text := sentence(view):
             rows.append(("now", Text(one_line(text))))
         rows += [(name, Text(one_line(value))) for name, value in _training_rows(view, status)]
+    why_waiting = f"cannot serve now, the workers keep trying: {view.refusal}" if view.refusal else ""
     for name, style, value in (
         ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
         ("redis", "yellow", REDIS.get(view.redis, "")),
-        ("controller", "yellow", _why_waiting(view)),
+        (
+            "controller",
+            "yellow",
+            why_waiting if view.reachable else "does not answer; the workers keep trying",
+        ),
         ("stopping", "yellow", view.notice),
         ("note", "yellow", status.note if status else ""),
         *(("alarm", "yellow", alarm.text) for alarm in (status.alarms if status else [])),
@@ -189,12 +194,6 @@ def sample_line(record: SampleRecord) -> str:
     asked = asked if len(asked) <= SAMPLE_WIDTH else "…" + asked[-SAMPLE_WIDTH:]
     answer = answer if len(answer) <= SAMPLE_WIDTH else answer[:SAMPLE_WIDTH] + "…"
     return f"step {record.step}, paid {paid}: {asked}\n→ {answer}"
-
-
-def _why_waiting(view: View) -> str:
-    if not view.reachable:
-        return "does not answer; the workers keep trying"
-    return f"cannot serve now, the workers keep trying: {view.refusal}" if view.refusal else ""
 
 
 def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:

@@ -42,9 +42,7 @@ def launch(request: Request) -> int:
     """
     cluster = request.cluster
     try:
-        if cluster is not None and not cluster.leads:
-            return follow(request, cluster)
-        return lead(request)
+        return lead(request) if cluster is None or cluster.leads else follow(request, cluster)
     except FinishedError as end:
         sys.stdout.write(end.render() + "\n")
         return EXIT_OK

@@ -66,16 +66,14 @@ class Target:
         if not self.token:
             where = "" if self.run is None or self.run.is_own else f", and ask its controller: {url}"
             raise LaunchError(f"{self.name} requires a token, and none can be read", HOW_TO_GET_IN + where)
+        # The authorities that the run trusts; None: those of COSMOS_TLS_CA, else of the system.
+        config = self.run.read_of_owner(self.run.config_json) if self.run else None
+        tls_ca = ((config or {}).get("controller") or {}).get("tls_ca") or None
         try:
-            with Client(url, self.token, tls_ca=self._tls_ca()) as client:
+            with Client(url, self.token, tls_ca=tls_ca) as client:
                 return client.send(call)
         except ControllerError as error:
             raise self._refused(url, error) from None
-
-    def _tls_ca(self) -> str | None:
-        """The authorities that the run trusts; None: those of COSMOS_TLS_CA, else of the system."""
-        config = self.run.read_of_owner(self.run.config_json) if self.run else None
-        return ((config or {}).get("controller") or {}).get("tls_ca") or None
 
     def _refused(self, url: str, error: Exception) -> LaunchError:
         from controller.client import NotServing, Refused, Unauthorized, UnknownToken, Untrusted
@@ -121,7 +119,12 @@ def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str
     """Find the job. Raises LaunchError (nothing there, no token) or ConfigError (a broken configuration)."""
     target = targets[0] if targets else None
     is_url = target is not None and target.startswith(("http://", "https://"))
-    _check_targets(targets, overrides, are_files=not is_url and all(Path(name).is_file() for name in targets))
+    are_files = not is_url and all(Path(name).is_file() for name in targets)
+    if len(targets) > 1 and not are_files:
+        wrong = next((name for name in targets if not Path(name).is_file()), targets[0])
+        raise LaunchError(f"{wrong} is not a file", "of several targets each must be a configuration")
+    if overrides and not (targets and are_files):
+        raise LaunchError("--set changes a configuration, and none is named", "name its file too")
     token = env.get("COSMOS_TOKEN", "")
     if target is not None and is_url:
         if not token:
@@ -129,15 +132,6 @@ def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str
         return Target(None, target, token)
     run = _run_of(targets, overrides, env)
     return Target(run, token=run.read_token() or (token if run.is_own else ""))
-
-
-def _check_targets(targets: Sequence[str], overrides: Sequence[str], are_files: bool) -> None:
-    """Several targets, and --set, mean a configuration."""
-    if len(targets) > 1 and not are_files:
-        wrong = next((name for name in targets if not Path(name).is_file()), targets[0])
-        raise LaunchError(f"{wrong} is not a file", "of several targets each must be a configuration")
-    if overrides and not (targets and are_files):
-        raise LaunchError("--set changes a configuration, and none is named", "name its file too")
 
 
 def _run_of(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> RunDir:

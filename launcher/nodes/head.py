@@ -112,12 +112,8 @@ class NodeHost:
         spec, env = order.spec, {**self.own(order.spec), **order.env}
         assert env.keys() <= set(SENT[spec.role]), "the node would refuse it"
         self._processes[process._number] = process
-        self.send(
-            m.Start(
-                number=process._number, role=spec.role, replica=spec.replica, rank=spec.rank,
-                env=env,
-            )
-        )  # fmt: skip
+        which = {"role": spec.role, "replica": spec.replica, "rank": spec.rank}
+        self.send(m.Start(number=process._number, env=env, **which))
         await process.started
         return process
 
@@ -197,13 +193,11 @@ class NodeServer:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Listen, and announce where. Raises LaunchError."""
-        head, hint = (
-            self._head,
-            "end what listens there, or name another port: --head HOST:PORT on every machine",
-        )
+        head = self._head
         try:
             self._listener.open()
         except OSError as error:
+            hint = "end what listens there, or name another port: --head HOST:PORT on every machine"
             raise LaunchError(f"the head cannot listen at {head}: {error.strerror}", hint) from None
         announced = Announcement(
             str(head), str(self._terms.run.path), self._token, socket.gethostname(), os.getpid()

@@ -172,14 +172,8 @@ class Setting:
         rendezvous: Callable[[], Mapping[str, str]] = _loopback,
     ) -> Setting:
         """The setting that the configuration of a job gives."""
-        return cls(
-            Folders.of_run(run),
-            nsight.grace(config),
-            Budget.of_config(config),
-            environment,
-            hosts or {},
-            rendezvous,
-        )
+        folders, budget = Folders.of_run(run), Budget.of_config(config)
+        return cls(folders, nsight.grace(config), budget, environment, hosts or {}, rendezvous)
 
 
 @dataclass(slots=True)
@@ -282,14 +276,10 @@ class Supervisor:
                 if supervised.stopping:
                     return
                 supervised.state, ended_at = "waiting", time.monotonic()
-                situation = await self.observer.exited(exit_)
+                known = await self.observer.exited(exit_)
+                over = known.over or supervised.stopping
                 verdict = restarts.exited(
-                    ended_at,
-                    exit_.code,
-                    exit_.how,
-                    over=situation.over or supervised.stopping,
-                    needed=situation.needed,
-                    counts=situation.counts,
+                    ended_at, exit_.code, exit_.how, over=over, needed=known.needed, counts=known.counts
                 )
                 if isinstance(verdict, EndJob):
                     return self.end(verdict, exit_)
