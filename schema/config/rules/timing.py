@@ -23,19 +23,18 @@ def interval_fits_staleness(config: Config) -> Iterator[Problem]:
     if not config.is_grpo or config.staleness_bound >= config.train.sync_weight_interval - 1:
         return
     least, bound = config.train.sync_weight_interval - 1, config.staleness_bound
-    says = (
-        f"weights published every {{}} steps need a staleness bound of at least {least}, but it is {bound}: "
-    )
+    says = f"weights published every {{}} steps need a staleness bound of at least {least}, but it is {bound}"
     hint = f"write {_POLICY}.allowed_outdated_steps = {least} or {{!}} = {bound + 1}"
     if config.grpo.on_policy:
         hint = f"write {{!}} = {bound + 1}, or {_POLICY}.on_policy = false"
     related = (f"{_POLICY}.allowed_outdated_steps", f"{_POLICY}.on_policy")
-    says += "training would wait for ever"
-    yield refused(config, "train.sync_weight_interval", says, hint, related)
+    yield refused(
+        config, "train.sync_weight_interval", f"{says}: training would wait for ever", hint, related
+    )
 
 
 def _chance(key: str, lets_in: Callable[[Config], bool], how: str, value: str) -> Refusal:
-    """Warning: a run that asks for the same bits and cannot have them. value: of the key, which rules chance out."""
+    """Warning: a run that asks for the same bits and cannot have them. value: of `key`, where chance stays out."""
     says = f"true does not reach the same bits here: {how}; ledger and counters still agree"
     when = lambda c: c.train.deterministic and (c.is_grpo or key == "train.compile") and lets_in(c)  # noqa: E731
     return Refusal("train.deterministic", when, says, f"write {key} = {value}")

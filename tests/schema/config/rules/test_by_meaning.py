@@ -828,3 +828,8 @@ def test_the_nearest_divisor(number: int, value: int, nearest: int) -> None:
 
 def test_faults_of_an_absent_critic_are_not_told() -> None:
     assert found(GRPO, {"critic.optm_decay_steps": 3, "critic.mini_batch_shuffle": True}) == []
+
+
+def test_braces_in_what_a_user_writes_are_no_words_of_a_row() -> None:
+    (shown,) = found(GRPO, {"train.ckpt.hf_repo_name": "a{}{.s3_bucket}"})
+    assert 'train.ckpt.hf_repo_name: "a{}{.s3_bucket}" is not a repository name' in shown
