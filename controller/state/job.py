@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from controller.autoscale.policy import Memory
-from controller.autoscale.scaling import Scaling
 from controller.errors import ApiError
 from controller.ledger.group import DropReason, Group, State
 from controller.ledger.group_table import GroupTable
@@ -26,26 +24,27 @@ from controller.ledger.ledger import Ledger
 from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
 from controller.notify import Signal
-from controller.state.alarms import BEGINNING, COLLAPSES, LOOKED_BACK, Alarms, Change
+from controller.state.alarms import Change
 from controller.state.event_log import EventLog
 from controller.state.job_facts import (
     JobFacts,
-    first_number,
-    ledger_params,
-    scale_limits,
-    sft_total_steps,
-    validation_params,
+    alarms_of,
+    counter_of,
+    membership_of,
+    registry_of,
+    scaling_of,
+    table_of,
+    validation_of,
 )
 from controller.state.membership import Membership
 from controller.state.prompts import Prompts
 from controller.state.publications import Publications
-from controller.state.replicas import Registry, Replica
+from controller.state.replicas import Replica
 from controller.state.sample_log import RewardStats, SampleLog
 from controller.state.standstill import Standstill
 from controller.state.step_log import StepLog
 from controller.state.turns import Turns
 from controller.state.update_reports import Updates
-from controller.state.validation import Validation, ValidationParams
 from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
 from controller.store.lock import steady_clock
 from controller.store.payload_files import PayloadFiles
@@ -77,7 +76,7 @@ REMEDIES: dict[str, str] = {
 }
 """Remedies where not one step was trained, by the reason for which most prompts were dropped."""
 MAX_REFILLS = "train.train_policy.max_retry_for_on_policy"
-TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
+TRAIN_DATA = Path("data", "train.safetensors")
 
 
 class Job:
@@ -97,9 +96,14 @@ class Job:
         self.config, self.job_id, self.run_dir = config, job_id, run_dir
         self.store, self.wall = store, wall
         self.clock = store.stamp = steady_clock() if clock is None else clock
-        self.prompts = Prompts(run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=self._shuffle)
+        self.prompts = Prompts(
+            run_dir / TRAIN_DATA,
+            seed=config.effective_seed,
+            shuffle=config.train.train_policy.dataloader_shuffle,
+        )
         headers = saved[Table.HEADERS]
-        self.events = self._load_events(saved)
+        self.event_file = event_file.path_of(run_dir)
+        self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
         self.restarted = self.events.highest > 0 or any(saved.values())
         """Whether an earlier controller has given out numbers (see `first_number`)."""
         self.progress: GroupTable | StepCounter
@@ -107,19 +111,22 @@ class Job:
         self.ledger: Ledger | StepCounter
         """The calls that change it."""
         if config.is_grpo:
-            self.progress = self._load_table(saved)
+            self.progress = table_of(config, len(self.prompts), saved, succeeds=self.restarted)
             self.ledger = Ledger(self.progress)
         else:
-            self.progress = self.ledger = self._load_counter(headers)
+            self.progress = self.ledger = counter_of(config, len(self.prompts), headers.get("ledger"))
         payloads = config.controller.payload_store
         self.payload_files = PayloadFiles(payload_file.directory(payloads, job_id)) if payloads else None
-        self.validation, self.validation_prompts = self._load_validation(saved)
+        self.validation, self.validation_prompts = validation_of(config, run_dir, saved)
         self.scored_alike = config.is_grpo and set(config.validation_reward_weights) == set(
             config.grpo.reward_weights
         )
         """Whether validation is scored with the functions of training: what fails there fails here."""
-        self.registry = self._load_registry(saved)
-        self.standstill, self.membership = Standstill(), self._load_membership(headers.get("members"))
+        self.registry = registry_of(config, saved, wall() if self.events.lost else None)
+        self.standstill, self.membership = (
+            Standstill(),
+            membership_of(config, headers.get("members"), wall() if self.restarted else None),
+        )
         """The membership of several policy replicas; None: there is one."""
         self.steps = StepLog(saved[Table.STEPS].values())
         self.facts = JobFacts.from_record(headers["job"]) if "job" in headers else JobFacts(wall())
@@ -134,11 +141,11 @@ class Job:
             scored=self._has_scored,
         )
         self.samples = SampleLog()
-        self.alarms = self._load_alarms()
+        self.alarms = alarms_of(config, self.steps, self.validation, self.facts.alarms_shown)
         known = headers.get("rewards")
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
-        self.scaling = self._load_scaling(headers.get("autoscale"))
+        self.scaling = scaling_of(config, headers.get("autoscale"), self.opened_at)
         self.closing = self.checkpoint_asked = False
         self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
         self.event_signal, self.turn_signal, self.member_signal = Signal(), Signal(), Signal()
@@ -149,71 +156,6 @@ class Job:
         """State of each replica by the last event about it."""
         self._waits = ("", wall())
         """The key of what the job waits for, and since when (Unix time)."""
-
-    @property
-    def _shuffle(self) -> bool:
-        return self.config.train.train_policy.dataloader_shuffle
-
-    def _load_table(self, saved: Saved) -> GroupTable:
-        params = ledger_params(self.config, len(self.prompts))
-        header = saved[Table.HEADERS].get("ledger")
-        if header is None:
-            table = GroupTable(params)
-            table.succeeds = self.restarted
-            return table
-        table = GroupTable.restore(
-            params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY]
-        )
-        table.remake_misfits()
-        return table
-
-    def _load_counter(self, headers: Mapping[str, Any]) -> StepCounter:
-        total = sft_total_steps(self.config, len(self.prompts))
-        header, rows = headers.get("ledger"), len(self.prompts)
-        return StepCounter(total, rows) if header is None else StepCounter.restore(total, header, rows)
-
-    def _load_alarms(self) -> Alarms:
-        config, steps = self.config, self.steps.ends(LOOKED_BACK, BEGINNING, COLLAPSES)
-        # A teacher teaches where scores are alike.
-        compares = config.is_grpo and config.group_size > 1 and not config.teacher
-        alarms = Alarms(_short_weights(config), compares=compares)
-        alarms.restore(steps, self.validation.records.values(), self.facts.alarms_shown)
-        return alarms
-
-    def _load_events(self, saved: Saved) -> EventLog:
-        self.event_file = event_file.path_of(self.run_dir)
-        return EventLog(self.wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
-
-    def _load_registry(self, saved: Saved) -> Registry:
-        timeout, trainers = (
-            self.config.controller.heartbeat_timeout,
-            self.config.policy.parallelism.n_init_replicas,
-        )
-        records = list(saved[Table.REPLICAS].values())
-        known = max((record["incarnation"] for record in records), default=0)
-        first = first_number(known, self.wall()) if self.events.lost else 0
-        return Registry(timeout, records, trainers=trainers, first=first)
-
-    def _load_membership(self, known: Mapping[str, Any] | None) -> Membership | None:
-        trainers = self.config.policy.parallelism.n_init_replicas
-        if trainers == 1:
-            return None
-        first = first_number(0 if known is None else known["epoch"], self.wall()) if self.restarted else 0
-        if known is None:
-            return Membership(trainers, first_epoch=first)
-        return Membership.from_record(trainers, known, first)
-
-    def _load_scaling(self, known: Mapping[str, Any] | None) -> Scaling:
-        first = self.config.rollout.parallelism.n_init_replicas
-        memory = Memory(first) if known is None else Memory.from_record(known)
-        return Scaling(scale_limits(self.config), self.config.autoscale.interval, memory, self.opened_at)
-
-    def _load_validation(self, saved: Saved) -> tuple[Validation, Prompts | None]:
-        if not self.config.validation.enable or not self.config.is_grpo:
-            return Validation.restore(ValidationParams(n_rows=0), saved[Table.VALIDATION]), None
-        prompts = Prompts(self.run_dir / VALIDATION_DATA, seed=0, shuffle=False)
-        params = validation_params(self.config, len(prompts))
-        return Validation.restore(params, saved[Table.VALIDATION]), prompts
 
     # ---- the past changes -----------------------------------------------------------------------------------
 
@@ -650,12 +592,3 @@ def _validated(record: ValidationRecord) -> str:
     if record.loss is not None:
         return f"loss {record.loss:.4f}"
     return "every reward failed" if record.score_mean is None else f"{record.score_mean:.3f}"
-
-
-def _short_weights(config: Config) -> dict[str, float]:
-    """Weights of the rewards by the names that metrics have."""
-    if not config.is_grpo:
-        return {}
-    weights = config.grpo.reward_weights
-    short = config.reward_names
-    return {short[name]: weight for name, weight in weights.items()}

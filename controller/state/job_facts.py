@@ -1,17 +1,28 @@
-"""Parameters and stored facts of a job that the controller keeps next to the ledger."""
+"""Parameters and stored facts of a job, and its parts as they are made of its configuration and what is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from controller.autoscale.policy import Limits
+from controller.autoscale.policy import Limits, Memory
+from controller.autoscale.scaling import Scaling
+from controller.ledger.group_table import GroupTable
+from controller.ledger.step_counter import StepCounter
 from controller.ledger.values import LedgerParams
-from controller.state.validation import ValidationParams
+from controller.state.alarms import BEGINNING, COLLAPSES, LOOKED_BACK, Alarms
+from controller.state.membership import Membership
+from controller.state.prompts import Prompts
+from controller.state.replicas import Registry
+from controller.state.step_log import StepLog
+from controller.state.validation import Validation, ValidationParams
+from controller.store import Saved, Table
 from schema.config import Config
 from schema.wire.messages import Phase
 
+VALIDATION_DATA = Path("data", "validation.safetensors")
 LEAP = 1 << 20
 """More numbers of one kind than the history that is lost at once can hold."""
 
@@ -142,3 +153,82 @@ def first_number(known: int, wall: float) -> int:
     known: the highest one in the store. wall: Unix time at which the controller started.
     """
     return max(known + LEAP, int(wall * 1000))
+
+
+# ---- the parts of a job -----------------------------------------------------------------------------------------
+
+
+def table_of(config: Config, n_positions: int, saved: Saved, *, succeeds: bool) -> GroupTable:
+    """Restore the groups of a GRPO job. succeeds: whether an earlier controller has given out numbers."""
+    params = ledger_params(config, n_positions)
+    header = saved[Table.HEADERS].get("ledger")
+    if header is None:
+        table = GroupTable(params)
+        table.succeeds = succeeds
+        return table
+    table = GroupTable.restore(
+        params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY]
+    )
+    table.remake_misfits()
+    return table
+
+
+def counter_of(config: Config, n_rows: int, header: Mapping[str, Any] | None) -> StepCounter:
+    """Restore the progress of a supervised job."""
+    total = sft_total_steps(config, n_rows)
+    return StepCounter(total, n_rows) if header is None else StepCounter.restore(total, header, n_rows)
+
+
+def alarms_of(config: Config, steps: StepLog, validation: Validation, shown: list[str]) -> Alarms:
+    """Restore the alarms from the newest steps and validations."""
+    # A teacher teaches where scores are alike.
+    compares = config.is_grpo and config.group_size > 1 and not config.teacher
+    alarms = Alarms(_short_weights(config), compares=compares)
+    alarms.restore(steps.ends(LOOKED_BACK, BEGINNING, COLLAPSES), validation.records.values(), shown)
+    return alarms
+
+
+def _short_weights(config: Config) -> dict[str, float]:
+    """Weights of the rewards by the names that metrics have."""
+    if not config.is_grpo:
+        return {}
+    weights = config.grpo.reward_weights
+    short = config.reward_names
+    return {short[name]: weight for name, weight in weights.items()}
+
+
+def registry_of(config: Config, saved: Saved, lost_at: float | None) -> Registry:
+    """Restore the replicas. lost_at: Unix time, if history was lost."""
+    records = list(saved[Table.REPLICAS].values())
+    known = max((record["incarnation"] for record in records), default=0)
+    first = 0 if lost_at is None else first_number(known, lost_at)
+    trainers = config.policy.parallelism.n_init_replicas
+    return Registry(config.controller.heartbeat_timeout, records, trainers=trainers, first=first)
+
+
+def membership_of(
+    config: Config, known: Mapping[str, Any] | None, restarted_at: float | None
+) -> Membership | None:
+    """Restore who trains together; None: there is one policy replica. restarted_at: Unix time, if it was."""
+    trainers = config.policy.parallelism.n_init_replicas
+    if trainers == 1:
+        return None
+    first = 0 if restarted_at is None else first_number(0 if known is None else known["epoch"], restarted_at)
+    if known is None:
+        return Membership(trainers, first_epoch=first)
+    return Membership.from_record(trainers, known, first)
+
+
+def scaling_of(config: Config, known: Mapping[str, Any] | None, now: float) -> Scaling:
+    """Restore what decides the number of rollout replicas."""
+    first = config.rollout.parallelism.n_init_replicas
+    memory = Memory(first) if known is None else Memory.from_record(known)
+    return Scaling(scale_limits(config), config.autoscale.interval, memory, now)
+
+
+def validation_of(config: Config, run_dir: Path, saved: Saved) -> tuple[Validation, Prompts | None]:
+    """Restore the rounds of validation, and read their prompts; None: there are none."""
+    if not config.validation.enable or not config.is_grpo:
+        return Validation.restore(ValidationParams(n_rows=0), saved[Table.VALIDATION]), None
+    prompts = Prompts(run_dir / VALIDATION_DATA, seed=0, shuffle=False)
+    return Validation.restore(validation_params(config, len(prompts)), saved[Table.VALIDATION]), prompts
