@@ -1,9 +1,12 @@
-"""A whole job over https and rediss with a password, uploaded to S3, and no secret anywhere it could be read."""
+"""One job over https and rediss with a password, uploaded to S3, in which 15 % of the rewards fail, and a replica,
+the trainer and the launcher are killed: no secret is anywhere it could be read, and what people see is true.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +18,9 @@ import pytest
 from controller.client import Client, Untrusted
 from controller.client import calls as api
 from tests.chaos.traces import is_keeper, role_of
-from tests.e2e.held import go_on, hold
-from tests.e2e.program import COMMAND, Program, check_ledger, write_config
+from tests.e2e.held import go_on
+from tests.e2e.program import COMMAND, Program, check_ledger
+from tests.e2e.screens import STEPS, alive, curves, dead, flaky_job, operate, paused_at
 from tests.security.modes import umask, wrong_modes
 from tests.support.certificates import make_certificates
 from tests.support.objects import running_objects
@@ -26,7 +30,7 @@ from tests.support.uploaded import check_uploaded
 from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 BUCKET = "cosmos-encrypted"
 IN_ADDRESSES = {
@@ -53,15 +57,17 @@ tls_key = "{client_key}"
 
 [train.ckpt]
 enable_checkpoint = true
-save_freq = 2
+save_freq = 4
 upload_s3 = "all"
 s3_bucket = "{bucket}"
 
 [logging]
-logger = ["console", "wandb"]
+logger = ["console", "tensorboard", "wandb"]
+sample_groups = 4
 
 [launcher]
 """
+REWARD = '\n[reward]\non_error = "mask"\nenvironment = ["JUDGE_API_KEY"]\n'
 
 
 @dataclass
@@ -122,7 +128,7 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_job_over_tls_gives_no_secret_away(
+def test_a_job_that_is_disturbed_shows_what_is_true_and_gives_no_secret_away(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COSMOS_TLS_CA", raising=False)
@@ -135,36 +141,53 @@ def test_a_job_over_tls_gives_no_secret_away(
         for name, value in (store.environment | PLANTED).items():
             monkeypatch.setenv(name, IN_ADDRESSES.get(name, "{}").format(value))
         monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
-        monkeypatch.setenv("WANDB_MODE", "disabled")
-        config = hold(write_config(tmp_path, model, steps=5, validation=False), step=3, rows=40)
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        config = flaky_job(tmp_path, model)
         files = {name: getattr(made, name) for name in ("ca", "cert", "key", "client_cert", "client_key")}
-        config.write_text(
-            config.read_text()
-            .replace("\n[launcher]\n", EXTRA.format(port=port, bucket=BUCKET, **files))
-            .replace("\n[reward]\n", '\n[reward]\nenvironment = ["JUDGE_API_KEY"]\n')
-        )
-        with umask(0o027), Program(config) as program:
-            environments = Environments(program)
-            until(lambda: "data" in environments.look(), "the preparation of the data")
-            monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own client
-            program.until_step(1)
-            until(lambda: "trackers" in environments.look(), "the process that feeds trackers")
-            values = PLANTED | environments.made()
-            for name, held in secrets_table().items():
-                assert environments.holders(values[name]) == (set() if name in UNUSED else held), name
-            assert {"keeper", "reward"} <= set(environments.found)
-            secrets = {*values.values(), "planted-query-token"}
-            _look_as_users_do(program, secrets)
-            _check_successor(program)
-            go_on(program)
-            summary = program.finish()
-            check_ledger(summary, 2, trained=5 * 4)
-            assert where_read(program, secrets) == []
-            assert all(secret not in program.output() for secret in secrets)
-            checkpoints = sorted((program.run_dir / "checkpoints").glob("step-*"))
-            assert [path.name for path in checkpoints] == [f"step-{step:08d}" for step in (2, 4, 5)]
-            for path in (*checkpoints, program.run_dir / "final"):
-                check_uploaded(store, BUCKET, f"outputs/run/{path.name}", path)
+        extra = EXTRA.format(port=port, bucket=BUCKET, **files)
+        text = config.read_text().replace("\n[launcher]\n", extra)
+        config.write_text(text.replace("\n[reward]\n", REWARD))
+        with umask(0o027):
+            with Program(config) as program:
+                environments = Environments(program)
+                until(lambda: "data" in environments.look(), "the preparation of the data")
+                monkeypatch.setenv("COSMOS_TLS_CA", str(made.ca))  # for the test's own clients
+                program.until("a pause", lambda client: paused_at(client, 1))
+                until(lambda: "trackers" in environments.look(), "the process that feeds trackers")
+                values = PLANTED | environments.made()
+                for name, held in secrets_table().items():
+                    assert environments.holders(values[name]) == (set() if name in UNUSED else held), name
+                assert {"keeper", "reward"} <= set(environments.found)
+                secrets = {*values.values(), "planted-query-token"}
+                _look_as_users_do(program, secrets)
+                _check_successor(program)
+                operate(program, "resume")
+                program.until_step(6)
+                program.kill("policy_worker")
+                program.until("a pause after the rewind", lambda client: paused_at(client, 6, timeline=1))
+                status = alive(program)
+                assert where_read(program, secrets) == []
+                operate(program, "resume")
+                os.kill(program.process.pid, signal.SIGKILL)
+                program.process.wait()
+                program.wait_no_orphans()
+            dead(program)
+            go_on(config)
+            with Program(config, ("--resume",)) as program:
+                summary = program.finish()
+        check_ledger(summary, 2, trained=4 * STEPS)
+        assert summary["starts"] == 2
+        assert summary["total_elapsed_s"] > summary["elapsed_s"]
+        assert summary["restarts"]["policy-0"] >= 1
+        assert sum(summary["status"]["rewards"]["failed"].values()) > status.rewards.timeouts
+        curves(program.run_dir, summary)
+        assert where_read(program, secrets) == []
+        assert all(secret not in program.output() for secret in secrets)
+        checkpoints = sorted((program.run_dir / "checkpoints").glob("step-*"))
+        steps = {int(path.name.removeprefix("step-")) for path in checkpoints}
+        assert steps >= {4, 8, 12, 14}, "and one that the trainer wrote as it left, if it had the time"
+        for path in (*checkpoints, program.run_dir / "final"):
+            check_uploaded(store, BUCKET, f"outputs/run/{path.name}", path)
         assert wrong_modes(program.run_dir) == {}
         with server.client() as redis:
             stored = b"".join(redis.dump(key) or b"" for key in redis.keys("*"))
