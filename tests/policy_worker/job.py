@@ -27,7 +27,8 @@ class Job:
     def __init__(self, directory: Path, config: Config, redis_url: str) -> None:
         self.run_dir = make_run_dir(directory / "run", config, rows=40)
         if not config.is_grpo:
-            _write_conversations(self.run_dir / "data" / "train.safetensors")
+            for name in ("train", "validation"):
+                _write_conversations(self.run_dir / "data" / f"{name}.safetensors")
         self.controller = ControllerProcess(self.run_dir, redis_url)
         self._ranks: list[Forked] = []
         self._started: list[Forked] = []

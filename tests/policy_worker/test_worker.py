@@ -24,6 +24,7 @@ from schema.config.rules import check_rules
 from schema.config.trained import settings_digest
 from schema.wire.batch_file import folder_of, path_of, read, recorded, write
 from schema.wire.messages.steps import StepRecord
+from tests.policy_worker.job import Job
 from tests.policy_worker.material import make_config, sft_config, write_model
 from tests.policy_worker.player import Player
 from tests.policy_worker.ranks import replay_ranks, start_ranks, wait_ranks
@@ -322,16 +323,24 @@ def test_a_checkpoint_on_command_a_drain_and_a_return(tmp_path: Path, start: Any
         check_ledger(client, 60, 2)
 
 
-def supervised(model: Path, **train: Any) -> Config:
-    settings = {"optm_lr": 5e-3, "train_batch_per_replica": 8, "epoch": 5, "max_num_steps": 18, **train}
+def supervised(model: Path) -> Config:
+    ckpt = {"enable_checkpoint": True, "save_freq": 5, "save_mode": "sync", "export_safetensors": False}
+    train = {"optm_lr": 5e-3, "train_batch_per_replica": 8, "epoch": 5, "max_num_steps": 18, "ckpt": ckpt}
     policy = {"model_name_or_path": str(model), "model_max_length": 64}
-    return sft_config({"mini_batch": 8}, settings, policy=policy)
+    return sft_config({"mini_batch": 8}, train, policy=policy, validation={"enable": True, "freq": 5})
+
+
+def validations_of(job: Job) -> list[dict[str, Any]]:
+    """The records of a job's validations, but for their times."""
+    with job.controller.client() as client:
+        return [record.model_dump(exclude={"at"}) for record in client.send(api.validations())]
 
 
 @pytest.mark.slow
 def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, start: Any):
+    """So do its validations: none is lost, none counts twice, and the least loss is the best checkpoint's."""
     model = write_model(tmp_path / "model")
-    straight = start(supervised(model), "straight")
+    straight, broken = start(supervised(model), "straight"), start(supervised(model), "broken")
     for code, output in wait_ranks(straight.start_policy()):
         assert code == 0, output
     with straight.controller.client() as client:
@@ -341,17 +350,29 @@ def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, star
     assert losses[-1] < 0.5 * losses[0]
     assert steps[-1].metrics["accuracy"] > steps[0].metrics["accuracy"]
     AutoModelForCausalLM.from_pretrained(straight.run_dir / "final")
-
-    ckpt = {"enable_checkpoint": True, "save_freq": 5, "save_mode": "sync", "export_safetensors": False}
-    broken = start(supervised(model, ckpt=ckpt), "broken")
-    with broken.stopped_before(8) as (ranks, _):
-        ranks[0].kill()
-        wait_ranks(ranks)
-    for code, output in wait_ranks(broken.start_policy()):
-        assert code == 0, output
-    assert "resumed from" in output
+    held_out = {record["version"]: record["loss"] for record in validations_of(straight)}
+    assert list(held_out) == [0, 5, 10, 15, 18]
+    assert held_out[18] < 0.5 * held_out[0]
+    best = [
+        json.loads((job.run_dir / "checkpoints" / "best.json").read_text())
+        for job in (straight, start_again(broken))
+    ]
+    loss, version = min((loss, version) for version, loss in held_out.items() if version)
+    assert [(-one["score"], one["name"]) for one in best] == [(loss, f"step-{version:08d}")] * 2
+    assert validations_of(broken) == validations_of(straight)
     for name, tensor in straight.final().items():
         assert torch.equal(tensor, broken.final()[name]), name
+
+
+def start_again(job: Job) -> Job:
+    """Kill the trainer before it commits step 8; another one trains to the end."""
+    with job.stopped_before(8) as (ranks, _):
+        ranks[0].kill()
+        wait_ranks(ranks)
+    for code, output in wait_ranks(job.start_policy()):
+        assert code == 0, output
+        assert "resumed from" in output
+    return job
 
 
 @pytest.mark.slow
