@@ -1,44 +1,15 @@
-"""How a job ends when it cannot go on, or by Ctrl-C; see test_kills for what it survives."""
+"""How a job ends when it cannot go on; see test_kills for what it survives, and test_job for Ctrl-C."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.program import Program, write_config
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_ctrl_c_ends_in_order_and_leaves_nobody(tmp_path: Path, model: Path, engine: str) -> None:
-    config = write_config(tmp_path, model, engine=engine, steps=2000, rows=20_000, validation=False)
-    with Program(config) as program:
-        program.until_step(2)
-        program.note_processes()
-        program.process.send_signal(signal.SIGINT)
-        assert program.wait() == 130
-        program.wait_no_orphans(timeout=1.0)
-
-
-@pytest.mark.soak
-def test_a_crashing_replica_ends_the_job_when_its_budget_is_used_up(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, steps=2000, rows=20_000, validation=False)
-    config.write_text(config.read_text().replace("cpu_threads = 1", "cpu_threads = 1\nmax_restarts = 1"))
-    with Program(config) as program:
-        program.until_step(2)
-        first = program.pid_of("rollout_worker")
-        os.kill(first, signal.SIGKILL)
-        until(lambda: program.pid_of("rollout_worker") != first, "the second start")
-        program.kill("rollout_worker")
-        assert program.wait() == 1
-    assert "max_restarts" in program.output()
 
 
 def test_data_that_cannot_be_prepared_is_a_clear_error(tmp_path: Path, model: Path) -> None:

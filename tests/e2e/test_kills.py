@@ -93,7 +93,7 @@ def test_whoever_gets_a_signal_nothing_is_lost(tmp_path: Path, model: Path) -> N
     assert not any("waiting for the name" in log for log in logs), "successors have their places at once"
 
 
-def moody_job(folder: Path, model: Path, kinds: list[str], rows: int, **changes: str) -> Path:
+def moody_job(folder: Path, model: Path, kinds: list[str], rows: int) -> Path:
     """A job whose first prompts are of these kinds, in their order."""
     (folder / "rewards.py").write_text(REWARDS)
     answers = [*kinds, *["plain"] * (rows - len(kinds))]
@@ -104,7 +104,7 @@ def moody_job(folder: Path, model: Path, kinds: list[str], rows: int, **changes:
     for old, new in {
         '"synthetic:addition"\noptions = { n = 200, digits = 2, phrasings = 1 }': f'"{folder}/rows.jsonl"',
         "{ boxed_math = 1.0, format = 0.2 }": f'{{ "{folder}/rewards.py:moody" = 1.0 }}\ndataloader_shuffle = false',
-        "[controller]\n": f'[reward]\ntimeout = 5.0\n{changes["reward"]}\n[custom]\nmarker = "{folder}/"\n\n'
+        "[controller]\n": f'[reward]\ntimeout = 5.0\nretries = 0\n[custom]\nmarker = "{folder}/"\n\n'
         f"[controller]\nmax_attempts = 2\n",
         "[launcher]\n": "[launcher]\nmax_restarts = 20\n",
     }.items():
@@ -126,7 +126,7 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
 ) -> None:
     # By the bound the first prompts have their end, or their step waits for them, before the last kind is leased.
     kinds = ["hangs", "plain", "exits", "raises", *["plain"] * 36, "kills"]
-    config = moody_job(tmp_path, model, kinds, 60, reward="retries = 0")
+    config = moody_job(tmp_path, model, kinds, 60)
     with Program(config) as program:
 
         def both(client: Client) -> list[dict[str, Any]] | None:
@@ -150,12 +150,3 @@ def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
         assert any(kind in sample["error"] for sample in json.loads(shown)), "and as samples"
         assert kind in program.output(), "and when it first happened"
     assert counted["timeouts"] >= 1
-
-
-@pytest.mark.soak
-def test_failing_rewards_are_masked_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
-    config = moody_job(tmp_path, model, ["hangs", "exits"], 12, reward='on_error = "mask"\nretries = 0')
-    with Program(config) as program:
-        summary = program.finish()
-    ledger = check_ledger(summary, 2, trained=12)
-    assert sum(ledger.staleness.values()) == 12 * 4 - 2, "two samples without a reward are not trained"

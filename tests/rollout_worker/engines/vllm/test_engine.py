@@ -499,44 +499,6 @@ def test_our_names_are_those_of_the_installed_vllm() -> None:
     assert set(sampling) <= set(SamplingParams.__struct_fields__)
 
 
-PROGRAM = """
-import asyncio, sys
-from pathlib import Path
-from schema.config import Config
-from schema.config.sections.policy import LoraConfig
-from rollout_worker.engines import create_engine
-
-async def main():
-    engine = create_engine(Config.model_validate_json(Path(sys.argv[1]).read_text()), None, frozenset({256}))
-    await engine.start()
-    print("started", flush=True)
-    await asyncio.sleep(3600)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.soak
-def test_nothing_outlives_a_killed_worker(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "config.json").write_text(config_of(tmp_path).model_dump_json())
-    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "config.json")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-    assert worker.stdout is not None
-    try:
-        assert worker.stdout.readline().strip() == "started"
-        below = psutil.Process(worker.pid).children(recursive=True)
-        assert any(child.name().startswith("VLLM") for child in below)
-    finally:
-        worker.kill()
-        worker.wait(PATIENCE)
-        worker.stdout.close()
-    _, left = psutil.wait_procs(below, timeout=PATIENCE)
-    assert left == []
-
-
 def test_closing_while_it_boots(tmp_path: Path) -> None:
     engine = create_engine(config_of(tmp_path), tokenizer(), frozenset({EOS}))
 
