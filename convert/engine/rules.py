@@ -13,12 +13,12 @@ A value that cannot be understood makes its entry `unknown` with the reason; it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from convert.engine import values
 from convert.engine.keys import dotted, split_key
-from convert.engine.model import Addition, Result, implicit
+from convert.engine.model import Addition, Result, implicit, mapped
 from convert.engine.source import Source
 from convert.engine.unsupported import ClosedList
 
@@ -43,12 +43,25 @@ WARMUP_NOTE = "step t of W has (t + 1)/W of the rate here, t/W there"
 
 @dataclass(frozen=True)
 class KeyPath:
-    """One leaf key as a `Converter` sees it. rest: what a wildcard rule matched, dotted. line: from 1."""
+    """One leaf key as a `Converter` sees it.
+
+    rest: what a wildcard rule matched, dotted. line: from 1. ours: the keys that the row of the table lets it write.
+    """
 
     key: str
     value: Any
     rest: str = ""
     line: int | None = None
+    ours: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition(".")[2]
+
+    def to(self, *written: Any, note: str = "") -> Result:
+        """These values, written to the first of our keys of the row."""
+        return mapped(*zip(self.ours, written, strict=False), note=note)
 
 
 Run: TypeAlias = "Callable[[ConversionContext, KeyPath], Result]"
@@ -231,9 +244,11 @@ def computed(*ours: str, words: str, null: str = "") -> Callable[[Run], Converte
 
     def make(function: Run) -> Converter:
         def run(context: ConversionContext, leaf: KeyPath) -> Result:
-            return implicit(null) if leaf.value is None else function(context, leaf)
+            return (
+                implicit(null) if null and leaf.value is None else function(context, replace(leaf, ours=ours))
+            )
 
-        return Converter(run if null else function, ours, words)
+        return Converter(run, ours, words)
 
     return make
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from convert.engine import values
 from convert.engine.keys import words
 from convert.engine.model import Result, implicit, mapped, no_counterpart, unknown
 from convert.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
+from convert.engine.table import Table
 from convert.engine.values import BadValue, shown
 from convert.verl.unsupported import VERL
 
@@ -353,3 +355,7 @@ def compiled(ours: str) -> Converter:
         return mapped((ours, values.flag(leaf.value)))
 
     return convert
+
+
+KEYS = Table(Path(__file__).with_name("keys.txt"), globals())
+"""The rows of all keys; a part is made with the functions of its module."""

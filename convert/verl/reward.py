@@ -166,7 +166,7 @@ def evaluation_rules() -> tuple[Rule, ...]:
     """All rules of an evaluation file."""
     ours = "evaluation"
     return (
-        Rule("data.path", files(f"{ours}.dataset.files", "one file becomes a list")),
+        Rule("data.path", computed(f"{ours}.dataset.files", words="one file becomes a list")(files)),
         Rule("data.prompt_key", to.text(f"{ours}.prompt_column_name"), default="prompt"),
         Rule("data.response_key", to.text(f"{ours}.responses_column_name"), default="responses"),
         Rule("data.data_source_key", to.text(f"{ours}.data_source_column_name"), default="data_source"),

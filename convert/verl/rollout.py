@@ -6,6 +6,7 @@ from convert.engine import to, values
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs, rules_below
 from convert.engine.values import BadValue, shown
+from convert.verl.data import longest_response
 from convert.verl.facts import (
     POLICY,
     ROLLOUT,
@@ -20,7 +21,6 @@ from convert.verl.facts import (
     prompt_length,
     recipe,
     recorded_routing,
-    response_length,
     rollout_gpus,
     rollout_replicas,
     switched,
@@ -168,17 +168,6 @@ def _capture_sizes(context: ConversionContext, leaf: KeyPath) -> Result:
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
-@computed(
-    "rollout.max_response_length", "policy.model_max_length", words="model_max_length is prompt + answer"
-)
-def longest_response(context: ConversionContext, leaf: KeyPath) -> Result:
-    written = values.integer(leaf.value)
-    longest = response_length(context)
-    note = "" if longest == written else f"rollout.response_length = {longest} is what verl generates up to"
-    total = prompt_length(context) + longest
-    return mapped(("rollout.max_response_length", longest), ("policy.model_max_length", total), note=note)
-
-
 @computed(words="repeats data.max_prompt_length")
 def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is not None and values.integer(leaf.value) != prompt_length(context):
@@ -198,7 +187,14 @@ def _sampling() -> tuple[Rule, ...]:
         Rule(f"{ROLLOUT}.repetition_penalty", to.number(f"{_SAMPLING}.repetition_penalty")),
         Rule(f"{ROLLOUT}.do_sample", to.flag(f"{_SAMPLING}.do_sample"), default=True),
         Rule(f"{ROLLOUT}.ignore_eos", to.flag(f"{_SAMPLING}.ignore_eos"), default=False),
-        Rule(f"{ROLLOUT}.response_length", longest_response),
+        Rule(
+            f"{ROLLOUT}.response_length",
+            computed(
+                "rollout.max_response_length",
+                "policy.model_max_length",
+                words="model_max_length is prompt + answer",
+            )(longest_response),
+        ),
         Rule(f"{ROLLOUT}.prompt_length", _prompt),
         Rule(
             f"{ROLLOUT}.calculate_log_probs", to.always("the engine's log-probs always come with the samples")

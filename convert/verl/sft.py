@@ -47,9 +47,16 @@ def _data() -> tuple[Rule, ...]:
         role="engine",
     )
     table = {
-        "train_files": files(f"{POLICY}.dataset.files"),
+        "train_files": computed(
+            f"{POLICY}.dataset.files", words="one file becomes a list; `~` is written out"
+        )(files),
         "val_files": _val_files,
-        "image_key": image_column(f"{POLICY}.dataset", "validation.dataset"),
+        "image_key": computed(
+            f"{POLICY}.dataset.image_column_name",
+            "validation.dataset.image_column_name",
+            words="as it is: rows with a value there are refused",
+            null="null: verl looks at none",
+        )(image_column),
         "video_key": lacking("videos"),
         "audio_key": lacking("audios"),
         "prompt_key response_key prompt_dict_keys response_dict_keys": _column,
@@ -84,7 +91,7 @@ def _data() -> tuple[Rule, ...]:
 def _val_files(context: ConversionContext, leaf: KeyPath) -> Result:
     if not validates(context):
         return implicit("no effect without validation (test_freq = -1)")
-    return files("validation.dataset.files").run(context, leaf)
+    return files(context, leaf)
 
 
 def _fsdp() -> tuple[Rule, ...]:
