@@ -8,14 +8,15 @@
     loss = @actor.loss  choice(critic.loss_type, LOSSES)              the default is the value of another key
     @ checkpoint                                                      the rows of another part, below this table
     @ budget(critic)                                                  the rules that a function returns
+    $loss = policy_loss                         before the first part: a text that `$loss` stands for
 
-Two blanks or more stand before the converter; a line that begins with blanks continues the one before it. A
-value is written as in Python, a key of ours without quotes. A converter is called by its name, which is looked
-up, with or without a `_` before it, in what `rules` is given, in the names of the table and in
-`convert.engine.to`. A function that makes a `Converter` gets the arguments. A function of `(context, leaf)`
-gets a key and its value, and its arguments in the row are the keys of ours that it may write (`leaf.ours`,
-`leaf.to`); with `null="…"` it never gets a null. In a closed list there is no converter: `words` are the
-reason. Whatever is wrong with a row is a TableError that names file and line.
+Two blanks or more stand before the converter. A line that begins with two blanks continues the one before it, one
+that begins with four begins the converter. A value is written as in Python, a key of ours without quotes. A
+converter is called by its name, which is looked up, with or without a `_` before it, in what `rules` is given, in
+the names of the table and in `convert.engine.to`. A function that makes a `Converter` gets the arguments. A
+function of `(context, leaf)` gets a key and its value, and its arguments in the row are the keys of ours that it
+may write (`leaf.ours`, `leaf.to`); with `null="…"` it never gets a null. In a closed list there is no converter:
+`words` are the reason. Whatever is wrong with a row is a TableError that names file and line.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -36,7 +38,6 @@ _ROW = re.compile(
     r"(?P<keys>.+?)(?: = (?P<default>.+?))?(?: {2,}(?P<converter>[^|].*?))?(?: when (?P<when>\w+))?"
     r"(?:(?:^| +)\| (?P<words>.*))?"
 )
-_BRACES = re.compile(r"(\S*)\{([^}]*)\}(\S*)")
 
 
 class TableError(Exception):
@@ -56,23 +57,26 @@ class Row:
 
 
 class Names:
-    """What the names of a part stand for: the first of the sources, objects or mappings, that has one."""
+    """What the names of a part stand for: the first of the sources, objects or mappings, that has one.
 
-    def __init__(self, *sources: Any) -> None:
-        self.sources = sources
+    constants: the texts that the file names, which come first where a row is completed.
+    """
 
-    def find(self, name: str) -> Any:
-        """The value of a name; raises LookupError where no source has it."""
+    def __init__(self, constants: Mapping[str, str], *sources: Any) -> None:
+        self.constants, self.sources = constants, sources
+
+    def find(self, *spellings: str) -> Any:
+        """The value of a name in one of its spellings; raises LookupError where no source has it."""
         for source in self.sources:
-            for spelling in (name, f"_{name}"):
-                if isinstance(source, Mapping) and spelling in source:
-                    return source[spelling]
-                if not isinstance(source, Mapping) and hasattr(source, spelling):
-                    return getattr(source, spelling)
-        raise LookupError(f"`{name}` is not known")
+            for name in spellings:
+                if isinstance(source, Mapping) and name in source:
+                    return source[name]
+                if not isinstance(source, Mapping) and hasattr(source, name):
+                    return getattr(source, name)
+        raise LookupError(f"`{spellings[0]}` is not known")
 
     def __getitem__(self, name: str) -> str:
-        value = self.find(name)
+        value = self.constants[name] if name in self.constants else self.find(name, f"_{name}")
         return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -80,31 +84,36 @@ class Table:
     """One file of rows. names: what its parts share, next to the converters of `convert.engine.to`."""
 
     def __init__(self, path: Path, *names: Any) -> None:
-        self.path, self.shared = path, (*names, vars(to), vars(values))
-        self.parts: dict[str, list[tuple[str, str]]] = {}
-        self.used: set[str] = set()
-        lines: list[tuple[str, str]] = []
+        self.parts: dict[str, list[tuple[str, str]]] = {"": []}
+        lines = self.parts[""]
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
             if line.startswith("== "):
                 lines = self.parts.setdefault(line[3:].strip(), [])
-            elif line.startswith(" ") and lines:
+            elif line.startswith("  ") and lines:
                 place, before = lines[-1]
-                lines[-1] = (place, f"{before}{' ' if ' | ' in before else '  '}{line.strip()}")
+                lines[-1] = (place, before + ("  " if line.startswith("    ") else " ") + line.strip())
             elif line.strip() and not line.startswith("#"):
                 lines.append((f"{path.name}:{number}", line.rstrip()))
+        constants = (text.partition(" = ") for _, text in self.parts.pop(""))
+        self.constants = {name.removeprefix("$"): text for name, _, text in constants}
+        self.shared = (*names, vars(to), vars(values))
+        self.used: set[str] = set()
+
+    def _known(self, names: Iterable[Any]) -> Names:
+        return Names(self.constants, *names, *self.shared)
 
     def rules(self, part: str, *names: Any) -> tuple[Rule, ...]:
         """The rules of a part, in the order of its rows. Raises TableError."""
-        known = Names(*names, *self.shared)
+        known = self._known(names)
         return tuple(rule for row in self._rows(part, known) for rule in self._rules(row, known))
 
     def reasons(self, part: str, *names: Any) -> dict[str, str]:
         """The words of each key of a part. Raises TableError."""
-        return {keys[0]: row.words for row in self._rows(part, Names(*names)) for keys in row.keys}
+        return {keys[0]: row.words for row in self._rows(part, self._known(names)) for keys in row.keys}
 
     def neutral(self, part: str, *names: Any) -> dict[str, tuple[Any, ...]]:
         """The values behind the `=` of each key of a part, () without. Raises TableError."""
-        known = Names(*names)
+        known = self._known(names)
         return {
             keys[0]: () if row.default is None else self._at(row, f"({row.default},)", known)
             for row in self._rows(part, known)
@@ -160,7 +169,7 @@ class Table:
         match node:
             case ast.Name(id=name):
                 self.used.add(name)
-                return names.find(name)
+                return names.find(name, f"_{name}")
             case ast.Attribute():
                 return ast.unparse(node)
             case ast.List(elts=items):
@@ -182,14 +191,18 @@ def _row(place: str, text: str, prefix: str, when: str | None) -> Row:
     match = _ROW.fullmatch(text)
     if match is None:
         raise TableError(f"{place}: expected `key = default  converter | words`, got `{text}`")
-    keys = _BRACES.sub(
-        lambda braces: " ".join(f"{braces[1]}{n}{braces[3]}" for n in braces[2].split()), match["keys"]
-    )
     start = f"{prefix}." if prefix else ""
-    spelled = tuple(tuple(f"{start}{name}" for name in key.split("/")) for key in keys.split())
+    spelled = tuple(tuple(f"{start}{name}" for name in key.split("/")) for key in _expanded(match["keys"]))
     return Row(
         place, spelled, match["default"], match["converter"], match["when"] or when, match["words"] or ""
     )
+
+
+def _expanded(keys: str) -> Iterator[str]:
+    """The keys with blanks between them; `a.{b c}` is `a.b a.c`."""
+    for word in re.findall(r"(?:[^\s{]|\{[^}]*\})+", keys):
+        parts = re.split(r"\{([^}]*)\}", word)  # every second one stood in braces
+        yield from map("".join, product(*(part.split() if n % 2 else [part] for n, part in enumerate(parts))))
 
 
 def _is_run(function: Callable[..., Any]) -> bool:

@@ -73,7 +73,7 @@ def clip_sides(value: Any, low: str = "", high: str = "") -> Result:
     return mapped(*((key, side) for key, side in sides if key), note=note)
 
 
-def switch(*targets: Target, words: str, off: str = "false: off") -> Converter:
+def switch(*targets: Target, words: str = "", off: str = "false: off") -> Converter:
     """True writes these; for false and null nothing needs to be written."""
 
     @computed(*(key for key, _ in targets), words=words, null=off)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from convert.engine import values
 from convert.engine.model import Result, implicit, mapped, no_counterpart
-from convert.engine.rules import ConversionContext, KeyPath, Rule
+from convert.engine.rules import ConversionContext, KeyPath
 from convert.engine.values import BadValue, shown
 from convert.verl.facts import (
-    KEYS,
-    POLICY,
     ROLLOUT,
+    TRAIN,
+    VALID,
     group_size,
     is_streamed,
     prompt_length,
@@ -17,13 +17,6 @@ from convert.verl.facts import (
     without_counterpart,
 )
 from convert.verl.unsupported import VERL
-
-TRAIN, VALID = f"{POLICY}.dataset", "validation.dataset"
-
-
-def data_rules() -> tuple[Rule, ...]:
-    """All rules of `data`."""
-    return KEYS.rules("data", globals())
 
 
 def files(context: ConversionContext, leaf: KeyPath) -> Result:

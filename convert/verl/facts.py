@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from convert.engine import values
+from convert.engine.fallback import MEGATRON_SPEED
 from convert.engine.keys import words
-from convert.engine.model import Result, implicit, mapped, no_counterpart, unknown
+from convert.engine.model import Result, implicit, no_counterpart, unknown
 from convert.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
 from convert.engine.table import Table
 from convert.engine.values import BadValue, shown
-from convert.verl.unsupported import VERL
+from convert.verl.unsupported import LISTED, VERL
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 POLICY = "train.train_policy"
+
+TRAIN, VALID = f"{POLICY}.dataset", "validation.dataset"
+CORRECTION = f"{POLICY}.rollout_correction"
+KL_TYPES = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "full": "full",
+}
+GRANULARITY = {"full": "full", "selective": "selective"}
 
 _OUTCOME_ESTIMATORS = words(
     "grpo grpo_vectorized rloo rloo_vectorized remax opo gpg grpo_passk reinforce_plus_plus_baseline"
@@ -48,6 +64,16 @@ def is_megatron(context: ConversionContext, role: str = ACTOR) -> bool:
 def is_veomni(context: ConversionContext, role: str = ACTOR) -> bool:
     """Whether a role is trained by VeOmni."""
     return context.text(f"{role}.strategy") == "veomni"
+
+
+def not_veomni(context: ConversionContext) -> bool:
+    """Whether the actor is trained by another engine than VeOmni."""
+    return not is_veomni(context)
+
+
+def is_on(switch: str) -> Callable[[ConversionContext], bool]:
+    """A condition: that switch of the file is true."""
+    return lambda context: context.flag(switch)
 
 
 def widths(context: ConversionContext, role: str = ACTOR) -> dict[str, int]:
@@ -308,7 +334,7 @@ def path_and_name(table: str, ours: str) -> Converter:
     def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         file, name = context.get(f"{table}.path", None), context.get(f"{table}.name", None)
         if isinstance(file, str) and isinstance(name, str):
-            return mapped((ours, f"{values.path(file)}:{name}"), note="path:name")
+            return leaf.to(f"{values.path(file)}:{name}", note="path:name")
         return implicit("null: none" if leaf.value is None else "no effect without the other one")
 
     return convert
@@ -333,10 +359,9 @@ def router_replay(context: ConversionContext, leaf: KeyPath) -> Result:
         raise BadValue(f"expected disabled, R2 or R3, got {shown(mode)}")
     stops = "verl ends at the first batch without rollout.enable_rollout_routing_replay"
     recorded = context.flag(f"{ROLLOUT}.enable_rollout_routing_replay")
-    return mapped((f"{POLICY}.routing_replay", "ids"), note="" if recorded else stops)
+    return leaf.to("ids", note="" if recorded else stops)
 
 
-@computed(words="follows from the actor's `router_replay.mode`")
 def recorded_routing(context: ConversionContext, leaf: KeyPath) -> Result:
     """The engine's part of R3."""
     values.flag(leaf.value)
@@ -345,17 +370,14 @@ def recorded_routing(context: ConversionContext, leaf: KeyPath) -> Result:
     return implicit("verl uses the experts that engines return with router_replay.mode = R3 alone")
 
 
-def compiled(ours: str) -> Converter:
+def compiled(context: ConversionContext, leaf: KeyPath) -> Result:
     """True or false as it is, unless replayed experts enter the layers from outside."""
-
-    @computed(ours, words="false with `router_replay.mode = R3`", null="null: the default")
-    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
-        if replays_routing(context):
-            return mapped((ours, False), note="layers that replayed experts enter are not compiled")
-        return mapped((ours, values.flag(leaf.value)))
-
-    return convert
+    if replays_routing(context):
+        return leaf.to(False, note="layers that replayed experts enter are not compiled")
+    return leaf.to(values.flag(leaf.value))
 
 
-KEYS = Table(Path(__file__).with_name("keys.txt"), globals())
+KEYS = Table(
+    Path(__file__).with_name("keys.txt"), globals(), LISTED.constants, {"MEGATRON_SPEED": MEGATRON_SPEED}
+)
 """The rows of all keys; a part is made with the functions of its module."""

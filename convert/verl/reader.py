@@ -10,33 +10,17 @@ GPUs: what follows from that for a whole file is added in `_finish`. Facts of se
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from convert.engine import to
 from convert.engine.keys import words
 from convert.engine.model import Result, implicit, unknown
 from convert.engine.rules import HYDRA_KEYS, ConversionContext, Reader, Rule
 from convert.engine.source import Source
-from convert.verl.actor import actor_rules, reference_rules
-from convert.verl.algorithm import algorithm_rules, critic_rules, needs_critic
-from convert.verl.data import data_rules
-from convert.verl.facts import (
-    MODEL,
-    POLICY,
-    async_mode,
-    has_critic,
-    lacking,
-    staleness,
-    switched,
-    sync_interval,
-    widths,
-)
-from convert.verl.model import Model
-from convert.verl.reward import evaluation_rules, reward_name, reward_rules
-from convert.verl.rollout import rollout_rules
-from convert.verl.sft import sft_rules
-from convert.verl.shared import profiler_rules
-from convert.verl.trainer import trainer_rules
+from convert.verl import actor, algorithm, data, mesh, model, optim, reward, rollout, sft, shared, trainer
+from convert.verl.algorithm import needs_critic
+from convert.verl.facts import KEYS, POLICY, async_mode, has_critic, staleness, sync_interval, widths
+from convert.verl.reward import reward_name
 from convert.verl.unsupported import VERL
 
 KINDS = {
@@ -69,43 +53,14 @@ def _detect(source: Source) -> str | None:
     return "rl" if has("trainer.default_hdfs_dir custom_reward_function") else None
 
 
+@cache
 def _rules(kind: str) -> tuple[Rule, ...]:
-    if kind == "sft":
-        return (*sft_rules(), *_common())
-    if kind == "evaluation":
-        return (*evaluation_rules(), *_common())
-    return (
-        *data_rules(),
-        *Model(MODEL, "policy").rules(),
-        *actor_rules(),
-        *reference_rules(),
-        *rollout_rules(),
-        *critic_rules(),
-        *reward_rules(),
-        *algorithm_rules(),
-        *trainer_rules("rl"),
-        Rule("actor_rollout_ref.nccl_timeout", to.always("collectives end with the process that is missing")),
-        *profiler_rules("actor_rollout_ref"),
-        Rule("actor_rollout_ref.ref.optim.*", to.always("the reference model never trains")),
-        *(
-            Rule(f"skip.{name}.*", switched(f"skip.{name}.enable"))
-            for name in ("rollout", "rollout_tq", "async_rollout")
-        ),
-        Rule("distillation.*", switched("distillation.enabled")),
-        Rule("transfer_queue.*", switched("transfer_queue.enable")),
-        *_common(),
-    )
-
-
-def _common() -> tuple[Rule, ...]:
-    return (
-        Rule("defaults", lacking([], ["_self_"])),
-        Rule("model_engine", to.always("names the files that Hydra composed; the roles' strategy counts")),
-        Rule("hydra.*", to.always("settings of the command line")),
-        Rule("global_profiler.tool", lacking()),
-        Rule("global_profiler.*", to.always("details of verl's profilers")),
-        Rule("profiler.*", to.always("details of verl's profilers")),
-    )
+    silent = {
+        "epochs": 30 if kind == "rl" else 4,
+        "project": "verl_examples" if kind == "rl" else "gsm8k-sft",
+    }
+    modules = (data, model, actor, mesh, optim, rollout, reward, algorithm, trainer, shared, sft)
+    return KEYS.rules(kind, silent, *map(vars, modules))
 
 
 def _artefact(key: str, value: Any) -> Result | None:

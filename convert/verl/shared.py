@@ -4,116 +4,68 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convert.engine import to, values
+from convert.engine import values
 from convert.engine.model import Result, implicit, mapped
-from convert.engine.rules import (
-    ABSENT,
-    ConversionContext,
-    Converter,
-    KeyPath,
-    Rule,
-    When,
-    computed,
-    rules_below,
-)
+from convert.engine.rules import ABSENT, ConversionContext, Converter, KeyPath, Rule, When
 from convert.engine.values import BadValue, shown
 from convert.verl.facts import ACTOR, data_parallel, lacking, widths
 
-INFERENCE_BATCHES = "ppo_infer_micro_batch_size_per_gpu ppo_infer_max_token_len_per_gpu"
-INFERENCE_REASON = "how much a pass without gradients takes at once changes no number"
 _CONTENTS = ("model", "optimizer", "extra")
 
 
-def checkpoint_rules(prefix: str, when: When | None = None) -> tuple[Rule, ...]:
-    """`checkpoint` of a role. `contents` is what older versions call save_contents."""
-    ckpt = f"{prefix}.checkpoint" if prefix else "checkpoint"
-    save = f"{ckpt}.save_contents"
-
-    def contents(context: ConversionContext) -> list[str]:
-        try:
-            return values.texts(context.get(save, list(_CONTENTS)))
-        except BadValue:
-            return list(_CONTENTS)
-
-    def checked(names: list[str]) -> list[str]:
-        for name in names:
-            if name not in (*_CONTENTS, "hf_model"):
-                raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(name)}")
-        return names
-
-    @computed(
-        "train.ckpt.save_contents", "train.ckpt.export_safetensors", words="`hf_model` → export_safetensors"
-    )
-    def saved(context: ConversionContext, leaf: KeyPath) -> Result:
-        names = list(_CONTENTS) if leaf.value is None else checked(values.texts(leaf.value))
-        kept = [name for name in _CONTENTS if name in names] or ["model"]
-        export = ("train.ckpt.export_safetensors", "hf_model" in names)
-        return mapped(("train.ckpt.save_contents", kept), export, note="hf_model is export_safetensors")
-
-    @computed(
-        "train.ckpt.load_contents",
-        "train.ckpt.load_schedule",
-        words="unset where it is save_contents; model before hf_model; without extra the config's schedule",
-    )
-    def loaded(context: ConversionContext, leaf: KeyPath) -> Result:
-        names = values.texts(leaf.value) if leaf.value is not None else contents(context)
-        if sorted(names) == sorted(contents(context)):
-            return implicit("the same as save_contents: all that was saved")
-        if {"model", "hf_model"} <= set(checked(names)):  # the shards are the exact ones
-            names = [name for name in names if name != "hf_model"]
-        own_schedule = [] if "extra" in names else [("train.ckpt.load_schedule", False)]
-        return mapped(("train.ckpt.load_contents", names), *own_schedule)
-
-    mode = to.converted(
-        "train.ckpt.save_mode",
-        lambda value: "async" if values.flag(value) else "sync",
-        "true → `async`, false → `sync`",
-        null="",
-    )
-    table = {
-        "save_contents": saved,
-        "load_contents": loaded,
-        "async_save": mode,
-        "strict": to.always("every tensor is checked when it is loaded"),
-        "*": lacking({}, False),
-    }
-    defaults = {"save_contents": list(_CONTENTS), "async_save": False} if when is None else {}
-    return rules_below(ckpt, table, when, defaults, {"save_contents": ("contents",)})
+def _contents(context: ConversionContext, leaf: KeyPath) -> list[str]:
+    """What `save_contents` of the same table names."""
+    try:
+        return values.texts(context.get(f"{leaf.key.rpartition('.')[0]}.save_contents", list(_CONTENTS)))
+    except BadValue:
+        return list(_CONTENTS)
 
 
-def profiler_rules(prefix: str) -> tuple[Rule, ...]:
-    """`profiler` of newer versions and `profile` of older ones."""
-    old, new = f"{prefix}.profile", f"{prefix}.profiler"
+def _checked(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in (*_CONTENTS, "hf_model"):
+            raise BadValue(f"expected model, optimizer, extra or hf_model, got {shown(name)}")
+    return names
 
-    def on(context: ConversionContext) -> bool:
-        return context.flag(f"{new}.enable") or context.flag(f"{old}.use_profile")
 
-    @computed(words="details of verl's profilers")
-    def detail(context: ConversionContext, leaf: KeyPath) -> Result:
-        if not on(context):
-            return implicit("no effect while the profiler is off")
-        return lacking(False, [], "").run(context, leaf)
+def _saved(context: ConversionContext, leaf: KeyPath) -> Result:
+    names = list(_CONTENTS) if leaf.value is None else _checked(values.texts(leaf.value))
+    kept = [name for name in _CONTENTS if name in names] or ["model"]
+    return leaf.to(kept, "hf_model" in names, note="hf_model is export_safetensors")
 
-    @computed("profiler.sub_profiler_config.rank_filter", words="as they are")
-    def ranks(context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value in (None, []) or not on(context):
-            return implicit("no effect while the profiler is off")
-        if not isinstance(leaf.value, list):
-            raise BadValue(f"expected a list of ranks, got {shown(leaf.value)}")
-        return mapped(
-            ("profiler.sub_profiler_config.rank_filter", [values.integer(rank) for rank in leaf.value])
-        )
 
-    switches = (("profiler.enable_profiler", True), ("profiler.sub_profiler_config.do_profile", True))
-    switch = to.switch(*switches, words="true turns both on")
-    return (
-        Rule(f"{new}.enable", switch),
-        Rule(f"{old}.use_profile", switch),
-        Rule(f"{new}.ranks", ranks),
-        Rule(f"{old}.profile_ranks", ranks),
-        Rule(f"{new}.*", detail),
-        Rule(f"{old}.*", detail),
-    )
+def _loaded(context: ConversionContext, leaf: KeyPath) -> Result:
+    saved = _contents(context, leaf)
+    names = saved if leaf.value is None else values.texts(leaf.value)
+    if sorted(names) == sorted(saved):
+        return implicit("the same as save_contents: all that was saved")
+    if {"model", "hf_model"} <= set(_checked(names)):  # the shards are the exact ones
+        names = [name for name in names if name != "hf_model"]
+    return leaf.to(names) if "extra" in names else leaf.to(names, False)
+
+
+def _save_mode(context: ConversionContext, leaf: KeyPath) -> Result:
+    return leaf.to("async" if values.flag(leaf.value) else "sync")
+
+
+def _profiles(context: ConversionContext, leaf: KeyPath) -> bool:
+    """Whether the profiler of the role is on, by the newer table or the older one."""
+    role = leaf.key.partition(".profile")[0]
+    return context.flag(f"{role}.profiler.enable") or context.flag(f"{role}.profile.use_profile")
+
+
+def _profiler_detail(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not _profiles(context, leaf):
+        return implicit("no effect while the profiler is off")
+    return lacking(False, [], "").run(context, leaf)
+
+
+def _ranks(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value in (None, []) or not _profiles(context, leaf):
+        return implicit("no effect while the profiler is off")
+    if not isinstance(leaf.value, list):
+        raise BadValue(f"expected a list of ranks, got {shown(leaf.value)}")
+    return leaf.to([values.integer(rank) for rank in leaf.value])
 
 
 @dataclass(frozen=True)
@@ -123,24 +75,20 @@ class Budget:
         use_dynamic_bsz false:  mini_batch = micro_batch_size_per_gpu, else micro_batch_size // data-parallel ranks
         use_dynamic_bsz true:   max_token_len_per_mini_batch = max_token_len_per_gpu * sequence-parallel size
 
-    Full keys of verl; "" where the pass has no such key. ours: (samples, tokens).
-
-    pipeline: our key of what goes through the pipeline at once. shared: the switch that counts where the pass
-    has none of its own. role: whose mesh cuts the batch.
+    Full keys of verl; "" where the pass has no such key. ours: (samples, tokens). pipeline: our key of what goes
+    through the pipeline at once. role: whose mesh cuts the batch.
     """
 
     per_gpu: str
+    whole: str
+    switch: str
+    tokens: str
     ours: tuple[str, str]
-    pipeline: str = ""
-    whole: str = ""
-    switch: str = ""
-    tokens: str = ""
-    shared: str = f"{ACTOR}.use_dynamic_bsz"
-    role: str = ACTOR
-    default_tokens: int | None = None
-    when: When | None = None
+    pipeline: str
+    role: str
+    default_tokens: int | None
 
-    def rules(self) -> tuple[Rule, ...]:
+    def rules(self, when: When | None) -> tuple[Rule, ...]:
         """One rule per key."""
         samples, tokens = self.ours
         twin = "deprecated twin: divided by the data-parallel ranks, where the newer key is null"
@@ -153,7 +101,7 @@ class Budget:
         }
         defaults = {} if self.default_tokens is None else {self.tokens: self.default_tokens}
         return tuple(
-            Rule(key, converter, defaults.get(key, ABSENT), when=self.when)
+            Rule(key, converter, defaults.get(key, ABSENT), when=when)
             for key, converter in converters.items()
             if key
         )
@@ -161,7 +109,7 @@ class Budget:
     def by_tokens(self, context: ConversionContext) -> bool:
         """Whether this pass cuts by tokens."""
         own = bool(self.switch) and context.has(self.switch)
-        return bool(self.tokens) and context.flag(self.switch if own else self.shared)
+        return bool(self.tokens) and context.flag(self.switch if own else f"{ACTOR}.use_dynamic_bsz")
 
     def token_cap(self, context: ConversionContext) -> int | None:
         """Tokens of a micro-batch, shared by the sequence-parallel ranks."""
@@ -215,3 +163,28 @@ class Budget:
         own, width = values.integer(leaf.value), widths(context, self.role)["cp"]
         note = f"{own} per GPU × {width} sequence-parallel ranks" if width > 1 else ""
         return mapped((self.ours[1], own * width), note=note)
+
+
+def budget(
+    table: str,
+    start: str,
+    ours: str,
+    *,
+    samples: str = "mini_batch",
+    switch: str = "use_dynamic_bsz",
+    tokens: str = "$max_token_len_per_gpu",
+    pipeline: str = "",
+    role: str = ACTOR,
+    default_tokens: int | None = None,
+    when: When | None = None,
+) -> tuple[Rule, ...]:
+    """The rules of the micro-batches of one pass: its keys are in a table, and their names have a start."""
+    names = (
+        f"{start}micro_batch_size_per_gpu",
+        f"{start}micro_batch_size",
+        switch,
+        tokens.replace("$", start),
+    )
+    per_gpu, whole, by_tokens, most = (f"{table}.{name}" if name else "" for name in names)
+    written = (f"{ours}.{samples}", f"{ours}.max_token_len_per_mini_batch")
+    return Budget(per_gpu, whole, by_tokens, most, written, pipeline, role, default_tokens).rules(when)
