@@ -9,8 +9,9 @@ system made from verl.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from convert.engine.keys import lookup, words
@@ -26,10 +27,14 @@ class Foreign:
     """
 
     title: str
-    signs: tuple[str, ...] = ()
-    script: str = ""
-    remedy: str = ""
-    is_made_from_verl: bool = False
+    signs: tuple[str, ...]
+    script: str
+    remedy: str
+
+    @property
+    def is_made_from_verl(self) -> bool:
+        """Whether its files have verl's keys, next to its own."""
+        return self.remedy.startswith("it is made from verl")
 
     def matches(self, data: Mapping[str, Any]) -> bool:
         """Whether a configuration has all keys of one of the signs."""
@@ -40,194 +45,18 @@ class Foreign:
         )
 
 
-_FROM_VERL = (
-    "it is made from verl, and its own parts, which decide what is trained, have no counterpart here. To convert "
-    "what it shares with verl, and write the rest by hand: --system verl"
-)
-_NO_JOB = (
-    "it says how a job is started or sharded; what is trained stands in the file or script of the training"
-)
+def _read(text: str) -> Iterator[Foreign]:
+    """The rows of `foreign.txt`, whose columns have two blanks between them."""
+    remedy = ""
+    for line in filter(None, text.splitlines()):
+        if line.startswith("=="):
+            remedy = line[3:]
+        elif not line.startswith("#"):
+            title, signs, script = line.split("  ")
+            yield Foreign(title, () if signs == "-" else tuple(signs.split(", ")), "" if script == "-" else script, remedy)
 
-SYSTEMS_WITHOUT_READER: tuple[Foreign, ...] = (
-    Foreign(
-        "EasyR1",
-        ("worker.actor", "worker.rollout", "worker.reward", "worker.ref", "worker.critic"),
-        r"verl\.trainer\.main(?![\w.])|(?<![\w.])worker\.(?:actor|rollout|reward|ref|critic)\.",
-        "it is made from verl and has most keys under names of its own; `cosmos-launch explain` knows those of verl",
-        is_made_from_verl=True,
-    ),
-    Foreign(
-        "RAGEN",
-        ("es_manager", "agent_proxy", "ctx_manager"),
-        r"(?<![\w.])(?:es_manager|agent_proxy|ctx_manager)\.|(?<![\w/])ragen\.",
-        _FROM_VERL,
-        is_made_from_verl=True,
-    ),
-    Foreign("rLLM", ("rllm",), r"(?<![\w/])rllm\.|(?<![\w/])rllm (?:train|eval)\b", _FROM_VERL, True),
-    Foreign(
-        "verl-agent",
-        ("env.env_name actor_rollout_ref", "env.env_name algorithm", "algorithm.gigpo"),
-        r"(?<![\w.])env\.env_name=|(?<![\w.])algorithm\.gigpo\.",
-        _FROM_VERL,
-        is_made_from_verl=True,
-    ),
-    Foreign("Agent Lightning", ("agentlightning",), r"\bagentlightning\b", _FROM_VERL, True),
-    Foreign(
-        "SkyRL",
-        (
-            "trainer.placement.colocate_all",
-            "trainer.policy.model",
-            "generator.sampling_params",
-            "generator.n_samples_per_prompt",
-            "generator.num_inference_engines",
-            "generator.inference_engine",
-            "environment.env_class",
-        ),
-        r"\bskyrl(?:_\w+|-\w+)?\b|(?<![\w.])generator\.(?:n_samples_per_prompt|num_inference_engines)=",
-    ),
-    Foreign(
-        "NeMo RL",
-        (
-            "grpo.num_prompts_per_step",
-            "loss_fn policy",
-            "policy.dtensor_cfg",
-            "policy.megatron_cfg",
-            "policy.generation.vllm_cfg",
-            "policy.train_global_batch_size",
-            "distillation policy.model_name",
-        ),
-        r"\bnemo_rl\b|\brun_(?:grpo|sft|dpo|rm|distillation)(?:_\w+)?\.py",
-    ),
-    Foreign(
-        "NeMo Aligner",
-        (
-            "trainer.ppo",
-            "trainer.grpo",
-            "trainer.dpo",
-            "trainer.sft model",
-            "pretrained_checkpoint.restore_from_path",
-        ),
-        r"\bnemo_aligner\b|\btrain_gpt_\w+\.py",
-    ),
-    Foreign(
-        "prime-rl",
-        (
-            "orchestrator",
-            "trainer.optim inference",
-            "trainer.model.impl",
-            "inference model.name",
-            "inference.model",
-            "inference.parallel",
-            "model.name optim.lr",
-            "rollouts_per_example",
-        ),
-        r"\bprime[-_]rl\b|\buv run (?:rl|sft|trainer|orchestrator|inference) (?:@|--\w+ @)",
-    ),
-    Foreign(
-        "AReaL",
-        (
-            "allocation_mode",
-            "gconfig",
-            "actor.mb_spec",
-            "train_dataset.batch_size actor",
-            "rollout.max_head_offpolicyness",
-            "cluster.name_resolve",
-        ),
-        r"\bareal(?:ite)?\b(?!/)",
-    ),
-    Foreign(
-        "slime or miles",
-        ("hf_checkpoint rollout_batch_size", "hf_checkpoint num_rollout", "rollout_num_gpus", "num_rollout"),
-        r"--hf-checkpoint\b|--num-rollout\b|--rollout-num-gpus\b|--rollout-function-path\b|\bslime\.|\bmiles\.",
-    ),
-    Foreign(
-        "OpenRLHF",
-        ("prompt_data pretrain", "prompt_data rollout_batch_size", "prompt_data n_samples_per_prompt"),
-        r"\bopenrlhf\b|--reward_pretrain\b|--remote_rm_url\b|--vllm_num_engines\b|--init_kl_coef\b",
-    ),
-    Foreign(
-        "Trinity-RFT",
-        ("algorithm.algorithm_type", "explorer buffer", "explorer synchronizer"),
-        r"\btrinity run\b|\btrinity\.(?:cli|common|explorer|trainer)\b",
-    ),
-    Foreign("PipelineRL", ("finetune.rl", "finetune actor.rollout_policy"), r"\bpipelinerl\b"),
-    Foreign(
-        "verifiers",
-        ("trainer.args env.id", "env.id trainer.run_name"),
-        r"\bverifiers\b|\bvf-(?:rl|eval|train)\b",
-    ),
-    Foreign(
-        "torchforge",
-        ("policy.engine_args", "generator.engine_args", "policy.engine_config", "provisioner"),
-        r"\bforge\.(?:actors|controller|data)\b|\bapps\.(?:grpo|sft)\.main\b",
-    ),
-    Foreign(
-        "open-instruct",
-        (
-            "dataset_mixer_list",
-            "mixer_list",
-            "model_name_or_path with_tracking",
-            "model_name_or_path use_slow_tokenizer",
-        ),
-        r"\bopen_instruct\b|--dataset_mixer_list\b",
-    ),
-    Foreign(
-        "ms-swift",
-        ("rlhf_type", "tuner_type model", "train_type model dataset"),
-        r"\bswift (?:rlhf|sft|pt|rollout)\b|\bmegatron (?:rlhf|sft|pt)\b|--rlhf_type\b|\bswift\.llm\b",
-    ),
-    Foreign(
-        "LLaMA-Factory",
-        ("finetuning_type", "stage do_train", "stage dataset template"),
-        r"\bllamafactory\b|\bllamafactory-cli\b|--finetuning_type\b",
-    ),
-    Foreign(
-        "axolotl",
-        ("base_model datasets", "base_model sequence_len", "base_model micro_batch_size", "base_model rl"),
-        r"\baxolotl\b",
-    ),
-    Foreign(
-        "torchtune",
-        tuple(
-            f"{table}._component_" for table in words("model tokenizer dataset loss optimizer checkpointer")
-        ),
-        r"\btorchtune\b|\btune (?:run|download)\b",
-    ),
-    Foreign(
-        "torchtitan",
-        ("model.flavor", "training.local_batch_size", "training.seq_len parallelism", "job.config_file"),
-        r"\btorchtitan\b",
-    ),
-    Foreign("Oumi", ("model.model_name training.trainer_type", "training.trainer_type"), r"\boumi\b"),
-    Foreign("trlX", ("method.name train.total_steps", "method.name tokenizer"), r"\btrlx\b"),
-    Foreign("Unsloth", (), r"\bunsloth\b"),
-    Foreign("ART", (), r"\bopenpipe\b|^\s*(?:import art|from art)\b"),
-    Foreign("Tinker", (), r"\btinker(?:_cookbook)?\b"),
-    Foreign("Tunix", ("rl_training_config",), r"\btunix\b"),
-    Foreign(
-        "TRL",
-        (
-            "model_name_or_path dataset_name",
-            "model_name_or_path num_generations",
-            "model_name_or_path max_completion_length",
-            "model_name_or_path per_device_train_batch_size",
-            "model_name_or_path dataset_mixer",
-            "model_name_or_path dataset_mixture",
-            "dataset_name per_device_train_batch_size",
-            "num_generations max_completion_length",
-        ),
-        r"\btrl\b|\bopen_r1\b|\bexamples/scripts/(?:sft|dpo|grpo|ppo|rloo|kto)\w*\.py|\b(?:GRPO|SFT|DPO|PPO|RLOO|Reward|KTO|ORPO)(?:Trainer|Config)\b|--num_generations\b",
-    ),
-    Foreign("Megatron-LM", (), r"\bpretrain_gpt\.py|--tensor-model-parallel-size\b"),
-    Foreign("accelerate", ("compute_environment", "distributed_type num_processes"), "", _NO_JOB),
-    Foreign("DeepSpeed", ("zero_optimization", "train_micro_batch_size_per_gpu"), "", _NO_JOB),
-    Foreign("Kubernetes", ("apiVersion kind",), "", _NO_JOB),
-    Foreign("SkyPilot", ("resources run",), "", _NO_JOB),
-    Foreign(
-        "a model (its config.json)", ("architectures model_type",), "", "name the model in a configuration"
-    ),
-    Foreign("a Jupyter notebook", ("nbformat cells",), "", ""),
-)
+
+SYSTEMS_WITHOUT_READER = tuple(_read(Path(__file__).with_name("foreign.txt").read_text("utf-8")))
 """In the order in which they are asked."""
 
 _MODULE = re.compile(r"(?:-m\s+|^\s*)((?:verl|recipe)\.[\w.]+)", re.MULTILINE)
