@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.engine.keys import lookup, words
+from convert.engine.keys import lookup
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,12 @@ def _read(text: str) -> Iterator[Foreign]:
             remedy = line[3:]
         elif not line.startswith("#"):
             title, signs, script = line.split("  ")
-            yield Foreign(title, () if signs == "-" else tuple(signs.split(", ")), "" if script == "-" else script, remedy)
+            yield Foreign(
+                title,
+                () if signs == "-" else tuple(signs.split(", ")),
+                "" if script == "-" else script,
+                remedy,
+            )
 
 
 SYSTEMS_WITHOUT_READER = tuple(_read(Path(__file__).with_name("foreign.txt").read_text("utf-8")))

@@ -25,6 +25,12 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def renamed(text: str) -> dict[Any, str]:
+    """Names with blanks between them, each `theirs=ours`, or one for both: theirs -> ours."""
+    pairs = (name.partition("=") for name in text.split())
+    return {theirs: ours or theirs for theirs, _, ours in pairs}
+
+
 def unsupported_key(source: str) -> str:
     """The dotted key of a source's key in our table `[unsupported]`."""
     return dotted((TABLE, source))

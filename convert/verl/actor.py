@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from convert.engine import to, values
+from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, KeyPath
 from convert.engine.values import BadValue, shown
@@ -20,7 +21,7 @@ from convert.verl.unsupported import VERL
 _OF_SEQUENCES = ("gspo", "geo_mean")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum")
 _NORMED = "seq-mean-token-sum-norm"
-_LOSSES = {"vanilla": "grpo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce", "geo_mean": "geo_mean"}
+_LOSSES = renamed("vanilla=grpo gspo cispo gpg=reinforce geo_mean")
 
 
 def _ppo_mini_batch(context: ConversionContext, leaf: KeyPath) -> Result:

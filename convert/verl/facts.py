@@ -10,7 +10,7 @@ from typing import Any
 
 from convert.engine import values
 from convert.engine.fallback import MEGATRON_SPEED
-from convert.engine.keys import words
+from convert.engine.keys import renamed, words
 from convert.engine.model import Result, implicit, no_counterpart, unknown
 from convert.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
 from convert.engine.table import Table
@@ -25,17 +25,8 @@ POLICY = "train.train_policy"
 
 TRAIN, VALID = f"{POLICY}.dataset", "validation.dataset"
 CORRECTION = f"{POLICY}.rollout_correction"
-KL_TYPES = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-    "full": "full",
-}
-GRANULARITY = {"full": "full", "selective": "selective"}
+KL_TYPES = renamed("kl=k1 k1 abs mse=k2 k2 low_var_kl=k3 k3 full")
+GRANULARITY = renamed("full selective")
 
 _OUTCOME_ESTIMATORS = words(
     "grpo grpo_vectorized rloo rloo_vectorized remax opo gpg grpo_passk reinforce_plus_plus_baseline"

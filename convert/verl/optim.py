@@ -11,15 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from convert.engine import to, values
+from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, unknown
 from convert.engine.rules import WARMUP_NOTE, ConversionContext, KeyPath, Rule, When
 from convert.engine.values import BadValue, shown
 from convert.verl.facts import KEYS, is_megatron, lacking
 
-_STYLES = {"constant": None, "linear": "linear", "cosine": "cosine", "WSD": "wsd", "wsd": "wsd"}
-_STYLES |= {"inverse_square_root": "inverse_sqrt", "inverse-square-root": "inverse_sqrt"}
-_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
-_OPTIMIZERS |= {name: name for name in ("Adam", "AdamW", "AdamW8bit", "Adam8bit", "SGD", "Muon")}
+_STYLES = {"constant": None} | renamed(
+    "linear cosine inverse_square_root=inverse_sqrt inverse-square-root=inverse_sqrt WSD=wsd wsd"
+)
+_OPTIMIZERS = renamed("adam=AdamW adamw=AdamW Adam AdamW AdamW8bit Adam8bit sgd=SGD SGD muon=Muon Muon")
 
 
 def optim(*arguments: Any) -> tuple[Rule, ...]:
@@ -249,7 +250,7 @@ class Optim:
     def _wsd_style(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if self.style(context) != "wsd":
             return implicit("no effect without lr_decay_style = WSD")
-        same = {name: name for name in ("exponential", "cosine", "linear")}
+        same = renamed("exponential cosine linear")
         return to.choice(leaf.ours[0], same).run(context, leaf)
 
     def _wsd_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:

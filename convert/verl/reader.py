@@ -17,10 +17,9 @@ from convert.engine.keys import words
 from convert.engine.model import Result, implicit, unknown
 from convert.engine.rules import HYDRA_KEYS, ConversionContext, Reader, Rule
 from convert.engine.source import Source
-from convert.verl import actor, algorithm, data, mesh, model, optim, reward, rollout, sft, shared, trainer
-from convert.verl.algorithm import needs_critic
+from convert.verl import actor, algorithm, data, mesh, optim, rollout, shared, trainer
+from convert.verl.algorithm import needs_critic, reward_name
 from convert.verl.facts import KEYS, POLICY, async_mode, has_critic, staleness, sync_interval, widths
-from convert.verl.reward import reward_name
 from convert.verl.unsupported import VERL
 
 KINDS = {
@@ -59,7 +58,7 @@ def _rules(kind: str) -> tuple[Rule, ...]:
         "epochs": 30 if kind == "rl" else 4,
         "project": "verl_examples" if kind == "rl" else "gsm8k-sft",
     }
-    modules = (data, model, actor, mesh, optim, rollout, reward, algorithm, trainer, shared, sft)
+    modules = (data, actor, mesh, optim, rollout, algorithm, trainer, shared)
     return KEYS.rules(kind, silent, *map(vars, modules))
 
 
