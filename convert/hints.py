@@ -54,7 +54,7 @@ def names_here(name: str) -> tuple[Theirs, ...]:
 
 
 def systems_of_table(name: str) -> str:
-    """Whose files have a table of this name at their top: "verl's and cosmos-rl's"; "" where nobody's have."""
+    """Name the systems whose files have such a table at their top: "verl's and cosmos-rl's"; "" for none."""
     return " and ".join(f"{system}'s" for system in _tables().get(name, ()))
 
 

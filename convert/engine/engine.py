@@ -182,7 +182,7 @@ def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | 
 
 
 def _additions(context: ConversionContext, entries: list[Entry]) -> list[Addition]:
-    """What the reader adds, then their defaults where the file is silent and ours differ."""
+    """Return what the reader adds, then their defaults where the file is silent and ours differ."""
     written = {key for entry in entries for key, _ in entry.targets}
     chosen: dict[str, Addition] = {}
     for addition in context.additions:
@@ -242,12 +242,15 @@ def _assemble(
     """The nested configuration, with what the build lacks replaced where that changes speed only."""
     entries, additions = _in_whole_groups(context, _without_contradictions(context, entries), additions)
     lacking = nearest(_nested(entries, additions))
+    nearer = {key: value for key, (value, _) in lacking.items()}
+    reasons = {
+        key: f"this build lacks {missing}, which changes no number" for key, (_, missing) in lacking.items()
+    }
     entries = [_fallen_back(entry, lacking) for entry in entries]
-    touched = {key for entry in entries for key, _ in entry.faithful}
-    additions = [_addition_fallen_back(addition, lacking) for addition in additions]
-    present = {addition.key for addition in additions}
+    touched = {key for entry in entries for key, _ in entry.faithful} | {item.key for item in additions}
+    additions = [_changed(item, nearer, reasons.get(item.key, "")) for item in additions]
     for key, (value, missing) in lacking.items():
-        if key not in touched and key not in present:
+        if key not in touched:
             note = f"our default needs {missing}, which this build does not have yet"
             additions.append(Addition(key, value, note, faithful=our_default(key)))
     return tuple(entries), tuple(additions), _nested(entries, additions)
@@ -301,47 +304,41 @@ def _in_whole_groups(
         f"{'replica' if replicas == 1 else 'replicas'} is not a whole number of groups of "
         f"rollout.n_generation = {generation}"
     )
-    entries = [_rounded(entry, whole, note) for entry in entries]
-    additions = [
-        replace(item, value=whole, note=f"{item.note}; {note}", faithful=item.value)
-        if item.key == _BATCH
-        else item
-        for item in additions
+    rounded = {_BATCH: whole}
+    return [_rewritten(entry, rounded, note) for entry in entries], [
+        _changed(item, rounded, note) for item in additions
     ]
-    return entries, additions
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _rounded(entry: Entry, whole: int, note: str) -> Entry:
-    """The entry that writes the batch, with that many samples."""
-    targets = tuple((key, whole if key == _BATCH else value) for key, value in entry.targets)
-    if targets == entry.targets:
+def _rewritten(entry: Entry, values: Mapping[str, Any], note: str) -> Entry:
+    """The entry with these values of our keys, and the reason."""
+    targets = tuple((key, values.get(key, value)) for key, value in entry.targets)
+    if values.keys().isdisjoint(dict(entry.targets)):
         return entry
     note = "; ".join(filter(None, (entry.note, note)))
-    return replace(entry, targets=targets, note=note, faithful=entry.targets)
+    return replace(entry, targets=targets, note=note, faithful=entry.faithful or entry.targets)
+
+
+def _changed(item: Addition, values: Mapping[str, Any], note: str) -> Addition:
+    """The addition with one of these values, and the reason."""
+    if item.key not in values:
+        return item
+    return replace(item, value=values[item.key], note=f"{item.note}; {note}", faithful=item.value)
 
 
 def _fallen_back(entry: Entry, lacking: Mapping[str, tuple[Any, str]]) -> Entry:
     hit = [key for key, _ in entry.targets if key in lacking]
     if not hit:
         return entry
-    targets = tuple((key, lacking[key][0] if key in lacking else value) for key, value in entry.targets)
     missing = " and ".join(dict.fromkeys(lacking[key][1] for key in hit))
-    note = "; ".join(filter(None, (entry.note, f"this build lacks {missing}, which changes no number")))
-    return replace(
-        entry, outcome=Outcome.FALLBACK, targets=targets, note=note, faithful=entry.faithful or entry.targets
+    changed = _rewritten(
+        entry, {key: lacking[key][0] for key in hit}, f"this build lacks {missing}, which changes no number"
     )
-
-
-def _addition_fallen_back(addition: Addition, lacking: Mapping[str, tuple[Any, str]]) -> Addition:
-    if addition.key not in lacking:
-        return addition
-    value, missing = lacking[addition.key]
-    note = f"{addition.note}; this build lacks {missing}, which changes no number"
-    return Addition(addition.key, value, note, faithful=addition.value)
+    return replace(changed, outcome=Outcome.FALLBACK)
 
 
 def _nested(entries: list[Entry], additions: list[Addition]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ SPEED_ONLY: frozenset[str] = frozenset(
         )
     }
 )
-"""Of them, `train.ckpt.load_schedule` changes numbers only where the schedule is edited between two runs."""
+"""`train.ckpt.load_schedule` among them changes numbers only where the schedule is edited between two runs."""
 
 
 MEGATRON_SPEED = words(

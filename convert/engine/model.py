@@ -1,4 +1,4 @@
-"""What a conversion says: one `Entry` for every leaf key of the input, and the configuration that follows.
+"""The result of a conversion: one `Entry` for every leaf key of the input, and the configuration that follows.
 
     input leaf ─▶ Entry: mapped ──▶ targets (our key, value) ─┐
                          fallback ▶ targets, value replaced ──┤
@@ -29,7 +29,7 @@ Target = tuple[str, Any]
 
 
 class Outcome(StrEnum):
-    """What became of one key of the input."""
+    """The fate of one key of the input."""
 
     UNSUPPORTED = "unsupported"  # decides what is trained and has no counterpart: refused until it is removed
     MAPPED = "mapped"  # to one or more of our keys, the value maybe computed
@@ -42,7 +42,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Result:
-    """What a `Converter` decides; see `Entry`."""
+    """The decision of a `Converter`; see `Entry`."""
 
     outcome: Outcome
     targets: tuple[Target, ...] = ()

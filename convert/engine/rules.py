@@ -35,7 +35,7 @@ ABSENT: Any = _Absent()
 
 
 HYDRA_KEYS = ("_recursive_", "_convert_", "_partial_", "_args_")
-"""What tells Hydra how to make an object of a table, next to `_target_`, its class."""
+"""Keys that tell Hydra how to make an object of a table, next to `_target_`, its class."""
 
 WARMUP_NOTE = "step t of W has (t + 1)/W of the rate here, t/W there"
 """The deviation of our warm-up from all others': no batch is trained at a rate of 0."""
@@ -71,7 +71,7 @@ When: TypeAlias = "Callable[[ConversionContext], str]"
 
 @dataclass(frozen=True)
 class Converter:
-    """What happens to a value. ours: keys that it may write. words: how the value changes, for the docs."""
+    """The way of a value to ours. ours: keys that it may write. words: how the value changes, for the docs."""
 
     run: Run
     ours: tuple[str, ...] = ()
@@ -82,12 +82,10 @@ class Converter:
 class Rule:
     """One key of the other system.
 
-    key: dotted; `a.b.*` stands for everything below a.b. how: what happens to its value. default: their
-    value where the file is silent (ABSENT: nothing is written then). follows: the key whose value counts then
-    instead. also: other spellings of the same key,
-    older or newer. wins: those of them that count before the key itself where they are written. when: returns
-    the reason why the key has no effect in this file, "" if it has one; such a key is `implicit` and its
-    default is not written. words: overrides how.words in the docs.
+    key: dotted; `a.b.*` stands for everything below a.b. default: their value where the file is silent (ABSENT:
+    nothing is written then). follows: the key whose value counts then instead. also: other spellings, older or
+    newer. wins: those of them that count before the key itself where they are written. when: such a key is
+    `implicit`, and its default is not written. words: overrides converter.words in the docs.
     """
 
     key: str

@@ -57,7 +57,7 @@ class Row:
 
 
 class Names:
-    """What the names of a part stand for: the first of the sources, objects or mappings, that has one.
+    """The meaning of the names of a part: that of the first of the sources, objects or mappings, that has one.
 
     constants: the texts that the file names, which come first where a row is completed.
     """

@@ -15,28 +15,19 @@ _DEFAULT = "null: the default"
 
 
 def converted(ours: str, read: Callable[[Any], Any], words: str = "", null: str = _DEFAULT) -> Converter:
-    """What `read` makes of a value. null: why a null needs nothing here; "": `read` judges it too."""
+    """The value that `read` makes of theirs. null: why a null needs nothing here; "": `read` judges it too."""
     return computed(ours, words=words, null=null)(lambda context, leaf: mapped((ours, read(leaf.value))))
 
 
-def number(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
-    """The number as it is."""
-    return converted(ours, values.number, words, null)
+def _as_it_is(read: Callable[[Any], Any]) -> Callable[..., Converter]:
+    def make(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
+        return converted(ours, read, words, null)
+
+    return make
 
 
-def integer(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
-    """The whole number as it is."""
-    return converted(ours, values.integer, words, null)
-
-
-def flag(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
-    """True or false as it is."""
-    return converted(ours, values.flag, words, null)
-
-
-def text(ours: str, words: str = "", null: str = _DEFAULT) -> Converter:
-    """The text as it is."""
-    return converted(ours, values.text, words, null)
+number, integer, flag, text = map(_as_it_is, (values.number, values.integer, values.flag, values.text))
+"""Converters of a value that goes to a key of ours as it is; see `converted`."""
 
 
 def path(ours: str) -> Converter:

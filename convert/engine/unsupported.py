@@ -60,7 +60,7 @@ def below(prefix: str, table: Mapping[str, _T]) -> dict[str, _T]:
 
 @dataclass(frozen=True)
 class ClosedList:
-    """What of one system has no counterpart.
+    """The keys of one system that have no counterpart.
 
     reasons: key -> why. method: key of the list that decides what is trained -> its values that ask for nothing, as
     well as OFF. general: the further names under which a key stands in the list. tables: dotted names of the tables

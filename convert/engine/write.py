@@ -108,7 +108,7 @@ def to_report(conversion: Conversion, full: bool = True) -> str:
 
 
 def _unsupported(conversion: Conversion) -> list[str]:
-    """What decides the method and has no counterpart, whether the file writes it or the source's default says so."""
+    """Report what decides the method and has no counterpart, be it written in the file or the source's default."""
     entries = conversion.of(Outcome.UNSUPPORTED)
     known, strangers = (
         [f"  {_entry_line(entry, conversion.name)}" for entry in entries if entry.understood is understood]

@@ -245,6 +245,8 @@ def _custom_reward(context: ConversionContext, leaf: KeyPath) -> Result:
     name = reward_name(context)
     if name == "by_source":
         return implicit("null: the built-in scorer of each row's data source (by_source)")
+    if context.kind == "evaluation":
+        return leaf.to(name, note="path:name")
     context.warn(
         f"{name} is called with verl's arguments (data_source, solution_str, ground_truth, extra_info) there; "
         "here a reward function takes the answer and the row: adapt it, see docs/migrate.md"
@@ -288,10 +290,3 @@ def _one_module(context: ConversionContext, leaf: KeyPath) -> Result:
 def _reference_column(context: ConversionContext, leaf: KeyPath) -> Result:
     column = values.text(leaf.value)
     return leaf.to(f"{column}.ground_truth", note="its `ground_truth`")
-
-
-def _scored_by(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = reward_name(context)
-    if name == "by_source":
-        return implicit("null: the built-in scorer of each row's data source (by_source)")
-    return leaf.to(name, note="path:name")

@@ -114,7 +114,7 @@ def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def truncated(leaf: KeyPath, targets: list[str]) -> Result:
-    """What `truncation` says of prompts or conversations that are too long. targets: ours that say it."""
+    """Convert what `truncation` says of prompts or conversations that are too long. targets: ours that say it."""
     name = values.text(leaf.value)
     if name in ("error", "left", "right"):
         return mapped(*((target, name) for target in targets))

@@ -1,4 +1,4 @@
-"""What several keys of a verl file say together: sizes, switches, lengths. Functions of a `ConversionContext`."""
+"""Facts that several keys of a verl file say together: sizes, switches, lengths."""
 
 from __future__ import annotations
 

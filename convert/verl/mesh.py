@@ -52,7 +52,7 @@ def mesh(role: str, ours: str, speed: str, when: When | None = None) -> tuple[Ru
 
 
 class Mesh:
-    """What the rows of the mesh of one role say; see `mesh`."""
+    """Names that the rows of the mesh of one role use; see `mesh`."""
 
     def __init__(self, role: str, ours: str, speed: str, when: When | None) -> None:
         self.role, self.ours, self.speed, self.when = role, ours, speed, when

@@ -36,7 +36,7 @@ def optim(*arguments: Any) -> tuple[Rule, ...]:
 
 
 class Optim:
-    """What the rows of one `optim` table say.
+    """Names that the rows of one `optim` table use.
 
     prefix: `actor_rollout_ref.actor`, `critic`, or "" for SFT, whose table is at the top. ours: `train` or
     `critic`. lr, betas, scheduler, warmup_ratio: verl's defaults where the file is silent.

@@ -63,7 +63,7 @@ def _rules(kind: str) -> tuple[Rule, ...]:
 
 
 def _artefact(key: str, value: Any) -> Result | None:
-    """What belongs to Hydra, wherever it stands: `_target_` names verl's own class of a table, or another one."""
+    """Convert what belongs to Hydra, wherever it stands: `_target_` names a class, verl's own or another one."""
     name = key.rpartition(".")[2]
     if name in HYDRA_KEYS:
         return implicit("tells Hydra how to make the table")
@@ -76,7 +76,7 @@ def _artefact(key: str, value: Any) -> Result | None:
 
 
 def _finish(context: ConversionContext) -> None:
-    """What follows from verl as such."""
+    """Add what follows from verl as such."""
     if context.kind == "evaluation":
         return
     sections = ("train", "critic") if context.kind == "rl" and has_critic(context) else ("train",)

@@ -21,7 +21,6 @@ from convert.verl.facts import (
 )
 from convert.verl.unsupported import VERL
 
-REPLICAS = "rollout.parallelism.n_init_replicas"
 _ENGINE_DTYPES = {**values.DTYPES, "auto": "auto"}
 
 
@@ -96,11 +95,6 @@ def _oversample(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 # --- sizes --------------------------------------------------------------------------------------------------
-
-
-def replicas(context: ConversionContext) -> tuple[str, int]:
-    """Our key of the number of engines, and its value."""
-    return REPLICAS, rollout_replicas(context)
 
 
 def _engine_size_of(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -15,7 +15,7 @@ _CONTENTS = ("model", "optimizer", "extra")
 
 
 def _contents(context: ConversionContext, leaf: KeyPath) -> list[str]:
-    """What `save_contents` of the same table names."""
+    """Return what `save_contents` of the same table names."""
     try:
         return values.texts(context.get(f"{leaf.key.rpartition('.')[0]}.save_contents", list(_CONTENTS)))
     except BadValue:
@@ -200,7 +200,7 @@ def model(prefix: str, ours: str, when: When | None = None, old_path: str = "") 
 
 
 class Model:
-    """What the rows of one model say; see `model`."""
+    """Names that the rows of one model use; see `model`."""
 
     def __init__(self, prefix: str, ours: str, when: When | None, old_path: str) -> None:
         self.prefix, self.ours, self.when, self.old_path = prefix, ours, when, old_path

@@ -19,12 +19,12 @@ from convert.verl.facts import (
     on_cpu,
     prompts_per_step,
     rollout_gpus,
+    rollout_replicas,
     sharding,
     staleness,
     sync_interval,
 )
 from convert.verl.mesh import mesh, parallelism
-from convert.verl.rollout import replicas
 
 _TRACKERS = ("console", "wandb", "tensorboard", "mlflow", "swanlab")
 NEVER = 1_000_000_000  # steps; more than any run has
@@ -106,7 +106,8 @@ def _placed(context: ConversionContext, leaf: KeyPath) -> Result:
     note = ""
     if context.kind == "rl":
         nodes, gpus = machines(context)
-        targets = [replicas(context), ("policy.parallelism.dp_shard_size", sharding(context)[1])]
+        targets = [("rollout.parallelism.n_init_replicas", rollout_replicas(context))]
+        targets.append(("policy.parallelism.dp_shard_size", sharding(context)[1]))
         note = "with the GPUs of the rollouts" if rollout_gpus(context)[0] else ""
     if leaf.key == "trainer.nnodes":
         return mapped(("placement.nodes", nodes), *targets, note=note)

@@ -1,4 +1,4 @@
-"""What of verl has no counterpart: its part of the closed list of `convert.engine.unsupported`."""
+"""The keys of verl without a counterpart: its part of the closed list of `convert.engine.unsupported`."""
 
 from __future__ import annotations
 
