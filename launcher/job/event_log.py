@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,18 @@ MOST_ENDS = 20
 MOST_LINES = 5
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """A process that ended before the job did. `at` is Unix time."""
+
+    at: float
+    process: str
+    code: int
+    what: str
+    log: str
+    lines: list[str]
+
+
 @dataclass(slots=True)
 class EventLog:
     """The content of launcher.json, and the log of events. Times are Unix seconds.
@@ -40,8 +52,7 @@ class EventLog:
     path: Path
     log: Path
     started_at: float = field(default_factory=time.time)
-    ends: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
-    """Processes that ended before the job did."""
+    ends: deque[End] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
     ending: str = ""
     """Why the launcher is ending the job; empty as long as it is not."""
     redis: str = ""
@@ -58,22 +69,31 @@ class EventLog:
         """Remember a process that went down; the data's preparation is meant to."""
         if exit_.replica.role is Role.DATA and exit_.code == EXIT_OK:
             return
+        lines = list(exit_.lines[-MOST_LINES:])
         what = exit_.how if exit_.code != EXIT_OK else "in order"
-        end = {"at": time.time(), "process": exit_.process, "code": exit_.code, "what": what}
-        self.ends.append({**end, "log": str(exit_.log_file), "lines": list(exit_.lines[-MOST_LINES:])})
+        self.ends.append(End(time.time(), exit_.process, exit_.code, what, str(exit_.log_file), lines))
 
     def write(self, stage: str, replicas: Iterable[Supervised]) -> None:
         """Write the file if something has changed, or if it is time for a sign of life."""
-        content = {
-            "pid": os.getpid(), "host": socket.gethostname(), "cores": count_cores(), "started_at": self.started_at,
-            "stage": stage, "ending": self.ending, "redis": self.redis,
-            "processes": {kept.replica.name: _process(kept) for kept in replicas}, "ends": list(self.ends),
-        }  # fmt: skip
+        content = self._content(stage, replicas)
         text, now = json.dumps(content), time.time()
         if text == self._written and now - self._at < SIGN_OF_LIFE:
             return
         write_text(self.path, json.dumps({**content, "seen_at": now}, indent=2) + "\n")
         self._written, self._at = text, now
+
+    def _content(self, stage: str, replicas: Iterable[Supervised]) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "cores": count_cores(),
+            "started_at": self.started_at,
+            "stage": stage,
+            "ending": self.ending,
+            "redis": self.redis,
+            "processes": {kept.replica.name: _process(kept) for kept in replicas},
+            "ends": [asdict(end) for end in self.ends],
+        }
 
 
 def _process(kept: Supervised) -> dict[str, Any]:
