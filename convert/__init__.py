@@ -4,13 +4,13 @@
     text = to_toml(conversion)             # ours, with comments
     report = to_report(conversion)         # what became of every key
 
-How `engine` is built, from the bottom: `keys`, `yamlfile`, `interpolation`, `source` read a file; `model`
-says what a conversion is; `rules` is the language of the tables, `to` has converters and `values` types;
-`engine` applies them; `strangers` deals with keys that no rule knows; `fallback` knows what only changes speed;
-`unsupported` is the closed list of what has no counterpart; `write` makes text of it; `registry` finds the reader,
-and `foreign` recognises systems that have none. `hints` answers our loader. A system is a
-folder with a `READER` in its `reader`, the rules by topic, `facts` that several keys say together, and its part of
-the closed list.
+How `engine` is built, from the bottom: `keys`, `interpolation`, `source` read a file; `model` says what a
+conversion is; `rules` is what becomes of a key, `to` has converters and `values` types; `table` reads rules, and
+the closed list of what has no counterpart (`unsupported`), from rows of a text; `engine` applies them;
+`strangers` deals with keys that no rule knows; `fallback` knows what only changes speed; `write` makes text of
+it; `registry` finds the reader, and `foreign` recognises systems that have none. `hints` answers our loader. A
+system is a folder with a `READER` in its `reader`, its rows, functions of the rows by topic, and `facts` that
+several keys say together.
 """
 
 from __future__ import annotations

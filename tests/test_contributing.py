@@ -56,6 +56,7 @@ def test_every_extension_point_has_an_example_with_a_test() -> None:
         "A reward",
         "An engine",
         "A config key",
+        "A key of another system",
         "A REST route",
         "A tracker",
         "An alarm",

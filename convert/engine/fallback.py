@@ -34,13 +34,7 @@ _DATA_SPEED = words(
     "max_token_len_per_mini_batch old_log_prob.mini_batch old_log_prob.max_token_len_per_mini_batch "
     "balance_dp_token"
 )
-_ROLE_SPEED = {
-    "offload",
-    "mini_batch",
-    "max_token_len_per_mini_batch",
-    "fsdp_wrap_layers",
-    "fsdp_wrap_min_params",
-}
+_ROLE_SPEED = words("offload mini_batch max_token_len_per_mini_batch fsdp_wrap_layers fsdp_wrap_min_params")
 
 SPEED_ONLY: frozenset[str] = frozenset(
     {f"policy.{key}" for key in _MODEL_SPEED}

@@ -59,14 +59,16 @@ class Row:
 class Names:
     """The meaning of the names of a part: that of the first of the sources, objects or mappings, that has one.
 
-    constants: the texts that the file names, which come first where a row is completed.
+    constants: the texts that the file names, which come first where a row is completed. used: gets every name that
+    a row has.
     """
 
-    def __init__(self, constants: Mapping[str, str], *sources: Any) -> None:
-        self.constants, self.sources = constants, sources
+    def __init__(self, constants: Mapping[str, str], used: set[str], *sources: Any) -> None:
+        self.constants, self.used, self.sources = constants, used, sources
 
     def find(self, *spellings: str) -> Any:
         """The value of a name in one of its spellings; raises LookupError where no source has it."""
+        self.used.add(spellings[0])
         for source in self.sources:
             for name in spellings:
                 if isinstance(source, Mapping) and name in source:
@@ -76,6 +78,7 @@ class Names:
         raise LookupError(f"`{spellings[0]}` is not known")
 
     def __getitem__(self, name: str) -> str:
+        self.used.add(name)
         value = self.constants[name] if name in self.constants else self.find(name, f"_{name}")
         return " ".join(value) if isinstance(value, tuple) else str(value)
 
@@ -100,7 +103,7 @@ class Table:
         self.used: set[str] = set()
 
     def _known(self, names: Iterable[Any]) -> Names:
-        return Names(self.constants, *names, *self.shared)
+        return Names(self.constants, self.used, *names, *self.shared)
 
     def rules(self, part: str, *names: Any) -> tuple[Rule, ...]:
         """The rules of a part, in the order of its rows. Raises TableError."""
@@ -123,6 +126,7 @@ class Table:
     def _rows(self, part: str, names: Names, prefix: str = "", when: str | None = None) -> Iterator[Row]:
         """The rows of a part and of those that it includes, below a prefix."""
         inside, condition = prefix, when
+        self.used.add(part)
         for place, line in self.parts[part]:
             try:
                 text = Template(line).substitute(names)  # type: ignore[arg-type]
@@ -163,12 +167,11 @@ class Table:
         try:
             return self._value(ast.parse(text.strip(), mode="eval").body, names)
         except (SyntaxError, LookupError, ValueError, TypeError) as error:
-            raise TableError(f"{row.place}: {error}") from error
+            raise TableError(f"{row.place}: {getattr(error, 'msg', error)}, in `{text.strip()}`") from error
 
     def _value(self, node: ast.expr, names: Names) -> Any:
         match node:
             case ast.Name(id=name):
-                self.used.add(name)
                 return names.find(name, f"_{name}")
             case ast.Attribute():
                 return ast.unparse(node)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from convert.engine import to, values
 from convert.engine.model import Result, implicit, mapped
-from convert.engine.rules import ABSENT, ConversionContext, Converter, KeyPath, Rule, When
+from convert.engine.rules import ConversionContext, KeyPath, Rule, When
 from convert.engine.values import BadValue, shown
 from convert.verl.facts import ACTOR, KEYS, MODEL, data_parallel, is_megatron, lacking, widths
 from schema.config.overrides import is_dropout
@@ -69,53 +69,41 @@ def _ranks(context: ConversionContext, leaf: KeyPath) -> Result:
     return leaf.to([values.integer(rank) for rank in leaf.value])
 
 
-@dataclass(frozen=True)
 class Budget:
-    """The micro-batches of one pass: a size per GPU, its deprecated global twin, or a budget of tokens.
+    """Names that the rows of the micro-batches of one pass use: a size per GPU, its older twin, or tokens.
 
         use_dynamic_bsz false:  mini_batch = micro_batch_size_per_gpu, else micro_batch_size // data-parallel ranks
         use_dynamic_bsz true:   max_token_len_per_mini_batch = max_token_len_per_gpu * sequence-parallel size
 
-    Full keys of verl; "" where the pass has no such key. ours: (samples, tokens). pipeline: our key of what goes
-    through the pipeline at once. role: whose mesh cuts the batch.
+    table: of the keys, whose names begin with `start`. ours: the section of our keys. switch, tokens: names, "" where
+    the pass has none. pipeline: our key of what goes through the pipeline at once. role: whose mesh cuts the batch.
     """
 
-    per_gpu: str
-    whole: str
-    switch: str
-    tokens: str
-    ours: tuple[str, str]
-    pipeline: str
-    role: str
-    default_tokens: int | None
-
-    def rules(self, when: When | None) -> tuple[Rule, ...]:
-        """One rule per key."""
-        samples, tokens = self.ours
-        twin = "deprecated twin: divided by the data-parallel ranks, where the newer key is null"
-        times = "times the sequence-parallel size; with dynamic batch sizes only"
-        converters = {
-            self.per_gpu: Converter(self._per_gpu, (samples,), "samples of one micro-batch of one rank"),
-            self.whole: Converter(self._whole, (samples,), twin),
-            self.switch: Converter(self._switch, self.ours, "chooses between samples and tokens"),
-            self.tokens: Converter(self._tokens, (tokens,), times),
-        }
-        defaults = {} if self.default_tokens is None else {self.tokens: self.default_tokens}
-        return tuple(
-            Rule(key, converter, defaults.get(key, ABSENT), when=when)
-            for key, converter in converters.items()
-            if key
-        )
+    def __init__(
+        self,
+        table: str,
+        start: str,
+        ours: str,
+        *,
+        samples: str = "mini_batch",
+        switch: str = "use_dynamic_bsz",
+        tokens: str = "$max_token_len_per_gpu",
+        pipeline: str = "",
+        role: str = ACTOR,
+        default_tokens: int | None = None,
+        when: When | None = None,
+    ) -> None:
+        self.table, self.start, self.pipeline, self.role, self.when = table, start, pipeline, role, when
+        self.samples, self.most = f"{ours}.{samples}", f"{ours}.max_token_len_per_mini_batch"
+        self.per_gpu_key = f"{table}.{start}micro_batch_size_per_gpu"
+        self.switch_name, self.tokens_name = switch, tokens.replace("$", start)
+        self.cut, self.default_tokens = "tokens" if tokens else "samples", default_tokens
+        self.default_text = "" if default_tokens is None else f" = {default_tokens}"
 
     def by_tokens(self, context: ConversionContext) -> bool:
         """Whether this pass cuts by tokens."""
-        own = bool(self.switch) and context.has(self.switch)
-        return bool(self.tokens) and context.flag(self.switch if own else f"{ACTOR}.use_dynamic_bsz")
-
-    def token_cap(self, context: ConversionContext) -> int | None:
-        """Tokens of a micro-batch, shared by the sequence-parallel ranks."""
-        cap = context.integer(self.tokens, self.default_tokens) if self.tokens else None
-        return None if cap is None else cap * widths(context, self.role)["cp"]
+        own = f"{self.table}.{self.switch_name}"
+        return self.cut == "tokens" and context.flag(own if context.has(own) else f"{ACTOR}.use_dynamic_bsz")
 
     def _per_gpu(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
@@ -128,33 +116,35 @@ class Budget:
         """Megatron's micro-batch is what goes through the pipeline at once; ours is cut into such pieces."""
         stages = widths(context, self.role)["pp"]
         if stages == 1 or not self.pipeline:
-            return mapped((self.ours[0], size), note=note)
+            return mapped((self.samples, size), note=note)
         text = f"{size} samples through the pipeline at once, {stages} stages full"
         note = "; ".join(filter(None, (note, text)))
-        return mapped((self.ours[0], size * stages), (self.pipeline, size), note=note)
+        return mapped((self.samples, size * stages), (self.pipeline, size), note=note)
 
     def _whole(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
-            return implicit(f"deprecated twin of `{self.per_gpu}`; null")
+            return implicit(f"deprecated twin of `{self.per_gpu_key}`; null")
         size = values.integer(leaf.value)
-        newer = context.integer(self.per_gpu, None)
+        newer = context.integer(self.per_gpu_key, None)
         if newer is not None:
-            text = f"`{leaf.key}` = {shown(size)} is the deprecated twin of `{self.per_gpu}` = {newer}"
+            text = f"`{leaf.key}` = {shown(size)} is the deprecated twin of `{self.per_gpu_key}` = {newer}"
             context.warn(f"{text}, and both are set, which verl refuses; {newer} is taken")
-            return implicit(f"deprecated twin of `{self.per_gpu}`, which is set too and wins")
+            return implicit(f"deprecated twin of `{self.per_gpu_key}`, which is set too and wins")
         if self.by_tokens(context):
             return implicit("no effect: micro-batches are cut by tokens")
         ranks = data_parallel(context, self.role)
-        note = f"deprecated twin of `{self.per_gpu}`: {size} over {ranks} data-parallel ranks"
+        note = f"deprecated twin of `{self.per_gpu_key}`: {size} over {ranks} data-parallel ranks"
         return self._samples(context, max(size // ranks, 1), note)
 
-    def _switch(self, context: ConversionContext, leaf: KeyPath) -> Result:
+    def _by_tokens_or_samples(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if not self.by_tokens(context):
             return implicit("micro-batches are cut by samples")
-        cap = self.token_cap(context)
+        cap = context.integer(f"{self.table}.{self.tokens_name}", self.default_tokens)
         if cap is None:
             return implicit("cut by tokens, and no budget is written: the default")
-        return mapped((self.ours[1], cap), note="micro-batches are cut by tokens")
+        return mapped(
+            (self.most, cap * widths(context, self.role)["cp"]), note="micro-batches are cut by tokens"
+        )
 
     def _tokens(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:
@@ -163,32 +153,12 @@ class Budget:
             return implicit("no effect: micro-batches are cut by samples")
         own, width = values.integer(leaf.value), widths(context, self.role)["cp"]
         note = f"{own} per GPU × {width} sequence-parallel ranks" if width > 1 else ""
-        return mapped((self.ours[1], own * width), note=note)
+        return leaf.to(own * width, note=note)
 
 
-def budget(
-    table: str,
-    start: str,
-    ours: str,
-    *,
-    samples: str = "mini_batch",
-    switch: str = "use_dynamic_bsz",
-    tokens: str = "$max_token_len_per_gpu",
-    pipeline: str = "",
-    role: str = ACTOR,
-    default_tokens: int | None = None,
-    when: When | None = None,
-) -> tuple[Rule, ...]:
-    """The rules of the micro-batches of one pass: its keys are in a table, and their names have a start."""
-    names = (
-        f"{start}micro_batch_size_per_gpu",
-        f"{start}micro_batch_size",
-        switch,
-        tokens.replace("$", start),
-    )
-    per_gpu, whole, by_tokens, most = (f"{table}.{name}" if name else "" for name in names)
-    written = (f"{ours}.{samples}", f"{ours}.max_token_len_per_mini_batch")
-    return Budget(per_gpu, whole, by_tokens, most, written, pipeline, role, default_tokens).rules(when)
+def budget(*arguments: Any, **named: Any) -> tuple[Rule, ...]:
+    """The rules of the micro-batches of one pass; the arguments are those of `Budget`."""
+    return KEYS.rules("budget", Budget(*arguments, **named))
 
 
 _MEGATRON_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
