@@ -15,8 +15,8 @@ that begins with four begins the converter. A value is written as in Python, a k
 converter is called by its name, which is looked up, with or without a `_` before it, in what `rules` is given, in
 the names of the table and in `convert.engine.to`. A function that makes a `Converter` gets the arguments. A
 function of `(context, leaf)` gets a key and its value, and its arguments in the row are the keys of ours that it
-may write (`leaf.ours`, `leaf.to`); with `null="…"` it never gets a null. In a closed list there is no converter:
-`words` are the reason. Whatever is wrong with a row is a TableError that names file and line.
+may write (`leaf.ours`, `leaf.to`); with `null="…"` it never gets a null. A row of a closed list has only keys and
+the reason. Whatever is wrong with a row is a TableError that names file and line.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Table:
         if _is_run(converter):
             converter = computed(words=row.words)(converter)
         if not isinstance(converter, Converter):
-            raise TableError(f"{row.place}: {row.converter} is no converter")
+            raise TableError(f"{row.place}: expected a converter, got {row.converter}")
         converter = replace(converter, words=row.words) if row.words else converter
         default = row.default or ""
         follows = default[1:] if default.startswith("@") else ""

@@ -89,6 +89,15 @@ def unless(neutral: Sequence[Any], reason: str, converter: Converter) -> Convert
     return replace(converter, run=run, words=converter.words or reason)
 
 
+def only(condition: Callable[[ConversionContext], Any], otherwise: str, converter: Converter) -> Converter:
+    """The converter where a condition holds; `implicit` elsewhere."""
+
+    def run(context: ConversionContext, leaf: KeyPath) -> Result:
+        return converter.run(context, leaf) if condition(context) else implicit(otherwise)
+
+    return replace(converter, run=run)
+
+
 def given(condition: Callable[[ConversionContext], bool], otherwise: str, converter: Converter) -> Converter:
     """The converter where a condition holds; `implicit` elsewhere, and for null, which asks for nothing."""
 

@@ -15,7 +15,7 @@ from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, unknown
 from convert.engine.rules import WARMUP_NOTE, ConversionContext, KeyPath, Rule, When
 from convert.engine.values import BadValue, shown
-from convert.verl.facts import KEYS, is_megatron, lacking
+from convert.verl.facts import KEYS, is_megatron
 
 _STYLES = {"constant": None} | renamed(
     "linear cosine inverse_square_root=inverse_sqrt inverse-square-root=inverse_sqrt WSD=wsd wsd"
@@ -70,6 +70,10 @@ class Optim:
     def is_cosine(self, context: ConversionContext) -> bool:
         """Whether the rate decays by a cosine."""
         return self.style(context) == "cosine"
+
+    def is_wsd(self, context: ConversionContext) -> bool:
+        """Whether the rate is constant for a time, and decays then."""
+        return self.style(context) == "wsd"
 
     def warmup(self, context: ConversionContext) -> int | float:
         """Steps, or a share of all steps as a float; 0 for none."""
@@ -164,11 +168,6 @@ class Optim:
             return implicit("optimizers in 8 bits are torchao's, the others torch's own")
         return unknown(f"optimizers of {shown(leaf.value)} are not available here")
 
-    def _muon_option(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if not self.is_muon(context):
-            return implicit("no effect without optimizer = muon")
-        return lacking().run(context, leaf)
-
     def _clip(self, context: ConversionContext, leaf: KeyPath) -> Result:
         """FSDP clips at grad_clip, Megatron at optim.clip_grad; the other key counts where that one is absent."""
         own, other = f"{self.prefix}.grad_clip", self.key("clip_grad")
@@ -227,11 +226,6 @@ class Optim:
             return leaf.to(ratio, ratio, note="verl's cosine also starts its warm-up there")
         return leaf.to(ratio, note="null is 0" if leaf.value is None else "")
 
-    def _min_lr(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if self.style(context) is None:
-            return implicit("no effect without a decay")
-        return self._share_of_lr(context, leaf)
-
     def _decay_end(self, context: ConversionContext, leaf: KeyPath) -> Result:
         """The share of the run at whose end VeOmni's rate is the smallest; here that is always the end."""
         if leaf.value is None or values.number(leaf.value) == 1 or self.style(context) is None:
@@ -247,14 +241,6 @@ class Optim:
         note = f"{leaf.name} / lr = {rate} / {peak}" if rate else ""
         return leaf.to(round(rate / peak, 12), note=note)
 
-    def _wsd_style(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if self.style(context) != "wsd":
-            return implicit("no effect without lr_decay_style = WSD")
-        same = renamed("exponential cosine linear")
-        return to.choice(leaf.ours[0], same).run(context, leaf)
-
     def _wsd_steps(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if leaf.value is None or self.style(context) != "wsd":
-            return implicit("no effect without lr_decay_style = WSD")
         values.integer(leaf.value)
         return mapped(*self.decay(context))

@@ -222,11 +222,6 @@ class Model:
             return implicit(f"`{own}` counts with Megatron")
         return to.flag("train.sequence_packing").run(context, leaf)
 
-    def _other_lora(self, context: ConversionContext, leaf: KeyPath) -> Result:
-        if not self._megatron_lora(context):
-            return implicit("no effect without adapters (lora.rank = 0)")
-        return lacking("lora", False, "pre", "xavier", "zero").run(context, leaf)
-
 
 def _targets(context: ConversionContext, leaf: KeyPath) -> Result:
     return leaf.to("all-linear" if leaf.value == "all-linear" else values.texts(leaf.value))

@@ -8,7 +8,7 @@ from convert.engine import to, values
 from convert.engine.model import Result, implicit, mapped
 from convert.engine.rules import ConversionContext, KeyPath, Rule
 from convert.engine.values import BadValue, shown
-from convert.verl.data import files, truncated
+from convert.verl.data import truncated
 from convert.verl.facts import (
     KEYS,
     POLICY,
@@ -197,12 +197,6 @@ def _keep(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 _ULYSSES = "ulysses_sequence_parallel_size"
-
-
-def _validated_files(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not validates(context):
-        return implicit("no effect without validation (test_freq = -1)")
-    return files(context, leaf)
 
 
 def other_engine_rules() -> tuple[Rule, ...]:

@@ -87,7 +87,7 @@ def test_parts_stand_below_the_table_that_includes_them(tmp_path: Path) -> None:
         ("x", "needs a converter"),
         ("x  flag($nothing)", "`nothing` is not known"),
         ("x  flag(a.b) when never", "`never` is not known"),
-        ("x  sizes", "no converter"),
+        ("x  sizes", "expected a converter"),
     ],
 )
 def test_an_error_names_file_and_line(tmp_path: Path, row: str, message: str) -> None:
