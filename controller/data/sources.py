@@ -119,11 +119,11 @@ def _missing(paths: Sequence[Path]) -> Iterator[str]:
             key = str(path.parent / match[1]), match[3], int(match[4])
             sets.setdefault(key, []).append(match[2])
     for (start, end, total), numbers in sets.items():
-        there = {int(number) for number in numbers}
-        expected = range(1, total + 1) if total in there else range(total)
-        if absent := sorted({*expected[:_MOST_SHARDS]} - there):
+        numbered = {int(number) for number in numbers}
+        expected = range(1, total + 1) if total in numbered else range(total)
+        if absent := sorted({*expected[:_MOST_SHARDS]} - numbered):
             first = f"{start}{absent[0]:0{len(numbers[0])}}{end}"
-            yield f"{len(there):,} of {total:,} files of a set are read: {first} is none of them"
+            yield f"{len(numbered):,} of {total:,} files of a set are read: {first} is none of them"
 
 
 def _shown(path: Path) -> str:

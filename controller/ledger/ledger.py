@@ -168,8 +168,8 @@ class Ledger:
             key=lambda group: (group.id in self.table.suspects, group.attempt, group.epoch, group.position),
             default=None,
         )
-        more = self.table.frontier < self.params.total_positions
-        return None if more and group is not None and group.attempt >= self.params.max_attempts else group
+        unleased = self.table.frontier < self.params.total_positions
+        return None if unleased and group is not None and group.attempt >= self.params.max_attempts else group
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
         table, params = self.table, self.params

@@ -42,7 +42,9 @@ class AutoscaleService:
         job = self._job
         refused = self._leases.refused
         return Sight(
-            leasing=[one.replica_id for one in job.registry.present("rollout") if one.publication_id],
+            leasing=[
+                replica.replica_id for replica in job.registry.present("rollout") if replica.publication_id
+            ],
             held=ledger.table.leased,
             asked=sum(refused.values()),
             empty=sum(name not in ledger.table.by_replica for name in refused),

@@ -127,14 +127,14 @@ class LeaseService:
 
     def _probe(self, request: LeaseRequest, newest: Publication) -> LeaseReply:
         """During an outage of rewards: one group at a time, for all replicas together."""
-        rewards, one = self._job.rewards, request.model_copy(update={"max_groups": 1})
+        rewards, single = self._job.rewards, request.model_copy(update={"max_groups": 1})
         if not self._job.scored_alike and (reply := self._validate(request, newest)) is not None:
             return reply
         if rewards.probe is not None and not self._is_leased(*rewards.probe):
             rewards.probe = None  # its holder has gone
         if not rewards.may_probe(self._job.clock()):
             return _paused(rewards.note)
-        reply = self._validate(one, newest) or self._train(one, newest)
+        reply = self._validate(single, newest) or self._train(single, newest)
         if reply.groups:
             rewards.probe = reply.groups[0].group_id, reply.groups[0].lease_id
         return reply

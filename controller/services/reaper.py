@@ -119,9 +119,7 @@ class Reaper:
         if not missing:
             job.facts.assembled = True
             return
-        there = ", ".join(sorted(replica.name for replica in job.registry)) or "none"
+        registered = ", ".join(sorted(replica.name for replica in job.registry)) or "none"
         lacking = " and ".join(f"{count} {role} replica(s)" for role, count in sorted(missing.items()))
-        detail = (
-            f"{lacking} did not register within controller.start_timeout = {limit:g} s; registered: {there}"
-        )
+        detail = f"{lacking} did not register within controller.start_timeout = {limit:g} s; registered: {registered}"
         job.end(Phase.FAILED, detail)

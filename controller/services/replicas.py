@@ -63,7 +63,7 @@ class ReplicaService:
         """All replicas that ever registered, by name; or the one of this name."""
         registry = self._job.registry
         if name:
-            found = [] if (one := registry.by_name(name)) is None else [one]
+            found = [] if (named := registry.by_name(name)) is None else [named]
         else:
             found = sorted(registry, key=lambda replica: replica.name)
         return [self._info(replica) for replica in found]
@@ -230,8 +230,8 @@ class ReplicaService:
         if job.config.is_grpo:
             wanted["rollout"] = job.config.rollout.parallelism.n_init_replicas
         known = list(job.registry)
-        there = {role: sum(replica.role == role for replica in known) for role in wanted}
-        return {role: wanted[role] - there[role] for role in wanted if there[role] < wanted[role]}
+        counts = {role: sum(replica.role == role for replica in known) for role in wanted}
+        return {role: wanted[role] - counts[role] for role in wanted if counts[role] < wanted[role]}
 
     def _reply(self, replica: Replica) -> m.RegisterReply:
         job = self._job
@@ -348,7 +348,7 @@ class ReplicaService:
 
     def _hear_turn(self, replica: Replica, request: TurnRequest) -> None:
         job, turns = self._job, self._job.turns
-        turns.forget([one.replica_id for one in job.registry])
+        turns.forget([known.replica_id for known in job.registry])
         if not turns.hears(replica.replica_id, request.sequence):
             return
         if replica.role == "policy":
@@ -365,7 +365,9 @@ class ReplicaService:
         job = self._job
         if role == "rollout":
             return not job.trainers_turn
-        return holds and not job.turns.awake([one.replica_id for one in job.registry.present("rollout")])
+        return holds and not job.turns.awake(
+            [rollout.replica_id for rollout in job.registry.present("rollout")]
+        )
 
     # ---- profile ------------------------------------------------------------------------------------------
 
@@ -410,8 +412,8 @@ class ReplicaService:
             detail = f"{name} has state {replica.state}: ask again when a trainer is there"
             raise ApiError(ErrorCode.CONFLICT, detail)
         if absent := sorted(rank for rank in set(request.ranks) if rank >= replica.world_size):
-            there = f"0 to {replica.world_size - 1}" if replica.world_size > 1 else "0 alone"
-            detail = f"{name} has no rank {', '.join(map(str, absent[:NAMED]))}: its ranks are {there}"
+            ranks = f"0 to {replica.world_size - 1}" if replica.world_size > 1 else "0 alone"
+            detail = f"{name} has no rank {', '.join(map(str, absent[:NAMED]))}: its ranks are {ranks}"
             raise ApiError(ErrorCode.BAD_REQUEST, detail)
         if first is not None and first < job.progress.committed:
             detail = f"step {first} is trained already: the job is at step {job.progress.committed}"

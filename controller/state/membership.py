@@ -424,7 +424,7 @@ class Membership:
     def _compare(self) -> None:
         """Members have sent the checksums of their weights."""
         found = [self._said[name] for name in self.members if name in self._said]
-        self.weights = max(found, key=lambda one: (found.count(one), one == found[0]))
+        self.weights = max(found, key=lambda checksum: (found.count(checksum), checksum == found[0]))
         for name in [name for name in self.members if self._said.get(name, self.weights) != self.weights]:
             self._expel(name)
 

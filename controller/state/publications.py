@@ -296,9 +296,9 @@ class Publications:
         Publications forgotten are known again, under their ids; if another has got its id meanwhile, under a new one.
         Files of those not declared, but of its time, are gone.
         """
-        mine = [publication for publication in declared if publication.timeline == timeline]
-        hashes = {publication.manifest_hash for publication in mine}
-        for publication in mine:
+        of_timeline = [publication for publication in declared if publication.timeline == timeline]
+        hashes = {publication.manifest_hash for publication in of_timeline}
+        for publication in of_timeline:
             number = publication.id
             known = self._numbered(number, timeline)
             if known is not None and known.publication.manifest_hash == publication.manifest_hash:
@@ -308,7 +308,7 @@ class Publications:
                 publication = publication.model_copy(update={"id": self.highest_id + 1})  # noqa: PLW2901
             self._mark(Entry(publication, request_id="", number=number))
         self._entries = dict(sorted(self._entries.items()))
-        first = min((publication.id for publication in mine), default=self.highest_id + 1)
+        first = min((publication.id for publication in of_timeline), default=self.highest_id + 1)
         for entry in self._entries.values():
             publication = entry.publication
             of_its_time = publication.timeline == timeline and publication.id >= first

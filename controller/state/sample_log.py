@@ -97,10 +97,10 @@ class SampleLog:
             for record in self._open.pop(group, {}).values():
                 change = {"step": step, "timeline": timeline}
                 sample = known.get((group, record.index))
-                more = {} if sample is None else {
+                trained = {} if sample is None else {
                     "advantage": sample.advantage, "trainer_logprobs": sample.logprobs
                 }  # fmt: skip
-                self._finish([record.model_copy(update={**change, **more})])
+                self._finish([record.model_copy(update={**change, **trained})])
 
     def dropped(self, groups: Iterable[Group], step: int, timeline: int) -> None:
         """Groups were dropped while `step` was under way."""

@@ -65,14 +65,14 @@ def _training(job: Job, trainers: Sequence[Replica], trainer: Replica) -> tuple[
         )
     step = table.committed
     if job.membership is not None and any(job.membership.waiting.values()):
-        loading = [one for one in trainers if job.membership.waiting.get(one.replica_id)]
+        loading = [other for other in trainers if job.membership.waiting.get(other.replica_id)]
         return f"loads {step}", f"step {step} waits for {', '.join(map(_named, loading))}"
     if job.ledger.batch(step):
         rollouts = [replica.replica_id for replica in job.registry.present("rollout")]
         if job.trainers_turn and (awake := job.turns.awake(rollouts)):
             return f"turn {step}", f"step {step} is complete and waits for {', '.join(awake[:3])} to sleep"
-        others = [one for one in trainers if job.membership is not None and one is not trainer]
-        named = ", ".join([trainer.name + _detail(trainer), *(one.name for one in others)])
+        others = [other for other in trainers if job.membership is not None and other is not trainer]
+        named = ", ".join([trainer.name + _detail(trainer), *(other.name for other in others)])
         return f"trains {step}", f"step {step} is being trained by {named}"
     missing = table.params.groups_per_step - table.ready
     if missing <= 0:
@@ -114,7 +114,7 @@ def _finishing(job: Job) -> tuple[str, str]:
 
 def _leading(job: Job, trainers: Sequence[Replica]) -> Replica:
     """The one that commits; any, where none does so yet."""
-    return next((one for one in trainers if job.leads(one.replica_id)), trainers[0])
+    return next((trainer for trainer in trainers if job.leads(trainer.replica_id)), trainers[0])
 
 
 def _validation(job: Job) -> tuple[str, str]:

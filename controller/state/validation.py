@@ -271,10 +271,10 @@ class Validation:
         return False
 
     def replica_gone(self, replica_id: str, at: float, *, failed: bool = True) -> int:
-        mine = [group for group in self._held() if group.replica_id == replica_id]
-        for group in mine:
+        held = [group for group in self._held() if group.replica_id == replica_id]
+        for group in held:
             self._fail(group, at) if failed else self._requeue(group)
-        return len(mine)
+        return len(held)
 
     def expire(self, now: float, at: float) -> int:
         late = [group for group in self._held() if group.expires < now]

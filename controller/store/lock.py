@@ -174,14 +174,14 @@ async def attempt(
             return Attempt(other=other)
         # With the date: a store that lost history may have forgotten some.
         known = int(await pipeline.get(epoch) or 0)
-        mine = dataclasses.replace(me, epoch=max(known + 1, int(time.time() * 1000)))
+        taken = dataclasses.replace(me, epoch=max(known + 1, int(time.time() * 1000)))
         pipeline.multi()  # type: ignore[no-untyped-call]
-        pipeline.set(epoch, mine.epoch)
-        pipeline.set(lock, mine.render(), px=round(seconds * 1000))
+        pipeline.set(epoch, taken.epoch)
+        pipeline.set(lock, taken.render(), px=round(seconds * 1000))
         try:
             await pipeline.execute()
         except WatchError:
             return Attempt()
     if other is not None and other.key != me.key:  # else the answer to an earlier attempt was lost
         log.warning("taking the job over from %s, which %s", other, "is replaced" if replace else "is dead")
-    return Attempt(mine=mine)
+    return Attempt(mine=taken)

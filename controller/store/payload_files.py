@@ -49,7 +49,7 @@ class PayloadFiles:
                 found = await asyncio.to_thread(lambda: [is_there(self.root, entry) for entry in entries])
         except TimeoutError:
             raise StoreUnavailable(f"the directory {self.root} of payloads does not answer") from None
-        return {entry.name for entry, there in zip(entries, found, strict=True) if not there}
+        return {entry.name for entry, exists in zip(entries, found, strict=True) if not exists}
 
     async def sweep(self, table: GroupTable, saved: Callable[[], Awaitable[None]]) -> int:
         """Remove files that are no longer needed; how many. `saved` waits until the ledger is stored."""

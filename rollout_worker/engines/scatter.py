@@ -379,8 +379,8 @@ class WeightMap:
         for place in self.places[name]:
             offset, shape, strides = place.source
             here = _bits(out).as_strided(shape, strides, out.storage_offset() + offset)
-            there = place.kept(repeats=True)
-            agree = agree and bool((there.to(here.device) == here).all())
+            positions = place.kept(repeats=True)
+            agree = agree and bool((positions.to(here.device) == here).all())
         return agree
 
 

@@ -61,8 +61,10 @@ def eos_token_ids(policy: PolicyConfig, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer: those of the generation config (else the model's), and the tokenizer's own."""
     from transformers.utils import cached_file
 
-    own = tokenizer.eos_token_id
-    ids = end_tokens.eos_token_ids(policy, None if own is None else int(own), fetched_by(cached_file))
+    eos_token_id = tokenizer.eos_token_id
+    ids = end_tokens.eos_token_ids(
+        policy, None if eos_token_id is None else int(eos_token_id), fetched_by(cached_file)
+    )
     if not ids:
         path = policy.model_name_or_path
         log.warning("the model at %s names no end-of-text token: answers end at their maximal length", path)

@@ -56,8 +56,8 @@ class UpdateReports:
 
     async def _send(self, publication_id: int, report: UpdateReport) -> None:
         def call(session: Session) -> api.Call[None]:
-            mine = {"replica_id": session.replica_id, "incarnation": session.incarnation}
-            return api.report_update(publication_id, report.model_copy(update=mine))
+            identity = {"replica_id": session.replica_id, "incarnation": session.incarnation}
+            return api.report_update(publication_id, report.model_copy(update=identity))
 
         try:
             await self._session.call(call)

@@ -122,13 +122,13 @@ class _Reference:
         )
         added = self._tokenizer.get_added_tokens_decoder()
         every = max(1, len(added) // ADDED_SAMPLES)
-        more = [f"a {token.content} b{token.content}\n" for token in list(added.values())[::every]]
-        if why := difference(codec, whole, [*PROBE.values(), *more]):
+        samples = [f"a {token.content} b{token.content}\n" for token in list(added.values())[::every]]
+        if why := difference(codec, whole, [*PROBE.values(), *samples]):
             return why
-        entries, own = _entries(added), _entries(tokenizer.added_tokens_decoder)
-        for i in entries.keys() - own.keys():
+        entries, own_entries = _entries(added), _entries(tokenizer.added_tokens_decoder)
+        for i in entries.keys() - own_entries.keys():
             return f"it lacks the added token {added[i].content!r}"
-        for i, entry in own.items():
+        for i, entry in own_entries.items():
             if i not in entries:
                 return f"it adds a token {tokenizer.convert_ids_to_tokens(i)!r} as {i}"
             if entries[i] != entry:

@@ -199,9 +199,9 @@ class Decoder:
         view: WindowView,
     ) -> None:
         """One forward for its keys and values: row i's tokens begin at column start[i]."""
-        own = queries[:, None] == keys
+        same_row = queries[:, None] == keys
         causal = queries[:, None] >= keys
-        allowed = (causal & (keys >= start[:, None, None])) | own
+        allowed = (causal & (keys >= start[:, None, None])) | same_row
         positions = (queries - start[:, None]).clamp_(min=0)
         with self._recorded_by(view):
             self.model(

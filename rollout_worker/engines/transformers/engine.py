@@ -282,7 +282,7 @@ class TransformersEngine:
     def _tally(self, served: _Served) -> Tally:
         """In a thread in parallel with the engine's: the weights are not written meanwhile."""
         model, published = self._decoder.model, served.published
-        lossy = any(loses_bits(one.dtype, model.dtype) for one in published.values())
+        lossy = any(loses_bits(tensor.dtype, model.dtype) for tensor in published.values())
         if not lossy or served.weights is None:
             found: Tally = models.served(model, published, None)
             return found

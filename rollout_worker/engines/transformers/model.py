@@ -146,8 +146,10 @@ def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None
         )
     if routing is not None:
         routing.check(recorded, plain, exactly=full)
-    buffers = [(one.keys, one.values) for one in (*decoder.window.layers, *decoder.window.choices)]
-    return sum(one.shape[1] * one.shape[3] * one.element_size() for pair in buffers for one in pair)
+    buffers = [(buffer.keys, buffer.values) for buffer in (*decoder.window.layers, *decoder.window.choices)]
+    return sum(
+        buffer.shape[1] * buffer.shape[3] * buffer.element_size() for pair in buffers for buffer in pair
+    )
 
 
 def _compared(model: Any, decoder: Decoder) -> tuple[torch.Tensor, list[Chosen], list[Chosen]]:
@@ -266,5 +268,5 @@ def served(model: Any, published: Mapping[str, Published], copy: Mapping[str, to
     return tally
 
 
-def _same(tensors: dict[str, torch.Tensor], one: str, other: str) -> bool:
-    return one in tensors and other in tensors and tensors[one] is tensors[other]
+def _same(tensors: dict[str, torch.Tensor], name: str, other: str) -> bool:
+    return name in tensors and other in tensors and tensors[name] is tensors[other]

@@ -85,7 +85,7 @@ class Routing:
         (`exactly` is then false). Raises `EngineConfigError`.
         """
         ids, weights, plain_ids, plain = (
-            np.concatenate([one[i].reshape(-1, one[i].shape[-1]) for one in samples])
+            np.concatenate([sample[i].reshape(-1, sample[i].shape[-1]) for sample in samples])
             for samples in (found, expected)
             for i in (0, 1)
         )
@@ -102,7 +102,7 @@ class Routing:
     def _note(self, number: int, _: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._calls is None:
             return
-        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         if len(tensors) != 3 or len(inputs) != 3 or named:
             raise RoutingError("its experts are not called with states, ids and weights")
         states, ids, weights = tensors

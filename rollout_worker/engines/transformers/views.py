@@ -38,7 +38,7 @@ class WindowView(Cache, ABC):
 
     def record(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Write the experts that the tokens of a forward were sent to, [rows · width, mixtures, k]."""
-        ids, weights = (one.unflatten(0, (-1, self.width)).transpose(1, 2) for one in (ids, weights))
+        ids, weights = (column.unflatten(0, (-1, self.width)).transpose(1, 2) for column in (ids, weights))
         self._write(self.window.choice(ids, weights), ids, weights)
 
 

@@ -116,8 +116,8 @@ class Boot:
         modules, sampling = self._config.policy.external_modules, self._config.rollout.sampling_config
         try:
             scratch = self._scratch = Scratch()
-            own = scratch.path / "tokenizer"
-            words = own if write_plain(self._tokenizer, own) else None
+            copied = scratch.path / "tokenizer"
+            words = copied if write_plain(self._tokenizer, copied) else None
         except OSError as error:
             raise EngineFailed(f"no directory for vLLM's temporary files: {error}") from None
         values = boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)

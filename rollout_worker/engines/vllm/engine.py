@@ -128,9 +128,9 @@ class VllmEngine:
         adapter = await asyncio.shield(self._booting)
         refused, self._rebuilt = await adapter.begin()
         if refused and not self._settings:
-            more = f" and {len(refused) - NAMED_PROBLEMS} more" if len(refused) > NAMED_PROBLEMS else ""
+            others = f" and {len(refused) - NAMED_PROBLEMS} more" if len(refused) > NAMED_PROBLEMS else ""
             raise EngineConfigError(
-                f"the weights of {', '.join(refused[:NAMED_PROBLEMS])}{more} cannot be replaced in vLLM: name "
+                f"the weights of {', '.join(refused[:NAMED_PROBLEMS])}{others} cannot be replaced in vLLM: name "
                 "another model (docs/models.md lists families), another rollout.engine_kwargs.moe_backend, or "
                 'set rollout.backend = "transformers"'
             )
@@ -520,8 +520,8 @@ def _problems(update: Update) -> list[str]:
 
 
 def _mismatch(version: int, problems: list[str]) -> WeightMismatch:
-    more = f" (and {len(problems) - NAMED_PROBLEMS} more)" if len(problems) > NAMED_PROBLEMS else ""
-    return WeightMismatch(f"version {version} in vLLM: {'; '.join(problems[:NAMED_PROBLEMS])}{more}")
+    others = f" (and {len(problems) - NAMED_PROBLEMS} more)" if len(problems) > NAMED_PROBLEMS else ""
+    return WeightMismatch(f"version {version} in vLLM: {'; '.join(problems[:NAMED_PROBLEMS])}{others}")
 
 
 @asynccontextmanager

@@ -267,11 +267,11 @@ class Members:
         """Take in a machine that has the token. A machine that comes again takes the place of its dead process."""
         address, deadline = self._coming.get(connection, "?"), Deadline(HELLO_S)
         try:
-            mine = ServerProof(
+            server_proof = ServerProof(
                 PURPOSE, self._nodes.token, receive_exactly(connection, OPENING_BYTES, deadline)
             )
-            send_all(connection, mine.answer, deadline)
-            handshake = mine.check(receive_exactly(connection, PROOF_BYTES, deadline))
+            send_all(connection, server_proof.answer, deadline)
+            handshake = server_proof.check(receive_exactly(connection, PROOF_BYTES, deadline))
             line = _Line(connection, handshake, "server")
             index = line.hear().get("node")
             if not isinstance(index, int) or not 0 < index < self._nodes.count:

@@ -75,7 +75,7 @@ async def served_weights(
     tensors = _joined(known)
     async with AsyncExitStack() as stack:
         copy = None
-        if weights is not None and any(loses_bits(one.published.dtype, one.kept) for one in tensors):
+        if weights is not None and any(loses_bits(tensor.published.dtype, tensor.kept) for tensor in tensors):
             publication = await asyncio.to_thread(stack.enter_context, weights.reading())
             if publication.content_hash == content_hash:
                 copy = dict(weights.tensors())
