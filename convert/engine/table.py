@@ -96,7 +96,7 @@ class Table:
                 place, before = lines[-1]
                 lines[-1] = (place, before + ("  " if line.startswith("    ") else " ") + line.strip())
             elif line.strip() and not line.startswith("#"):
-                lines.append((f"{path.name}:{number}", line.rstrip()))
+                lines.append((f"{path.parent.name}/{path.name}:{number}", line.rstrip()))
         constants = (text.partition(" = ") for _, text in self.parts.pop(""))
         self.constants = {name.removeprefix("$"): text for name, _, text in constants}
         self.shared = (*names, vars(to), vars(values))
