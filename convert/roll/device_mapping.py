@@ -1,27 +1,24 @@
 """ROLL's `device_mapping` read as data: `list(range(0, 8))`, `[0, 1, 3]`, and sums of such lists.
 
-ROLL hands the text to Python's `eval`. Here a grammar of four rules reads it, so a configuration can only
-ever name devices:
-
-    sum    = term { "+" term }
-    term   = "list" "(" sum ")" | "range" "(" int [ "," int [ "," int ] ] ")" | "[" items "]" | "(" sum ")"
-    items  = [ item { "," item } [ "," ] ]
-    item   = int | "*" term
-
-Nothing is computed before it is known to be small: a range is measured, not listed.
+ROLL hands the text to Python's `eval`. Here Python's parser reads it and nothing is evaluated: of the syntax tree
+`list`, `range`, lists of numbers, `*` in a list and `+` between lists are taken, so a configuration can only ever
+name devices. A range is measured before it is listed.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
+
+from convert.engine.values import shown
 
 MAX_TEXT = 10_000  # the longest sensible mapping lists some hundred devices by hand
 MAX_DEVICES = 16_384  # more than any cluster that runs one job
-MAX_DEPTH = 20
 
-_TOKEN = re.compile(r"\s*(?:(-?\d+)|([A-Za-z_]\w*)|(.))", re.DOTALL | re.ASCII)
+_FOREIGN = re.compile(r"[^\w\s()\[\],+*-]", re.ASCII)
 _FORM = 'write it like "list(range(0,8))", [0, 1, 2] or the sum of such lists'
 
 
@@ -36,135 +33,79 @@ def parse_device_mapping(value: Any) -> list[int]:
     Raises DeviceMappingError for anything else, for negative or repeated devices and for too many of them.
     """
     if isinstance(value, str):
-        devices = _Parser(value).parse()
+        named = _in_text(value)
     elif isinstance(value, Sequence):
-        devices = [device for item in value for device in _listed(item)]
+        named = (device for item in value for device in _listed(item))
     else:
-        raise DeviceMappingError(f"{_shown(value)} is not a list of devices: {_FORM}")
-    return _checked(devices)
-
-
-def _listed(item: Any) -> list[int]:
-    if isinstance(item, int) and not isinstance(item, bool):
-        return [item]
-    if isinstance(item, str):
-        text = item.strip()
-        return [int(text)] if re.fullmatch(r"[0-9]{1,9}", text) else _Parser(item).parse()
-    raise DeviceMappingError(f"{_shown(item)} is not the number of a device: {_FORM}")
-
-
-def _checked(devices: list[int]) -> list[int]:
-    if not devices:
-        raise DeviceMappingError("names no device: leave the key out for a role without GPUs")
-    if len(devices) > MAX_DEVICES:
-        raise DeviceMappingError(f"names {len(devices)} devices, more than {MAX_DEVICES}")
-    seen: set[int] = set()
-    for device in devices:
+        raise DeviceMappingError(f"{shown(value)} is not a list of devices: {_FORM}")
+    devices: dict[int, None] = {}
+    for device in islice(named, MAX_DEVICES + 1):
         if device < 0:
             raise DeviceMappingError(f"names device {device}: devices are counted from 0")
         if device >= MAX_DEVICES:
             raise DeviceMappingError(f"names device {device}, beyond {MAX_DEVICES - 1}")
-        if device in seen:
+        if device in devices:
             raise DeviceMappingError(f"names device {device} twice")
-        seen.add(device)
+        devices[device] = None
+    if not devices:
+        raise DeviceMappingError("names no device: leave the key out for a role without GPUs")
+    return list(devices)
+
+
+def _listed(item: Any) -> Iterator[int]:
+    if isinstance(item, str):
+        return iter([int(item)]) if re.fullmatch(r"\s*[0-9]{1,9}\s*", item) else _in_text(item)
+    if isinstance(item, int) and not isinstance(item, bool):
+        return iter([item])
+    raise DeviceMappingError(f"{shown(item)} is not the number of a device: {_FORM}")
+
+
+def _in_text(text: str) -> Iterator[int]:
+    if len(text) > MAX_TEXT:
+        raise DeviceMappingError(f"is {len(text)} characters long, more than {MAX_TEXT}")
+    if foreign := _FOREIGN.search(text):
+        raise _unexpected(text, foreign[0])
+    try:
+        yield from _devices(ast.parse(text.strip(), mode="eval").body, text.strip())
+    except SyntaxError as error:
+        raise DeviceMappingError(f"{shown(text)} is not a list of devices ({error.msg}): {_FORM}") from None
+    except (MemoryError, RecursionError):
+        raise DeviceMappingError(f"has too many sums or parentheses: {_FORM}") from None
+
+
+def _devices(node: ast.expr, text: str) -> Iterator[int]:
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            yield from _devices(left, text)
+            yield from _devices(right, text)
+        case ast.Call(ast.Name("list"), [inner], []):
+            yield from _devices(inner, text)
+        case ast.Call(ast.Name("range"), [_, *_] as bounds, []) if len(bounds) <= 3:
+            yield from _range(*(_number(bound, text) for bound in bounds))
+        case ast.List(items):
+            for item in items:
+                inside = isinstance(item, ast.Starred)
+                yield from _devices(item.value, text) if inside else [_number(item, text)]
+        case _:
+            raise _unexpected(text, ast.get_source_segment(text, node))
+
+
+def _range(*bounds: int) -> range:
+    if len(bounds) == 3 and bounds[2] < 1:
+        raise DeviceMappingError(f"has a range with step {bounds[2]}: a step is at least 1")
+    devices = range(*bounds)
+    if devices.start < 0 or devices.stop > MAX_DEVICES:
+        limits = f"from {devices.start} to {devices.stop}: devices are 0 to {MAX_DEVICES - 1}"
+        raise DeviceMappingError(f"has a range {limits}")
     return devices
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _number(node: ast.expr, text: str) -> int:
+    written = ast.get_source_segment(text, node) or ""
+    if not re.fullmatch(r"-?[0-9]{1,9}", written):
+        raise _unexpected(text, written)
+    return int(written)
 
 
-class _Parser:
-    """Recursive descent over the tokens of one text."""
-
-    def __init__(self, text: str) -> None:
-        if len(text) > MAX_TEXT:
-            raise DeviceMappingError(f"is {len(text)} characters long, more than {MAX_TEXT}")
-        self._text = text
-        self._tokens = [match.group(match.lastindex or 0) for match in _TOKEN.finditer(text.strip())]
-        self._at = 0
-        self._depth = 0
-
-    def parse(self) -> list[int]:
-        devices = self._sum()
-        if self._at < len(self._tokens):
-            raise self._unexpected()
-        return devices
-
-    def _sum(self) -> list[int]:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise DeviceMappingError(f"is nested deeper than {MAX_DEPTH}: {_FORM}")
-        devices = self._term()
-        while self._takes("+"):
-            devices = self._joined(devices, self._term())
-        self._depth -= 1
-        return devices
-
-    def _term(self) -> list[int]:
-        if self._takes("list"):
-            self._expect("(")
-            devices = self._sum()
-            self._expect(")")
-            return devices
-        if self._takes("range"):
-            return self._range()
-        if self._takes("["):
-            return self._items()
-        if self._takes("("):
-            devices = self._sum()
-            self._expect(")")
-            return devices
-        raise self._unexpected()
-
-    def _range(self) -> list[int]:
-        self._expect("(")
-        numbers = [self._int()]
-        while len(numbers) < 3 and self._takes(","):
-            numbers.append(self._int())
-        self._expect(")")
-        if len(numbers) == 3 and numbers[2] < 1:
-            raise DeviceMappingError(f"has a range with step {numbers[2]}: a step is at least 1")
-        devices = range(*numbers)
-        start, stop = devices.start, devices.stop
-        if start < 0 or stop > MAX_DEVICES:
-            raise DeviceMappingError(
-                f"has a range from {start} to {stop}: devices are 0 to {MAX_DEVICES - 1}"
-            )
-        return list(devices)
-
-    def _items(self) -> list[int]:
-        devices: list[int] = []
-        while not self._takes("]"):
-            devices = self._joined(devices, self._term() if self._takes("*") else [self._int()])
-            if not self._takes(","):
-                self._expect("]")
-                break
-        return devices
-
-    def _joined(self, devices: list[int], more: list[int]) -> list[int]:
-        if len(devices) + len(more) > MAX_DEVICES:
-            raise DeviceMappingError(f"names more than {MAX_DEVICES} devices")
-        return devices + more
-
-    def _int(self) -> int:
-        token = self._tokens[self._at] if self._at < len(self._tokens) else ""
-        if not re.fullmatch(r"-?[0-9]{1,9}", token):
-            raise self._unexpected()
-        self._at += 1
-        return int(token)
-
-    def _takes(self, token: str) -> bool:
-        if self._at < len(self._tokens) and self._tokens[self._at] == token:
-            self._at += 1
-            return True
-        return False
-
-    def _expect(self, token: str) -> None:
-        if not self._takes(token):
-            raise self._unexpected()
-
-    def _unexpected(self) -> DeviceMappingError:
-        found = repr(self._tokens[self._at]) if self._at < len(self._tokens) else "its end"
-        return DeviceMappingError(f"{_shown(self._text)} is not a list of devices at {found[:40]}: {_FORM}")
+def _unexpected(text: str, part: str | None) -> DeviceMappingError:
+    return DeviceMappingError(f"{shown(text)} is not a list of devices at {shown(part)}: {_FORM}")
