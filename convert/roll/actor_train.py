@@ -2,118 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from convert.engine import to, values
+from convert.engine import values
 from convert.engine.model import Result, implicit, mapped, no_counterpart
-from convert.engine.rules import ConversionContext, Converter, KeyPath, Rule, computed, needs
+from convert.engine.rules import ConversionContext, KeyPath, needs
 from convert.engine.values import BadValue, shown
-from convert.roll.converters import (
-    POLICY,
-    count,
-    dtype,
-    is_one_of,
-    lost,
-    model_dtype,
-    named_devices,
-    reason,
-    recomputation,
-    reshard,
-    under,
-)
-from convert.roll.data import DATA_ARGS
-from convert.roll.facts import SIZES, TRAINING_STRATEGIES, config_key, mesh, strategy
-from convert.roll.training import TRAINING_ARGS
+from convert.roll.converters import KEYS, POLICY, count, is_one_of, named_devices, paths, reason
+from convert.roll.facts import config_key, global_batch, mesh, only_with, samples_per_step, strategy
 from schema.config.overrides import is_dropout
 
 ROLE = "actor_train"
-_SETTINGS = f"{ROLE}.strategy_args.strategy_config"
-_MESH = "policy.parallelism"
 
 
 # --- mesh and batches ---------------------------------------------------------------------------------------
 
 
-@computed(
-    f"{_MESH}.tp_size",
-    f"{_MESH}.dp_shard_size",
-    f"{_MESH}.dp_replicate_size",
-    "placement.policy",
-    words="the devices of the one policy replica; what the other sizes leave is sharded",
-)
-def _devices(context: ConversionContext, leaf: KeyPath) -> Result:
-    found = named_devices(context, leaf)
-    if found is None:
+def _policy_devices(context: ConversionContext, leaf: KeyPath) -> Result:
+    placed = named_devices(context, leaf)
+    if placed is None:
         return implicit("null: no devices are named")
-    targets: list[tuple[str, Any]] = [("placement.policy", found)]
-    targets += [(f"{_MESH}.{name}", size) for name, size in mesh(context).sizes().items()]
-    return mapped(*targets, note=count(len(found), "device"))
+    sizes = mesh(context).sizes("policy")
+    return mapped(("placement.policy", placed), *sizes, note=count(len(placed), "device"))
 
 
-def _dimension(name: str) -> Converter:
+def _dimension(context: ConversionContext, leaf: KeyPath) -> Result:
     """One size of the mesh, checked against the others."""
-    ours = f"{_MESH}.{name}_size"
-
-    @computed(ours, words="", null="null: 1")
-    def convert(context: ConversionContext, leaf: KeyPath) -> Result:
-        return mapped((ours, getattr(mesh(context), name)))
-
-    return convert
+    name = leaf.ours[0].rpartition(".")[2].removesuffix("_size")
+    return leaf.to(getattr(mesh(context), name))
 
 
-@computed(
-    f"{_MESH}.dp_shard_size",
-    f"{_MESH}.dp_replicate_size",
-    words="≤ 1 or ≥ world: all ranks shard; else shards of this size, replicated",
-)
 def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
     shape = mesh(context)
-    note = "pure FSDP2"
-    if shape.dp_replicate != 1:
-        note = f"HSDP: {shape.world} / {values.integer(leaf.value)} replicas"
-    return mapped(
-        (f"{_MESH}.dp_shard_size", shape.dp_shard),
-        (f"{_MESH}.dp_replicate_size", shape.dp_replicate),
-        note=note,
-    )
+    hybrid = shape.dp_replicate != 1
+    note = f"HSDP: {shape.world} / {values.integer(leaf.value)} replicas" if hybrid else "pure FSDP2"
+    return leaf.to(shape.dp_shard, shape.dp_replicate, note=note)
 
 
 # --- model --------------------------------------------------------------------------------------------------
 
 
-@computed(
-    "policy.model_name_or_path",
-    words="only where all roles name one; else pretrain is taken",
-    null="null: pretrain",
-)
-def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
-    """The model of a role: ROLL overwrites all three by pretrain unless each of them names one."""
-    roles = ("actor_train", "actor_infer", "reference")
-    if any(context.get(f"{role}.model_args.model_name_or_path", None) is None for role in roles):
-        pretrain = context.get("pretrain", None)
-        if pretrain is not None:
-            same = pretrain == leaf.value
-            return implicit("the same as pretrain" if same else f"ROLL takes pretrain = {pretrain} instead")
-    return mapped(("policy.model_name_or_path", values.path(leaf.value)))
-
-
-@computed(
-    "policy.model_gradient_checkpointing",
-    words="the reverse: true → false",
-    null="null: activations are recomputed, as by default",
-)
 def _no_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
     keys = (config_key(ROLE, name) for name in ("recompute_granularity", "moe_layer_recompute"))
     if strategy(context, ROLE).startswith("megatron") and any(context.get(key, None) for key in keys):
         return implicit("recompute_granularity and moe_layer_recompute decide for Megatron")
-    return mapped(("policy.model_gradient_checkpointing", not values.flag(leaf.value)))
+    return leaf.to(not values.flag(leaf.value))
 
 
-@computed("train.fa_version", words="`fa2` → 2, `fa3` → 3; the others: the model's own choice")
 def _attention(context: ConversionContext, leaf: KeyPath) -> Result:
     versions = {"fa2": 2, "flash_attention_2": 2, "fa3": 3, "flash_attention_3": 3}
     if is_one_of(leaf.value, versions):
-        return mapped(("train.fa_version", versions[leaf.value]))
+        return leaf.to(versions[leaf.value])
     if leaf.value in (None, "sdpa", "auto", "eager", "disabled"):
         return implicit("the model's own attention; exact in every case")
     raise BadValue(f"expected sdpa, auto, fa2 or fa3, got {shown(leaf.value)}")
@@ -124,41 +64,31 @@ def _parts(value: Any) -> list[str]:
     return [part.strip() for text in values.texts(value) for part in text.split(",")]
 
 
-@computed("policy.trainable_map", words="each prefix → false", null="null: everything is trained")
 def _freeze(context: ConversionContext, leaf: KeyPath) -> Result:
-    prefixes = list(filter(None, _parts(leaf.value)))
+    prefixes = filter(None, _parts(leaf.value))
     context.warn(
         f"freeze_module_prefix = {shown(leaf.value)} freezes every parameter whose name begins so; "
         "policy.trainable_map takes exact names of the transformers model: see that these are such names"
     )
-    return mapped(("policy.trainable_map", dict.fromkeys(prefixes, False)))
+    return leaf.to(dict.fromkeys(prefixes, False))
 
 
-@computed(
-    "policy.lora.target_modules",
-    words="comma-separated names become a list, `all` → `all-linear`",
-    null="null: no adapters",
-)
 def _lora_target(context: ConversionContext, leaf: KeyPath) -> Result:
     names = list(filter(None, _parts(leaf.value)))
-    if names in (["all"], ["all-linear"]):
-        return mapped(("policy.lora.target_modules", "all-linear"))
-    return mapped(("policy.lora.target_modules", names))
+    return leaf.to("all-linear" if names in (["all"], ["all-linear"]) else names)
 
 
-def _without_lora(context: ConversionContext) -> str:
-    named = context.get(f"{ROLE}.model_args.lora_target", None)
-    return "" if named else "no adapters: lora_target is not set"
+_without_lora = only_with(
+    lambda context: bool(context.get(f"{ROLE}.model_args.lora_target", None)),
+    "no adapters: lora_target is not set",
+)
 
 
-@computed("policy.lora.lora_alpha", words="null: twice the rank")
 def _lora_alpha(context: ConversionContext, leaf: KeyPath) -> Result:
     rank = context.integer(f"{ROLE}.model_args.lora_rank", 8) or 8
-    alpha = values.number(leaf.value) if leaf.value is not None else 2 * rank
-    return mapped(("policy.lora.lora_alpha", alpha))
+    return leaf.to(2 * rank if leaf.value is None else values.number(leaf.value))
 
 
-@computed("policy.override_config", words="keys of the model's own configuration")
 def _override(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in (None, {}):
         return implicit("no override")
@@ -169,145 +99,164 @@ def _override(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"policy.override_config.{leaf.rest}", leaf.value))
 
 
-_MODEL_ARGS: tuple[Rule, ...] = (
-    Rule("model_name_or_path", model_name),
-    Rule("dtype", model_dtype(ROLE, "train"), default="bf16"),
-    Rule("disable_gradient_checkpointing", _no_checkpointing),
-    Rule(
-        "gradient_checkpointing_use_reentrant",
-        to.always("recomputation is never reentrant, which changes nothing"),
-    ),
-    Rule("ulysses_size", _dimension("cp")),
-    Rule("attn_implementation", _attention, also=("flash_attn",)),
-    Rule(
-        "model_type",
-        to.unless((None, "causal_lm", "trl"), "a language model", lost(f"{ROLE}.model_args.model_type")),
-    ),
-    Rule("device_map", to.always("the mesh places the model")),
-    Rule("num_labels", to.always("concerns classification heads")),
-    Rule("freeze_module_prefix", _freeze),
-    Rule("lora_target", _lora_target),
-    Rule("lora_rank", to.integer("policy.lora.r"), default=8, when=_without_lora),
-    Rule("lora_alpha", _lora_alpha, default=None, when=_without_lora),
-    Rule("lora_dropout", to.number("policy.lora.lora_dropout"), when=_without_lora),
-    Rule(
-        "additional_target",
-        to.converted(
-            "policy.lora.modules_to_save", _parts, "comma-separated names become a list", "null: none"
-        ),
-        when=_without_lora,
-    ),
-    Rule(
-        "autocast_adapter_dtype",
-        to.unless((True,), "adapters are float32", lost(f"{ROLE}.model_args.autocast_adapter_dtype")),
-    ),
-    Rule("model_config_kwargs.*", _override),
-    Rule("adapter_name_or_path", lost(f"{ROLE}.model_args.adapter_name_or_path")),
-    Rule("moe_aux_loss_coef", lost(f"{ROLE}.model_args.moe_aux_loss_coef")),
-    Rule("vision_dp", lost(f"{ROLE}.model_args.vision_dp")),
-)
-
-
 # --- strategy -----------------------------------------------------------------------------------------------
 
 
-@computed(f"{_MESH}.sequence_parallel", words="false without tensor parallelism, as in Megatron")
+_DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall"}
+_unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
+_fixed_in_train = needs(f"{ROLE}.use_dynamic_batching_in_train", "dynamic batching is off")
+_fixed_in_infer = needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off")
+
+
 def _sequence_parallel(context: ConversionContext, leaf: KeyPath) -> Result:
-    key, asked = f"{_MESH}.sequence_parallel", leaf.value is not None and values.flag(leaf.value)
+    asked = leaf.value is not None and values.flag(leaf.value)
     if asked and mesh(context).tp == 1:
-        return mapped((key, False), note="Megatron ignores it: tensor_model_parallel_size = 1 has one rank")
-    return mapped((key, asked))
+        return leaf.to(False, note="Megatron ignores it: tensor_model_parallel_size = 1 has one rank")
+    return leaf.to(asked)
 
 
-@computed(words="all training strategies become FSDP2")
-def _strategy(context: ConversionContext, leaf: KeyPath) -> Result:
-    values.one_of(leaf.value, TRAINING_STRATEGIES)
-    return implicit(
-        "training is sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same"
-    )
-
-
-@computed("train.ckpt.save_contents", words="true → only the model")
 def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
     if not values.flag(leaf.value):
         return implicit("model, optimizer and the rest are saved")
-    return mapped(("train.ckpt.save_contents", ["model"]))
+    return leaf.to(["model"])
 
 
-_STRATEGY_RULES: tuple[Rule, ...] = (
-    *(Rule(key, _dimension(name)) for key, name in SIZES.items()),
-    Rule("sequence_parallel", _sequence_parallel),
-    *(Rule(name, how) for name, how in recomputation(ROLE, "policy", "train").items()),
-    Rule(
-        "moe_token_dispatcher_type",
-        to.choice("policy.moe_token_dispatcher", {"allgather": "allgather", "alltoall": "alltoall"}),
-    ),
-    Rule("moe_grouped_gemm", to.flag("policy.moe_grouped_gemm"), also=("moe_use_grouped_mm",)),
-    Rule("ep_size", _dimension("ep")),
-    Rule("efsdp_size", to.always("experts are sharded over the ranks that ep_size leaves")),
-    Rule("moe_shared_expert_overlap", to.flag("policy.moe_shared_expert_overlap")),
-    Rule("overlap_grad_reduce", to.flag("train.overlap_grad_reduce")),
-    Rule("use_distributed_optimizer", to.always("the optimizer is always sharded with its parameters")),
-    Rule("optimizer_cpu_offload", to.flag("train.optimizer_offload")),
-    Rule("save_only_model", _model_only),
-    Rule("fsdp_size", _fsdp_size),
-    Rule("param_dtype", dtype("train.param_dtype")),
-    Rule("reduce_dtype", dtype("train.fsdp_reduce_dtype")),
-    Rule("reshard_after_forward", reshard("train")),
-    Rule("offload_policy", to.flag("train.fsdp_offload")),
-)
-
-
-@computed(f"{POLICY}.routing_replay", words="`R3` → `ids`; `R2`: see the list", null="null: off")
 def _router_replay(context: ConversionContext, leaf: KeyPath) -> Result:
     mode = values.one_of(leaf.value, ("disable", "R2", "R3"))
     if mode == "disable":
         return implicit("the trainer chooses experts by itself")
-    if mode == "R2":
-        return no_counterpart(reason(leaf.key))
-    return mapped((f"{POLICY}.routing_replay", "ids"))
+    return no_counterpart(reason(leaf.key)) if mode == "R2" else leaf.to("ids")
 
 
-_CAP = to.integer(f"{POLICY}.max_token_len_per_mini_batch", "as it is", "no cap")
-_OLD_CAP = to.integer(f"{POLICY}.old_log_prob.max_token_len_per_mini_batch", "as it is", "no cap")
-_unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
-_SINGLE_RULES: tuple[Rule, ...] = (
-    Rule("device_mapping", _devices),
-    Rule("world_size", to.always("follows from device_mapping")),
-    Rule(
-        "num_gpus_per_worker",
-        to.unless((1, None), "one rank for each GPU", to.always("applies to inference only")),
-    ),
-    Rule("infer_batch_size", to.integer(f"{POLICY}.old_log_prob.mini_batch")),
-    Rule("model_update_frequency", to.integer("train.sync_weight_interval")),
-    Rule("use_dynamic_batching_in_train", to.always("max_tokens_per_microbatch_in_train says how large")),
-    Rule(
-        "max_tokens_per_microbatch_in_train",
-        to.unless((0,), "no cap", _CAP),
-        when=needs(f"{ROLE}.use_dynamic_batching_in_train", "dynamic batching is off"),
-    ),
-    Rule("use_dynamic_batching_in_infer", to.always("max_tokens_per_microbatch_in_infer says how large")),
-    Rule(
-        "max_tokens_per_microbatch_in_infer",
-        to.unless((0,), "no cap", _OLD_CAP),
-        when=needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off"),
-    ),
-    Rule("router_replay.mode", _router_replay),
-    Rule("use_sequence_packing", to.flag("train.sequence_packing")),
-    Rule("sequence_packing_args.max_packed_sequence_length_train", _CAP, when=_unpacked),
-    Rule("sequence_packing_args.max_packed_sequence_length_forward", _OLD_CAP, when=_unpacked),
-    Rule("logits_in_fp32", to.always("log-probs are computed in float32")),
-    Rule("apply_loss_scale", to.always("the loss is normalised over the whole step, however it is cut")),
-    Rule("worker_cls", to.unless((None,), "ROLL's own", lost(f"{ROLE}.worker_cls"))),
-    Rule("offload_nccl", lost(f"{ROLE}.offload_nccl")),
-)
+# --- optimizer ----------------------------------------------------------------------------------------------
 
 
-ACTOR_TRAIN_RULES: tuple[Rule, ...] = (
-    *under(f"{ROLE}.model_args", _MODEL_ARGS),
-    *under(f"{ROLE}.training_args", TRAINING_ARGS),
-    *under(f"{ROLE}.data_args", DATA_ARGS),
-    Rule(f"{ROLE}.strategy_args.strategy_name", _strategy),
-    *under(_SETTINGS, _STRATEGY_RULES),
-    *under(ROLE, _SINGLE_RULES),
-)
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused"), "AdamW"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit"), "AdamW8bit"),
+    "sgd": "SGD",
+    "muon": "Muon",
+}
+"""Names of Hugging Face's trainer."""
+
+
+def _betas(context: ConversionContext, leaf: KeyPath) -> Result:
+    values.number(leaf.value)
+    defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+    return leaf.to([context.number(f"{ROLE}.training_args.{key}", beta) for key, beta in defaults.items()])
+
+
+def _epochs(context: ConversionContext, leaf: KeyPath) -> Result:
+    if (context.integer("max_steps", 500) or 0) > 0:
+        return implicit("max_steps ends the run, whatever num_train_epochs says")
+    return leaf.to(max(math.ceil(values.number(leaf.value)), 1))
+
+
+def _precision(context: ConversionContext, leaf: KeyPath) -> Result:
+    if not values.flag(leaf.value):
+        return implicit("model_args.dtype decides")
+    return leaf.to("bfloat16" if leaf.name == "bf16" else "float16")
+
+
+def _per_device(context: ConversionContext, leaf: KeyPath) -> Result:
+    samples, shape = values.integer(leaf.value), mesh(context)
+    if shape.pp == 1:
+        return leaf.to(samples)
+    steps = context.integer(f"{ROLE}.training_args.gradient_accumulation_steps", 1) or 1
+    pieces = steps if steps % shape.pp == 0 else shape.pp
+    together, piece = zip(leaf.ours, (samples * pieces, samples), strict=True)
+    return mapped(piece, together, note=f"{pieces} pieces go through the pipeline together")
+
+
+def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
+    batch, formula = global_batch(context)
+    samples = samples_per_step(context)
+    if batch == samples:
+        return implicit(f"global batch {formula}, all samples of a rollout: one optimizer step, as here")
+    if batch > samples:
+        shape = mesh(context)
+        per_device = context.integer(f"{ROLE}.training_args.per_device_train_batch_size", 8) or 1
+        steps, rest = divmod(samples * shape.model_ranks, per_device * shape.world)
+        remedy = "" if rest else f"; {steps} would make it one optimizer step"
+        context.warn(
+            f"the global batch {formula} is more than the {samples} samples of a rollout: ROLL would never "
+            f"fill it; one optimizer step for the whole rollout is written{remedy}"
+        )
+        return implicit(f"global batch {formula} > {samples} samples: one optimizer step for all of them")
+    if samples % batch:
+        context.warn(
+            f"the global batch {formula} does not divide the {samples} samples of a rollout: ROLL leaves out "
+            f"the last {samples % batch}, here every sample is trained on"
+        )
+    note = f"global batch {formula}; {samples} samples a rollout: {samples / batch:g} optimizer steps"
+    return leaf.to(batch, note=note)
+
+
+# --- data ---------------------------------------------------------------------------------------------------
+
+
+_DATA = f"{ROLE}.data_args"
+
+
+def _is_set(value: Any) -> bool:
+    return True
+
+
+def _eval_files(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.get("validation.data_args.file_name", None):
+        return implicit("validation.data_args.file_name is taken instead")
+    return leaf.to(paths(leaf.value))
+
+
+def _messages(context: ConversionContext, leaf: KeyPath) -> Result:
+    if context.get(f"{_DATA}.prompt", None) is not None:
+        context.warn(
+            "data_args.prompt and data_args.messages exclude each other, and ROLL refuses both; prompt is taken"
+        )
+        return implicit("data_args.prompt is taken; ROLL refuses both")
+    return leaf.to(values.text(leaf.value))
+
+
+def _shares(context: ConversionContext, leaf: KeyPath) -> Result:
+    if leaf.value in (None, {}):
+        return implicit("no shares")
+    domains = context.below(f"{_DATA}.domain_interleave_probs")
+    if len(domains) <= 1:
+        return implicit("one domain: all prompts are its")
+    context.warn(
+        "domain_shares counts a row by its value in domain_column_name, ROLL by the reward whose tag_included "
+        "holds that value: where they differ, write the domain into the column"
+    )
+    share, key = values.number(leaf.value), f"{POLICY}.domain_shares.{leaf.rest}"
+    *others, last = domains
+    left = round(1.0 - math.fsum(values.number(domains[name]) for name in others), 12)
+    if leaf.rest != last or abs(left - share) <= 1e-6:
+        return mapped((key, share))
+    if left <= 0:
+        raise BadValue(
+            f"the other domains have {1.0 - left:g} in all and leave nothing for {last}, the last one"
+        )
+    context.warn(
+        f"domain_interleave_probs do not add up to 1: ROLL gives {last}, the last domain, what the others leave of a "
+        f"batch, {left:g} in place of {share:g}"
+    )
+    return mapped((key, left), note="ROLL gives the last domain what the others leave")
+
+
+def _tag(context: ConversionContext, leaf: KeyPath) -> Result:
+    if len(context.below(f"{_DATA}.domain_interleave_probs")) <= 1:
+        return implicit("one domain: no shares to keep")
+    return leaf.to(values.text(leaf.value))
+
+
+def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
+    name = values.text(leaf.value)
+    context.warn(
+        f"data_args.prompt = {name}: ROLL gives a model the text of this column as it is, without a chat template. "
+        "Here it is the user's message in the model's own template; for the bare text write a file with "
+        "{{ messages[0]['content'] }} and name it in rollout.multi_turn_config.custom_chat_template_path"
+    )
+    return leaf.to(name)
+
+
+ACTOR_TRAIN_RULES = KEYS.rules("actor_train", globals())

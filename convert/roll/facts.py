@@ -12,25 +12,16 @@ ppo_epoch). Expert parallelism regroups the same ranks and divides nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from convert.engine.rules import ConversionContext
+from convert.engine.keys import words
+from convert.engine.rules import ConversionContext, When
 from convert.engine.values import BadValue
 from convert.roll.device_mapping import DeviceMappingError, parse_device_mapping
 
 TRAINING_STRATEGIES = ("fsdp2_train", "megatron_train", "deepspeed_train")
-STRATEGIES = (*TRAINING_STRATEGIES, "fsdp2_infer", "megatron_infer", "deepspeed_infer", "hf_infer")
-ENGINES = ("vllm", "sglang", "hf_infer")
-
-
-SIZES = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "virtual_pipeline_model_parallel_size": "virtual_pp",
-}
-"""A size in Megatron's strategy_config -> its name in `Mesh`; ours is that with `_size`."""
+INFERENCE_STRATEGIES = ("megatron_infer", "fsdp2_infer", "deepspeed_infer", "hf_infer")
 
 
 @dataclass(frozen=True)
@@ -51,17 +42,12 @@ class Mesh:
         """Ranks that share one sample: what the page divides the global batch by."""
         return self.tp * self.pp * self.cp
 
-    def sizes(self) -> dict[str, int]:
-        """The mesh as our `parallelism` table; sizes of 1 that are our defaults too are left out."""
-        sizes = {"tp_size": self.tp, "dp_shard_size": self.dp_shard}
-        further = {
-            "pp_size": self.pp,
-            "cp_size": self.cp,
-            "ep_size": self.ep,
-            "dp_replicate_size": self.dp_replicate,
-            "virtual_pp_size": self.virtual_pp,
-        }
-        return sizes | {name: size for name, size in further.items() if size != 1}
+    def sizes(self, role: str) -> list[tuple[str, int]]:
+        """The mesh as keys of a role's `parallelism`; sizes of 1 that are our defaults too are left out."""
+        names = words("tp dp_shard pp cp ep dp_replicate virtual_pp")
+        sizes = ((name, getattr(self, name)) for name in names)
+        kept = (pair for pair in sizes if pair[0] in ("tp", "dp_shard") or pair[1] != 1)
+        return [(f"{role}.parallelism.{name}_size", size) for name, size in kept]
 
 
 def is_agentic(context: ConversionContext) -> bool:
@@ -114,11 +100,13 @@ def mesh(context: ConversionContext, role: str = "actor_train") -> Mesh:
 
 
 def _megatron(context: ConversionContext, role: str, world: int) -> Mesh:
-    *sizes, virtual = (config_key(role, name) for name in SIZES)
-    tp, pp, cp, ep = (_size(context, key) for key in sizes)
+    tp, pp, cp, ep, virtual_pp = (
+        _size(context, config_key(role, f"{name}_parallel_size"))
+        for name in words("tensor_model pipeline_model context expert_model virtual_pipeline_model")
+    )
     if world % (tp * pp * cp):
         raise BadValue(f"{role} has {world} devices, which tp·pp·cp = {tp}·{pp}·{cp} does not divide")
-    return Mesh(world, tp, pp, cp, ep, _size(context, virtual), dp_shard=world // (tp * pp * cp))
+    return Mesh(world, tp, pp, cp, ep, virtual_pp, dp_shard=world // (tp * pp * cp))
 
 
 def _fsdp(context: ConversionContext, role: str, world: int) -> Mesh:
@@ -178,6 +166,15 @@ def optimizer_steps(context: ConversionContext, role: str = "actor_train") -> in
     return max(samples_per_step(context) // batch, 1) * epochs
 
 
+def warmup(context: ConversionContext, role: str) -> int | float:
+    """Warm-up in our steps (an integer) or as a share (a float), as ROLL chooses between its two keys."""
+    steps = context.integer(f"{role}.training_args.warmup_steps", 0) or 0
+    if steps > 0:
+        return -(-steps // optimizer_steps(context, role))
+    ratio = context.number(f"{role}.training_args.warmup_ratio", 0.0) or 0.0
+    return float(ratio) if 0 < ratio <= 1 else 0
+
+
 def sequence_length(context: ConversionContext) -> int | None:
     """Longest training sequence: sequence_length, or else prompt and response together; None: not said."""
     written = context.integer("sequence_length", None)
@@ -225,9 +222,12 @@ def has_critic(context: ConversionContext) -> bool:
     return has_advantages(context) and bool(context.get("adv_estimator", "gae") == "gae")
 
 
-def no_critic(context: ConversionContext) -> str:
-    """Why keys of the critic have no effect; "" if they have."""
-    return "" if has_critic(context) else "only gae has a critic"
+def only_with(condition: Callable[[ConversionContext], bool], otherwise: str) -> When:
+    """Make a `when`: the key has no effect, for this reason, unless the condition holds."""
+    return lambda context: "" if condition(context) else otherwise
+
+
+no_critic = only_with(has_critic, "only gae has a critic")
 
 
 def has_advantages(context: ConversionContext) -> bool:
@@ -266,8 +266,3 @@ def overlaps(context: ConversionContext) -> list[int]:
 def used_devices(context: ConversionContext) -> set[int]:
     """Devices that policy and rollout name. Raises BadValue."""
     return {device for role in ("actor_train", "actor_infer") for device in devices(context, role) or []}
-
-
-def without_devices(context: ConversionContext) -> str:
-    """The reason why GPUs per machine mean nothing, "" if they do."""
-    return "" if used_devices(context) else "no role names its devices"

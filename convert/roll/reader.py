@@ -19,7 +19,7 @@ from convert.roll.pipeline import PIPELINE_RULES
 from convert.roll.rewards import REWARD_RULES, scorers
 from convert.roll.roles import ROLE_RULES
 from convert.roll.sft import ROLE as SFT_ROLE
-from convert.roll.sft import sft_rules
+from convert.roll.sft import SFT_RULES
 from convert.roll.unsupported import DISTILLATION_ROLES, DPO_KEYS, ROLL
 
 _ROLES = ("actor_train", "actor_infer")
@@ -85,16 +85,13 @@ def _add_pipeline(context: ConversionContext) -> None:
 
 def _add_meshes(context: ConversionContext) -> None:
     try:
-        for name, size in mesh(context).sizes().items():
-            context.add(
-                f"policy.parallelism.{name}", size, "follows from the devices of the role that trains"
-            )
+        for key, size in mesh(context).sizes("policy"):
+            context.add(key, size, "follows from the devices of the role that trains")
         if context.kind == "sft":
             return
-        tp, pp, _ = engine_size(context)
-        context.add("rollout.parallelism.tp_size", tp, "follows from actor_infer's engine")
-        if pp > 1:
-            context.add("rollout.parallelism.pp_size", pp, "follows from actor_infer's engine")
+        for name, size in zip(("tp", "pp"), engine_size(context), strict=False):
+            if name == "tp" or size > 1:
+                context.add(f"rollout.parallelism.{name}_size", size, "follows from actor_infer's engine")
         _check_agreement(context)
     except BadValue:
         return  # the entries of the keys that contradict each other say so
@@ -175,7 +172,7 @@ READER = Reader(
     detect=_detect,
     signs=(*_ROLES, *_PIPELINE, SFT_ROLE),
     own=(*_ROLES, SFT_ROLE),
-    rules=lambda kind: sft_rules() if kind == "sft" else _RULES,
+    rules=lambda kind: SFT_RULES if kind == "sft" else _RULES,
     finish=_finish,
     prose=PROSE,
     artefacts=_artefact,
