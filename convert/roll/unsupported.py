@@ -54,8 +54,7 @@ _TABLES = (
 )
 """The tables in which every key may decide what is trained."""
 
-_LIST = Table(Path(__file__).with_name("unsupported.txt"))
-_TEMPLATES = dict.fromkeys(("global_template", "actor_train.data_args.template"), tuple(THINKING))
-_METHOD = _LIST.neutral("method", globals(), {"EITHER_WAY": EITHER_WAY}) | _TEMPLATES
+_TEMPLATES = ", ".join(map(repr, THINKING))
+_LIST = Table(Path(__file__).with_name("unsupported.txt"), globals(), {"EITHER_WAY": EITHER_WAY})
 
-ROLL = ClosedList(_LIST.reasons("reasons", globals()), _METHOD, _general, _TABLES, flat=True)
+ROLL = ClosedList(_LIST.reasons("reasons"), _LIST.neutral("method"), _general, _TABLES, flat=True)
