@@ -6,29 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from convert.engine import values
+from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, Converter, KeyPath
 from convert.engine.values import BadValue
+from convert.roll import facts
 from convert.roll.converters import KEYS, count, named_devices, reason
-from convert.roll.facts import (
-    devices,
-    engine_size,
-    engines,
-    has_validation,
-    is_agentic,
-    only_with,
-    overlaps,
-    response_length,
-    strategy,
-)
 
 ROLE = "actor_infer"
 
 
 def _new_tokens(context: ConversionContext, leaf: KeyPath) -> Result:
     longest = values.integer(leaf.value)
-    whole = response_length(context)
-    if is_agentic(context) or whole is None:
+    whole = facts.response_length(context)
+    if facts.is_agentic(context) or whole is None:
         return leaf.to(longest)
     if whole == longest:
         return implicit("the same as response_length")
@@ -45,20 +36,20 @@ def _top_k(value: Any) -> int:
 
 
 def _rollout_devices(context: ConversionContext, leaf: KeyPath) -> Result:
-    groups = None if named_devices(context, leaf) is None else engines(context)
+    groups = None if named_devices(context, leaf) is None else facts.engines(context)
     if groups is None:
         return implicit("null: no devices are named")
-    (tp, pp, _), size, both = engine_size(context), len(groups[0]), overlaps(context)
+    (tp, pp, _), size, both = facts.engine_size(context), len(groups[0]), facts.overlaps(context)
     note = f"{count(len(groups), 'engine')} of {count(size, 'device')}"
     if both:
-        part = "all" if len(both) == len(devices(context, "actor_train") or []) else f"{len(both)}"
+        part = "all" if len(both) == len(facts.devices(context, "actor_train") or []) else f"{len(both)}"
         note += f"; {part} of actor_train's devices too: in turns"
     placed: Any = [group[0] for group in groups] if size == 1 else groups
     return leaf.to(placed, len(groups), tp, pp, *(["time"] if both else []), note=note)
 
 
 def _engine_dimension(context: ConversionContext, leaf: KeyPath) -> Result:
-    tp, pp, _ = engine_size(context)
+    tp, pp, _ = facts.engine_size(context)
     return leaf.to(pp if leaf.ours[0].endswith("pp_size") else tp)
 
 
@@ -72,11 +63,11 @@ def _engine(context: ConversionContext, leaf: KeyPath) -> Result:
     return leaf.to("transformers" if name == "hf_infer" else name)
 
 
-_WEIGHTS = {"dummy": "dummy", "auto": "auto", "safetensors": "auto"}
+_WEIGHTS = renamed("dummy auto safetensors=auto")
 
 
 def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
-    name = strategy(context, ROLE)
+    name = facts.strategy(context, ROLE)
     if name == "sglang":
         return no_counterpart(reason(leaf.key))
     if name != "vllm":
@@ -90,8 +81,8 @@ def _only(name: str, converter: Converter) -> Converter:
     """A key of one engine; for another it is unknown."""
 
     def run(context: ConversionContext, leaf: KeyPath) -> Result:
-        if strategy(context, ROLE) != name:
-            raise BadValue(f"an argument of {name}, and the strategy is {strategy(context, ROLE)}")
+        if facts.strategy(context, ROLE) != name:
+            raise BadValue(f"an argument of {name}, and the strategy is {facts.strategy(context, ROLE)}")
         return converter.run(context, leaf)
 
     return replace(converter, run=run)
@@ -100,12 +91,12 @@ def _only(name: str, converter: Converter) -> Converter:
 def _experts(context: ConversionContext, leaf: KeyPath) -> Result:
     if not values.flag(leaf.value):
         return implicit("experts are split like every other layer")
-    tp, _, dp = engine_size(context)
+    tp, _, dp = facts.engine_size(context)
     return leaf.to(tp * dp)
 
 
-_without_engine = only_with(
-    lambda context: strategy(context, ROLE) != "hf_infer", "hf_infer has no such option"
+_without_engine = facts.only_with(
+    lambda context: facts.strategy(context, ROLE) != "hf_infer", "hf_infer has no such option"
 )
 ACTOR_INFER_RULES = KEYS.rules("actor_infer", globals())
 
@@ -113,7 +104,7 @@ ACTOR_INFER_RULES = KEYS.rules("actor_infer", globals())
 # --- validation ---------------------------------------------------------------------------------------------
 
 
-_no_validation = only_with(has_validation, "no data to validate on is named, or eval_steps is 0")
+_no_validation = facts.only_with(facts.has_validation, "no data to validate on is named, or eval_steps is 0")
 
 
 def _validation_tokens(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -20,26 +20,15 @@ from __future__ import annotations
 from typing import Any
 
 from convert.engine import to, values
-from convert.engine.keys import words
+from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart, unsupported
 from convert.engine.rules import ConversionContext, KeyPath, needs
 from convert.engine.values import BadValue, shown
+from convert.roll import facts
 from convert.roll.converters import KEYS, POLICY, reason
-from convert.roll.facts import (
-    group_size,
-    has_advantages,
-    has_critic,
-    has_loss_kl,
-    has_reference,
-    has_reward_kl,
-    only_with,
-    response_length,
-)
 
 _NO_DUAL_CLIP = 1e9  # beyond exp(20), the largest ratio that the loss knows
-_KL_TYPES = dict(
-    zip(words("kl k1 abs mse k2 k3 full low_var_kl"), words("k1 k1 abs k2 k2 k3 full k3"), strict=True)
-)
+_KL_TYPES = renamed("kl=k1 k1 abs mse=k2 k2 k3 full low_var_kl=k3")
 _ESTIMATORS = ("grpo", "gae", "reinforce")
 _OTHER_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
@@ -108,7 +97,7 @@ def _part_of_estimator(context: ConversionContext, leaf: KeyPath) -> Result:
         return unsupported(
             "running means of rewards are not kept: center and scale over the group or the batch"
         )
-    if leaf.key == "reward_clip" and has_reward_kl(context):
+    if leaf.key == "reward_clip" and facts.has_reward_kl(context):
         return unsupported("with a KL in the reward ROLL clips the reward of each token again, after the KL")
     if leaf.key != "whiten_advantages" and name == "gae":
         return unsupported(reason(leaf.key))
@@ -116,11 +105,11 @@ def _part_of_estimator(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _no_estimator(context: ConversionContext) -> str:
-    return "" if has_advantages(context) else f"a {context.kind} pipeline has no advantages"
+    return "" if facts.has_advantages(context) else f"a {context.kind} pipeline has no advantages"
 
 
-_no_reward_kl = only_with(has_reward_kl, "the reward has no KL term (add_token_level_kl)")
-_no_loss_kl = only_with(has_loss_kl, "the loss has no KL term (use_kl_loss)")
+_no_reward_kl = facts.only_with(facts.has_reward_kl, "the reward has no KL term (add_token_level_kl)")
+_no_loss_kl = facts.only_with(facts.has_loss_kl, "the loss has no KL term (use_kl_loss)")
 
 
 def _gamma(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -208,7 +197,7 @@ def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
         "(train.optm_grad_norm_clip)"
     )
     note = "divided by the longest answer and the number of samples; ROLL's is larger by that number"
-    return leaf.to("seq-mean-token-mean", response_length(context), note=note)
+    return leaf.to("seq-mean-token-mean", facts.response_length(context), note=note)
 
 
 def _positive(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -264,7 +253,7 @@ def _filters(context: ConversionContext, leaf: KeyPath) -> Result:
 def _no_difficulty(context: ConversionContext) -> str:
     if not context.flag("difficulty_mask"):
         return "difficulty_mask is off"
-    return "a group of one sample has no difficulty" if group_size(context) == 1 else ""
+    return "a group of one sample has no difficulty" if facts.group_size(context) == 1 else ""
 
 
 def _difficulty(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -278,7 +267,7 @@ def _difficulty(context: ConversionContext, leaf: KeyPath) -> Result:
 def _no_long_failures(context: ConversionContext) -> str:
     if not context.flag("error_max_len_clip"):
         return "error_max_len_clip is off"
-    least, longest = context.integer("error_max_len_threshold", None), response_length(context)
+    least, longest = context.integer("error_max_len_threshold", None), facts.response_length(context)
     if least is None or (longest is not None and least > longest):
         return "no answer is as long as error_max_len_threshold"
     return ""
@@ -296,14 +285,14 @@ def _long_failures(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _reference(context: ConversionContext, leaf: KeyPath) -> Result:
-    if values.flag(leaf.value) and not has_reference(context):
+    if values.flag(leaf.value) and not facts.has_reference(context):
         return implicit("no KL term reads a reference model: none is loaded")
     return implicit("a reference model is there when a KL term needs it")
 
 
 def _clip_norm(context: ConversionContext, leaf: KeyPath) -> Result:
     norm = values.number(leaf.value)
-    return leaf.to(norm, *([norm] if has_critic(context) else []))
+    return leaf.to(norm, *([norm] if facts.has_critic(context) else []))
 
 
 ALGORITHM_RULES = KEYS.rules("algorithm", globals())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.engine import to, values
+from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart, unsupported
 from convert.engine.rules import WARMUP_NOTE, ConversionContext, Converter, KeyPath, computed
 from convert.engine.table import Table
@@ -19,20 +20,14 @@ from convert.roll.unsupported import ROLL, THINKING
 from schema.config.problem import ConfigError, Problem
 
 reason = ROLL.known_reason
-"""Why a key of ROLL has no counterpart, from the closed list."""
+"""The reason why a key of ROLL has no counterpart, from the closed list."""
 
 POLICY = "train.train_policy"
 OFF = (None, False)
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "constant": "none",
-    "constant_with_warmup": "none",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "wsd",
-    "wsd": "wsd",
-}
+SCHEDULES = renamed(
+    "linear cosine cosine_with_min_lr=cosine constant=none constant_with_warmup=none inverse_sqrt "
+    "warmup_stable_decay=wsd wsd"
+)
 """Hugging Face's name of a schedule -> ours."""
 
 
@@ -117,9 +112,6 @@ def policy_template(context: ConversionContext) -> Any:
     return context.get("actor_train.data_args.template", None)
 
 
-# The schedule of a rate that rises over steps of the optimizer there, over training steps here.
-
-
 def warmup_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     """Steps over which the rate rises."""
     steps, rising = values.integer(leaf.value), warmup(context, role_of(leaf))
@@ -146,7 +138,7 @@ def warmup_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def schedule(context: ConversionContext, leaf: KeyPath) -> Result:
-    """How a rate falls after its warm-up, and over which share of all steps."""
+    """The way a rate falls after its warm-up, and the share of all steps over which it does."""
     name = leaf.value
     if not isinstance(name, str) or name.lower() not in SCHEDULES:
         raise BadValue(f"expected one of {', '.join(SCHEDULES)}, got {shown(name)}")

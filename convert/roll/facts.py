@@ -1,4 +1,4 @@
-"""What several keys of a ROLL file say together: devices, meshes, batches, and which roles there are.
+"""Facts that several keys of a ROLL file state together: devices, meshes, batches, and which roles there are.
 
     world  = devices of a training role
     fsdp2, deepspeed   global batch = per_device_train_batch_size · gradient_accumulation_steps · world / ulysses
@@ -44,10 +44,9 @@ class Mesh:
 
     def sizes(self, role: str) -> list[tuple[str, int]]:
         """The mesh as keys of a role's `parallelism`; sizes of 1 that are our defaults too are left out."""
-        names = words("tp dp_shard pp cp ep dp_replicate virtual_pp")
-        sizes = ((name, getattr(self, name)) for name in names)
-        kept = (pair for pair in sizes if pair[0] in ("tp", "dp_shard") or pair[1] != 1)
-        return [(f"{role}.parallelism.{name}_size", size) for name, size in kept]
+        sizes = {name: getattr(self, name) for name in words("tp dp_shard pp cp ep dp_replicate virtual_pp")}
+        kept = (name for name in sizes if name in ("tp", "dp_shard") or sizes[name] != 1)
+        return [(f"{role}.parallelism.{name}_size", sizes[name]) for name in kept]
 
 
 def is_agentic(context: ConversionContext) -> bool:
@@ -92,11 +91,9 @@ def mesh(context: ConversionContext, role: str = "actor_train") -> Mesh:
 
     Raises BadValue where its sizes contradict each other.
     """
-    found = devices(context, role) or devices(context, "actor_train")
-    world = len(found) if found else 1
-    if strategy(context, role).startswith("megatron"):
-        return _megatron(context, role, world)
-    return _fsdp(context, role, world)
+    world = len(devices(context, role) or devices(context, "actor_train") or [0])
+    is_megatron = strategy(context, role).startswith("megatron")
+    return _megatron(context, role, world) if is_megatron else _fsdp(context, role, world)
 
 
 def _megatron(context: ConversionContext, role: str, world: int) -> Mesh:
@@ -143,12 +140,11 @@ def global_batch(context: ConversionContext, role: str = "actor_train") -> tuple
     steps = context.integer(f"{role}.training_args.gradient_accumulation_steps", 1) or 0
     shape = mesh(context, role)
     product = per_device * steps * shape.world
-    formula = f"{per_device}·{steps}·{shape.world}" + (
-        f"/{shape.model_ranks}" if shape.model_ranks > 1 else ""
-    )
-    if product < 1 or product % shape.model_ranks:
+    shared = f"/{shape.model_ranks}" if shape.model_ranks > 1 else ""
+    formula, (batch, rest) = f"{per_device}·{steps}·{shape.world}{shared}", divmod(product, shape.model_ranks)
+    if product < 1 or rest:
         raise BadValue(f"{formula} is not a whole number of samples for a global batch")
-    return product // shape.model_ranks, f"{formula} = {product // shape.model_ranks}"
+    return batch, f"{formula} = {batch}"
 
 
 def optimizer_steps(context: ConversionContext, role: str = "actor_train") -> int:
@@ -208,13 +204,13 @@ def engine_size(context: ConversionContext) -> tuple[int, int, int]:
 
 def engines(context: ConversionContext) -> list[list[int]] | None:
     """The devices of each inference engine; None where the file names none. Raises BadValue."""
-    found = devices(context, "actor_infer")
-    if found is None:
+    placed = devices(context, "actor_infer")
+    if placed is None:
         return None
     size = math.prod(engine_size(context))
-    if len(found) % size:
-        raise BadValue(f"{len(found)} devices are not a multiple of the {size} of one engine")
-    return [found[start : start + size] for start in range(0, len(found), size)]
+    if len(placed) % size:
+        raise BadValue(f"{len(placed)} devices are not a multiple of the {size} of one engine")
+    return [placed[start : start + size] for start in range(0, len(placed), size)]
 
 
 def has_critic(context: ConversionContext) -> bool:

@@ -9,30 +9,20 @@ from convert.engine import values
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, KeyPath
 from convert.engine.values import BadValue, shown
+from convert.roll import facts
 from convert.roll.converters import KEYS, reason
-from convert.roll.facts import (
-    group_size,
-    has_advantages,
-    has_critic,
-    has_validation,
-    is_agentic,
-    response_length,
-    samples_per_step,
-    sequence_length,
-    used_devices,
-)
 
 
 def _rollout_batch(context: ConversionContext, leaf: KeyPath) -> Result:
-    prompts, samples = values.count(leaf.value), samples_per_step(context)
-    of_prompts = f"{prompts} prompts · {group_size(context)} samples"
-    return leaf.to(samples, note="trajectories of one step" if is_agentic(context) else of_prompts)
+    prompts, samples = values.count(leaf.value), facts.samples_per_step(context)
+    of_prompts = f"{prompts} prompts · {facts.group_size(context)} samples"
+    return leaf.to(samples, note="trajectories of one step" if facts.is_agentic(context) else of_prompts)
 
 
 def _no_groups(context: ConversionContext) -> str:
-    if is_agentic(context):
+    if facts.is_agentic(context):
         return "an agent pipeline takes train_env_manager.group_size"
-    return "" if has_advantages(context) else "this pipeline compares no samples of a prompt"
+    return "" if facts.has_advantages(context) else "this pipeline compares no samples of a prompt"
 
 
 def _group(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -43,12 +33,12 @@ def _longest_answer(context: ConversionContext, leaf: KeyPath) -> Result:
     if context.integer("sequence_length") is not None:
         return implicit("ROLL takes sequence_length - prompt_length instead")
     note = "model_max_length = prompt_length + response_length"
-    return leaf.to(values.integer(leaf.value), sequence_length(context), note=note)
+    return leaf.to(values.integer(leaf.value), facts.sequence_length(context), note=note)
 
 
 def _longest_sequence(context: ConversionContext, leaf: KeyPath) -> Result:
-    length, response = values.integer(leaf.value), response_length(context)
-    if is_agentic(context) or response is None:
+    length, response = values.integer(leaf.value), facts.response_length(context)
+    if facts.is_agentic(context) or response is None:
         return leaf.to(length)
     return leaf.to(length, response, note="max_response_length = sequence_length - prompt_length")
 
@@ -79,7 +69,7 @@ def _eval_steps(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = values.integer(leaf.value)
     if steps < 1:
         return implicit("no validation")
-    if not has_validation(context):
+    if not facts.has_validation(context):
         return implicit("no data to validate on is named (validation.data_args.file_name)")
     return leaf.to(True, steps)
 
@@ -118,12 +108,12 @@ def _use_additional(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _without_devices(context: ConversionContext) -> str:
-    return "" if used_devices(context) else "no role names its devices"
+    return "" if facts.used_devices(context) else "no role names its devices"
 
 
 def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
     each = values.count(leaf.value)
-    used = used_devices(context)
+    used = facts.used_devices(context)
     nodes = max(used) // each + 1 if used else 1
     if nodes == 1 and used and len(used) < each:
         return implicit("the roles name their devices; the machine's other GPUs are left alone")
@@ -131,7 +121,7 @@ def _gpus_per_node(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _reward_pretrain(context: ConversionContext, leaf: KeyPath) -> Result:
-    if not has_critic(context):
+    if not facts.has_critic(context):
         return implicit("names the critic's weights, and only gae has a critic")
     if context.get("critic.model_args.model_name_or_path", None) is not None:
         return implicit("critic.model_args.model_name_or_path is taken instead")

@@ -1,4 +1,4 @@
-"""What of ROLL has no counterpart: its part of the closed list of `convert.engine.unsupported`."""
+"""The closed list of ROLL's keys without a counterpart, its part of that of `convert.engine.unsupported`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor_train` of ROLL: model, optimizer, data and strategy of the policy that learns."""
+"""The roles of ROLL's training: `actor_train`, the policy that learns, then its reference model and its critic."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 from convert.engine import values
+from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, KeyPath, needs
 from convert.engine.values import BadValue, shown
-from convert.roll.converters import KEYS, POLICY, count, is_one_of, named_devices, paths, reason
-from convert.roll.facts import config_key, global_batch, mesh, only_with, samples_per_step, strategy
+from convert.roll import facts
+from convert.roll.converters import KEYS, POLICY, count, is_one_of, named_devices, paths, reason, role_of
 from schema.config.overrides import is_dropout
 
 ROLE = "actor_train"
@@ -23,18 +24,18 @@ def _policy_devices(context: ConversionContext, leaf: KeyPath) -> Result:
     placed = named_devices(context, leaf)
     if placed is None:
         return implicit("null: no devices are named")
-    sizes = mesh(context).sizes("policy")
+    sizes = facts.mesh(context).sizes("policy")
     return mapped(("placement.policy", placed), *sizes, note=count(len(placed), "device"))
 
 
 def _dimension(context: ConversionContext, leaf: KeyPath) -> Result:
     """One size of the mesh, checked against the others."""
     name = leaf.ours[0].rpartition(".")[2].removesuffix("_size")
-    return leaf.to(getattr(mesh(context), name))
+    return leaf.to(getattr(facts.mesh(context), name))
 
 
 def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
-    shape = mesh(context)
+    shape = facts.mesh(context)
     hybrid = shape.dp_replicate != 1
     note = f"HSDP: {shape.world} / {values.integer(leaf.value)} replicas" if hybrid else "pure FSDP2"
     return leaf.to(shape.dp_shard, shape.dp_replicate, note=note)
@@ -44,8 +45,8 @@ def _fsdp_size(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _no_checkpointing(context: ConversionContext, leaf: KeyPath) -> Result:
-    keys = (config_key(ROLE, name) for name in ("recompute_granularity", "moe_layer_recompute"))
-    if strategy(context, ROLE).startswith("megatron") and any(context.get(key, None) for key in keys):
+    keys = (facts.config_key(ROLE, name) for name in ("recompute_granularity", "moe_layer_recompute"))
+    if facts.strategy(context, ROLE).startswith("megatron") and any(context.get(key, None) for key in keys):
         return implicit("recompute_granularity and moe_layer_recompute decide for Megatron")
     return leaf.to(not values.flag(leaf.value))
 
@@ -78,7 +79,7 @@ def _lora_target(context: ConversionContext, leaf: KeyPath) -> Result:
     return leaf.to("all-linear" if names in (["all"], ["all-linear"]) else names)
 
 
-_without_lora = only_with(
+_without_lora = facts.only_with(
     lambda context: bool(context.get(f"{ROLE}.model_args.lora_target", None)),
     "no adapters: lora_target is not set",
 )
@@ -102,7 +103,7 @@ def _override(context: ConversionContext, leaf: KeyPath) -> Result:
 # --- strategy -----------------------------------------------------------------------------------------------
 
 
-_DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall"}
+_DISPATCHERS = renamed("allgather alltoall")
 _unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
 _fixed_in_train = needs(f"{ROLE}.use_dynamic_batching_in_train", "dynamic batching is off")
 _fixed_in_infer = needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off")
@@ -110,7 +111,7 @@ _fixed_in_infer = needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batchi
 
 def _sequence_parallel(context: ConversionContext, leaf: KeyPath) -> Result:
     asked = leaf.value is not None and values.flag(leaf.value)
-    if asked and mesh(context).tp == 1:
+    if asked and facts.mesh(context).tp == 1:
         return leaf.to(False, note="Megatron ignores it: tensor_model_parallel_size = 1 has one rank")
     return leaf.to(asked)
 
@@ -131,12 +132,10 @@ def _router_replay(context: ConversionContext, leaf: KeyPath) -> Result:
 # --- optimizer ----------------------------------------------------------------------------------------------
 
 
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused"), "AdamW"),
-    **dict.fromkeys(("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit"), "AdamW8bit"),
-    "sgd": "SGD",
-    "muon": "Muon",
-}
+_OPTIMIZERS = renamed(
+    "adamw=AdamW adamw_torch=AdamW adamw_torch_fused=AdamW adamw_torch_8bit=AdamW8bit adamw_8bit=AdamW8bit "
+    "adamw_bnb_8bit=AdamW8bit sgd=SGD muon=Muon"
+)
 """Names of Hugging Face's trainer."""
 
 
@@ -159,7 +158,7 @@ def _precision(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _per_device(context: ConversionContext, leaf: KeyPath) -> Result:
-    samples, shape = values.integer(leaf.value), mesh(context)
+    samples, shape = values.integer(leaf.value), facts.mesh(context)
     if shape.pp == 1:
         return leaf.to(samples)
     steps = context.integer(f"{ROLE}.training_args.gradient_accumulation_steps", 1) or 1
@@ -169,12 +168,12 @@ def _per_device(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
-    batch, formula = global_batch(context)
-    samples = samples_per_step(context)
+    batch, formula = facts.global_batch(context)
+    samples = facts.samples_per_step(context)
     if batch == samples:
         return implicit(f"global batch {formula}, all samples of a rollout: one optimizer step, as here")
     if batch > samples:
-        shape = mesh(context)
+        shape = facts.mesh(context)
         per_device = context.integer(f"{ROLE}.training_args.per_device_train_batch_size", 8) or 1
         steps, rest = divmod(samples * shape.model_ranks, per_device * shape.world)
         remedy = "" if rest else f"; {steps} would make it one optimizer step"
@@ -260,3 +259,71 @@ def _prompt(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 ACTOR_TRAIN_RULES = KEYS.rules("actor_train", globals())
+
+
+# --- reference and critic, with meshes of their own ---------------------------------------------------------
+
+
+_no_reference = facts.only_with(facts.has_reference, "no KL term reads a reference model: none is loaded")
+
+
+def _sizes(context: ConversionContext, role: str) -> list[tuple[str, int]]:
+    """The whole mesh of a role, as sizes that are not written are not ROLL's; nothing where it is the policy's."""
+    shape = facts.mesh(context, role)
+    return [] if shape == facts.mesh(context) else shape.sizes(role)
+
+
+def _role_devices(context: ConversionContext, leaf: KeyPath) -> Result:
+    """Devices and mesh of a role: written where they are not the policy's."""
+    placed = named_devices(context, leaf)
+    if placed is None:
+        return implicit("null: the policy's devices")
+    targets: list[tuple[str, Any]] = []
+    if placed != facts.devices(context, "actor_train"):
+        targets.append((leaf.ours[0], placed))
+    targets += _sizes(context, role_of(leaf))
+    return mapped(*targets) if targets else implicit("devices and mesh are the policy's")
+
+
+def _role_size(context: ConversionContext, leaf: KeyPath) -> Result:
+    """One size of a role's mesh."""
+    sizes = _sizes(context, role_of(leaf))
+    return mapped(*sizes) if sizes else implicit("the mesh is the policy's")
+
+
+def _role_sequence_parallel(context: ConversionContext, leaf: KeyPath) -> Result:
+    shape, asked = facts.mesh(context, role_of(leaf)), values.flag(leaf.value)
+    if shape.tp == 1:
+        return implicit("no effect without tensor parallelism")
+    return implicit("the mesh is the policy's") if shape == facts.mesh(context) else leaf.to(asked)
+
+
+def _policy_dtype(context: ConversionContext) -> Any:
+    return context.get("actor_train.model_args.dtype", "bf16")
+
+
+def _reference_model(context: ConversionContext, leaf: KeyPath) -> Result:
+    keys = [f"{role}.model_args.model_name_or_path" for role in ("actor_train", "actor_infer", "reference")]
+    if any(context.get(key, None) is None for key in keys) and context.has("pretrain"):
+        return implicit("ROLL takes pretrain unless all three roles name a model")
+    if leaf.value in (context.get(keys[0], None), context.get("pretrain", None)):
+        return implicit("the policy's initial weights")
+    return leaf.to(values.path(leaf.value))
+
+
+def _critic_accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
+    batch, formula = facts.global_batch(context, "critic")
+    if batch >= facts.samples_per_step(context):
+        return implicit(f"global batch {formula}: one optimizer step for the whole rollout")
+    return leaf.to(batch, note=f"global batch {formula}")
+
+
+def _is_off(value: Any) -> bool:
+    return not values.flag(value)
+
+
+_path_of = values.path
+
+ROLE_RULES = tuple(
+    rule for role in ("reference", "critic") for rule in KEYS.rules(role, {"role": role}, globals())
+)
