@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from convert.cosmos.rules import OURS, RENAMED_RULES, plain, sampled_temperature, trained_temperature
+from convert.cosmos.rules import KEYS, OURS, RENAMED_RULES, plain, sampled_temperature, trained_temperature
 from convert.cosmos.unsupported import COSMOS
 from convert.engine import to
 from convert.engine.model import Result, mapped
@@ -93,7 +93,7 @@ def _is_grpo_only(rule: Rule) -> bool:
 
 
 def _finish(context: ConversionContext) -> None:
-    """The defaults of theirs that are not ours. What a conversion wrote has ours where it is silent."""
+    """Add their defaults that are not ours. A file that a conversion wrote has ours where it is silent."""
     if context.source.is_ours:
         context.warn(f"{OURS}; there is nothing to convert")
         return
@@ -131,22 +131,6 @@ def _add_batch(context: ConversionContext) -> None:
     )
 
 
-PROSE = (
-    "Our schema is cosmos-rl's, so a file of it mostly runs as it is; `convert` is for files older or newer than "
-    "the published schema. Every value but those below passes exactly as it is written, and `validate` judges it. "
-    "Of a file that is not converted, `redis` (the port of cosmos-rl's own server) and trackers that this build "
-    "lacks are warnings.",
-    "Two keys mean something else there. `train_policy.temperature` divides the trainer's logits alone, and "
-    "`rollout.sampling_config.temperature` samples; here one temperature does both, and where they differ the one "
-    "that samples is taken. `batch_size_per_optimize` counts the samples of one data-parallel rank; here those of "
-    "all ranks.",
-    "A silent file means cosmos-rl's defaults: 8 samples in `train.train_batch_per_replica`, and no validation of "
-    "the initial weights. A step is whole groups here: a batch that is not, written or not, becomes the nearest that "
-    "is, and the report says so. `transfer_dtype` stays unset and means `train.param_dtype` here, where cosmos-rl "
-    "sends the master weights.",
-    "cosmos-rl ignores keys that it does not know; here each is reported, with the key that was meant.",
-)
-
 READER = Reader(
     system="cosmos-rl",
     title="cosmos-rl",
@@ -158,5 +142,5 @@ READER = Reader(
     rules=_rules,
     finish=_finish,
     interpolates=False,
-    prose=PROSE,
+    prose=tuple(paragraph for _, paragraph in KEYS.parts["prose"]),
 )

@@ -184,4 +184,5 @@ def _optimize(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 OURS = "a conversion wrote this file: its values are ours already"
-RENAMED_RULES = Table(Path(__file__).with_name("keys.txt"), globals()).rules("keys")
+KEYS = Table(Path(__file__).with_name("keys.txt"), globals())
+RENAMED_RULES = KEYS.rules("keys")

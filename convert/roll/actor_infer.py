@@ -77,7 +77,7 @@ def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:
     return mapped((f"{leaf.ours[0]}.{leaf.rest}", leaf.value))
 
 
-def _only(name: str, converter: Converter) -> Converter:
+def _of_engine(name: str, converter: Converter) -> Converter:
     """A key of one engine; for another it is unknown."""
 
     def run(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -161,41 +161,6 @@ def _add_data(context: ConversionContext) -> None:
         context.warn(f"{POLICY}.reward_function must be written by hand")
 
 
-PROSE = (
-    "A pipeline step of ROLL rolls out `rollout_batch_size` prompts, `num_return_sequences_in_group` samples "
-    "each: that product is `train.train_batch_per_replica`. Its global batch is "
-    "`per_device_train_batch_size · gradient_accumulation_steps · world`, divided by `ulysses_size` (FSDP2, "
-    "DeepSpeed) or by the tensor, pipeline and context sizes (Megatron); where it is smaller than a rollout it "
-    "becomes `batch_size_per_optimize`, where it is larger ROLL would never fill it and the report says so.",
-    "`device_mapping` is read as data: `list(range(a,b[,c]))`, literal lists, and sums of them. Devices that "
-    'training and generation share become `placement.share = "time"`; the number of machines follows from the '
-    "largest device and `num_gpus_per_node`.",
-    "Estimator, reward normalisation and whitening are one choice here. ROLL's `grpo` is `grpo`; `reinforce` "
-    "is `grpo` with rewards normalised by the group, `reinforce_plus_plus_baseline` with the group's mean and "
-    "whitening, `reinforce_plus_plus` with whitening alone. What no estimator does alone (a second or "
-    "a missing whitening, rewards normalised by the batch, clipped rewards) is written as `reinforce_plus_plus` with "
-    "`reward_shaping` and `whiten_advantages`, also where ROLL's default asks for it.",
-    "`data_args.template` (and `global_template`, which comes first) says how prompts are rendered. ROLL's `native`, "
-    "`qwen2_5` and `qwen3` are the tokenizer's own chat template, thinking where it can; `native_nonthinking` and "
-    "`qwen3_nothink` are the same without thinking, which a supervised file cannot have here. Any other template "
-    "goes to `[unsupported]`: write it to a file and name that in "
-    "`rollout.multi_turn_config.custom_chat_template_path`. "
-    "Texts of `data_args.prompt` get no template in ROLL, and the report says so.",
-    "A supervised file (`sft_train`) is a question of `prompt_key`, behind it on a line of its own `query_key` where "
-    "it is not empty, and the answer of `response_key`; a step is one global batch, in the order of the file. A row "
-    "longer than `sequence_length` is left out and counted, and the last step may be short, which ROLL leaves out. "
-    "`system_key` has no counterpart.",
-    "A file for another pipeline of ROLL (agents, DPO, distillation) is known by its keys or its `pipeline_cls`; "
-    "`pipeline` in `[unsupported]` says which.",
-    "ROLL's defaults are written where a file is silent: `adv_estimator` is gae with a critic, `top_p` 0.7, "
-    "`top_k` 50, `temperature` 0.95, `learning_rate` 5e-5 with a linear decay, `loss_agg_mode` "
-    "seq-mean-token-mean, no dual clip, `async_generation_ratio` 0. On answers cut by `top_p` or "
-    "`top_k` the trainer renormalises over the ids that they left, which ROLL does not; "
-    '`rollout.sampling_config.sampling_correction = "raw"` does as ROLL.',
-    "`examples/roll_grpo.yaml` is a file of ROLL that becomes valid without a change.",
-    "Files composed by Hydra (`defaults:`) refer to keys that are not in them: convert the composed file.",
-)
-
 READER = Reader(
     system="roll",
     title="ROLL",
@@ -212,6 +177,6 @@ READER = Reader(
     own=(*_ROLES, SFT_ROLE),
     rules=lambda kind: SFT_RULES if kind == "sft" else _RULES,
     finish=_finish,
-    prose=PROSE,
+    prose=tuple(paragraph for _, paragraph in KEYS.parts["prose"]),
     artefacts=_artefact,
 )
