@@ -11,6 +11,6 @@ from convert.engine.unsupported import ClosedList
 _TABLES = words("train policy rollout validation distillation critic reference reward reward_model")
 """The tables in which every key may decide what is trained."""
 
-_LIST = Table(Path(__file__).with_name("unsupported.txt"))
+LISTED = Table(Path(__file__).with_name("unsupported.txt"))
 
-COSMOS = ClosedList(_LIST.reasons("reasons"), _LIST.neutral("method"), tables=_TABLES)
+COSMOS = ClosedList(LISTED.reasons("reasons"), LISTED.neutral("method"), tables=_TABLES)

@@ -55,6 +55,6 @@ _TABLES = (
 """The tables in which every key may decide what is trained."""
 
 _TEMPLATES = ", ".join(map(repr, THINKING))
-_LIST = Table(Path(__file__).with_name("unsupported.txt"), globals(), {"EITHER_WAY": EITHER_WAY})
+LISTED = Table(Path(__file__).with_name("unsupported.txt"), globals(), {"EITHER_WAY": EITHER_WAY})
 
-ROLL = ClosedList(_LIST.reasons("reasons"), _LIST.neutral("method"), _general, _TABLES, flat=True)
+ROLL = ClosedList(LISTED.reasons("reasons"), LISTED.neutral("method"), _general, _TABLES, flat=True)
