@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from convert.engine import values
-from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, Converter, KeyPath
 from convert.engine.values import BadValue
@@ -61,9 +60,6 @@ def _engine(context: ConversionContext, leaf: KeyPath) -> Result:
         return leaf.to("vllm", note="vLLM takes the place of SGLang")
     name = values.one_of(leaf.value, ("vllm", "sglang", "hf_infer"))
     return leaf.to("transformers" if name == "hf_infer" else name)
-
-
-_WEIGHTS = renamed("dummy auto safetensors=auto")
 
 
 def _engine_argument(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -18,7 +18,7 @@ from convert.engine.values import shown
 MAX_TEXT = 10_000  # the longest sensible mapping lists some hundred devices by hand
 MAX_DEVICES = 16_384  # more than any cluster that runs one job
 
-_FOREIGN = re.compile(r"[^\w\s()\[\],+*-]", re.ASCII)
+_FOREIGN = re.compile(r"[^\w\s()\[\],+*-]|[0-9][A-Za-z_]", re.ASCII)
 _FORM = 'write it like "list(range(0,8))", [0, 1, 2] or the sum of such lists'
 
 

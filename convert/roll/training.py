@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from convert.engine import values
-from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, KeyPath, needs
 from convert.engine.values import BadValue, shown
@@ -103,7 +102,6 @@ def _override(context: ConversionContext, leaf: KeyPath) -> Result:
 # --- strategy -----------------------------------------------------------------------------------------------
 
 
-_DISPATCHERS = renamed("allgather alltoall")
 _unpacked = needs(f"{ROLE}.use_sequence_packing", "packing is off")
 _fixed_in_train = needs(f"{ROLE}.use_dynamic_batching_in_train", "dynamic batching is off")
 _fixed_in_infer = needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batching is off")
@@ -130,13 +128,6 @@ def _router_replay(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------
-
-
-_OPTIMIZERS = renamed(
-    "adamw=AdamW adamw_torch=AdamW adamw_torch_fused=AdamW adamw_torch_8bit=AdamW8bit adamw_8bit=AdamW8bit "
-    "adamw_bnb_8bit=AdamW8bit sgd=SGD muon=Muon"
-)
-"""Names of Hugging Face's trainer."""
 
 
 def _betas(context: ConversionContext, leaf: KeyPath) -> Result:
