@@ -179,10 +179,11 @@ def main() -> None:
     parser.add_argument("--cpu", nargs="?", const="test", metavar="TARGET", help="measure a run of the tests")
     if what := parser.parse_args().cpu:
         sys.exit(cpu(what))
-    for package in PACKAGES:
-        own = [path for name, path in modules().items() if name.split(".")[0] == package]
-        print(f"{package:15} {len(own):4} modules  {sum(map(lines, own)):6} lines")
-    print(f"{'all':15} {len(modules()):4} modules  {sum(map(lines, modules().values())):6} lines")
+    for package in (*PACKAGES, "all"):
+        own = [path for name, path in modules().items() if name.split(".")[0] == package or package == "all"]
+        folders = PACKAGES if package == "all" else (package,)
+        rows = sum(lines(path) for folder in folders for path in (ROOT / folder).rglob("*.txt"))
+        print(f"{package:15} {len(own):4} modules  {sum(map(lines, own)):6} lines {rows:6} rows of tables")
     print(f"\nin package roots: {len(roots())}\ncrowded folders: {crowded() or 'none'}")
     print(f"small modules with one importer: {len(lonely())}", *lonely(), sep="\n    ")
     print(

@@ -103,33 +103,6 @@ class Rule:
         return (*self.wins, self.key, *(name for name in self.also if name not in self.wins))
 
 
-def rules_below(
-    prefix: str,
-    table: Mapping[str, Converter],
-    when: When | None = None,
-    defaults: Mapping[str, Any] | None = None,
-    also: Mapping[str, tuple[str, ...]] | None = None,
-    follows: Mapping[str, str] | None = None,
-) -> tuple[Rule, ...]:
-    """The rules of the keys below a table: names (several have blanks between them) -> converter.
-
-    defaults, also, follows: by name, as in `Rule`; other spellings are below the same table.
-    """
-    defaults, also, follows = defaults or {}, also or {}, follows or {}
-    return tuple(
-        Rule(
-            f"{prefix}.{name}",
-            converter,
-            defaults.get(name, ABSENT),
-            tuple(f"{prefix}.{other}" for other in also.get(name, ())),
-            when,
-            follows=follows.get(name, ""),
-        )
-        for names, converter in table.items()
-        for name in names.split()
-    )
-
-
 def needs(switch: str, otherwise: str) -> When:
     """A `when`: the key has no effect, for this reason, unless that switch of the file is true."""
     return lambda context: "" if context.flag(switch) else otherwise

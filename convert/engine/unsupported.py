@@ -48,16 +48,6 @@ METHOD_KEYS: frozenset[str] = frozenset(
 """Keys of ours that decide what is trained: a value for one of them that is not understood is unsupported."""
 
 
-def because(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Keys that share a reason, from reason -> their names with blanks between them."""
-    return {name: reason for reason, names in reasons.items() for name in names.split()}
-
-
-def below(prefix: str, table: Mapping[str, _T]) -> dict[str, _T]:
-    """The same entries for keys below a table."""
-    return {f"{prefix}.{key}": value for key, value in table.items()}
-
-
 @dataclass(frozen=True)
 class ClosedList:
     """The keys of one system that have no counterpart.
