@@ -25,11 +25,11 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | POST /replicas/by-name/…/exited | replica lost; groups wait, or poison  | replicas         | ledger                |
 | POST /replicas/…/heartbeat      | last seen; leases renewed, released   | replicas         | replicas, ledger      |
 | POST /replicas/…/declare        | what the store lost of a trainer      | recovery         | reconcile             |
-| POST /replicas/…/leases         | leases that the store lost come back  | replicas         | replay                |
+| POST /replicas/…/leases         | leases that the store lost come back  | replicas         | rejoin                |
 | POST /replicas/…/member         | who trains which parts; what is held  | trainers.members | membership            |
 | POST /replicas/…/drain          | replica drains                        | replicas         | replicas              |
 | POST /replicas/…/profile        | a profile; heartbeats hand it on      | replicas         | replicas              |
-| POST /replicas/…/turn           | who has memory on devices in common   | replicas         | turns                 |
+| POST /replicas/…/turn           | who has memory on devices in common   | replicas         | time_share            |
 | DELETE /replicas/…              | replica left; its groups wait         | replicas         | replicas, job         |
 | POST /leases                    | groups leased; a validation begins    | leases           | admission, validation |
 | DELETE /leases/…                | group: leased → waiting               | leases           | ledger                |
@@ -40,11 +40,11 @@ All paths below begin with /v1, except health, metrics and /docs; decisions are 
 | POST /publications/…/reports    | report; a full version is requested   | publications     | update_reports        |
 | GET /steps/…/batch              | groups: ready → batched; late: drop   | trainers.steps   | assembly              |
 | POST /steps/…/commit            | groups: batched → trained; job ends   | trainers.steps   | ledger, job           |
-| POST /steps/…/replay            | groups: any state → trained           | recovery         | replay                |
+| POST /steps/…/replay            | groups: any state → trained           | recovery         | rejoin                |
 | POST /checkpoints               | groups: trained → durable             | trainers.steps   | checkpoint            |
 | POST /replicas/meetings/…       | where the ranks of a replica meet     | replicas         |                       |
 | POST /job/…                     | paused, ended, reopened, checkpoint   | job              | job                   |
-| POST /autoscale                 | rollout replicas that there should be | autoscale        | autoscale.policy      |
+| POST /autoscale                 | rollout replicas that there should be | autoscale        | autoscaler            |
 | GET /job, /groups               | nothing                               | job              | group_table           |
 | GET /replicas                   | nothing                               | replicas         | replicas              |
 | GET /autoscale                  | nothing                               | autoscale        |                       |

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvloop
 
-from controller.server import Settings, StartError, serve
+from controller.server import ServerSettings, StartError, serve
 from schema.util.text import configure_logging
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logging(level=os.environ.get("COSMOS_LOG_LEVEL", "INFO").upper())
     try:
-        settings = Settings.read(
+        settings = ServerSettings.read(
             options.run_dir.absolute(), options.host, options.port, os.environ, replace=options.replace
         )
         return uvloop.run(serve(settings))

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 
-class Signal:
+class ChangeSignal:
     """Something changed that waiters may care about.
 
     Read `generation` before looking at the state, and hand it to `wait`: a change in between ends the wait at

@@ -23,13 +23,21 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from controller.api.app import create_app
-from controller.api.auth import CALLERS, Tokens
+from controller.api.auth import CALLERS, JobTokens
 from controller.api.connections import PatientProtocol, connection_limit
 from controller.api.leadership import FrontDoor
 from controller.cancellation import end
 from controller.services.controller import Controller
-from controller.state.job import Job
-from controller.store import Fenced, Held, Holder, StateStore, StoreError, StoreUnavailable, UnsuitableServer
+from controller.state.job import JobState
+from controller.store import (
+    Fenced,
+    Held,
+    LockHolder,
+    StateStore,
+    StateStoreError,
+    StoreUnavailable,
+    UnsuitableServer,
+)
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.util.threads import exit_after
@@ -62,7 +70,7 @@ class StartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServerSettings:
     """Everything from outside: config, job id, addresses and secrets."""
 
     config: Config
@@ -72,7 +80,7 @@ class Settings:
     port: int
     redis_url: str
     redis_password: str | None
-    tokens: Tokens
+    tokens: JobTokens
     parent_pid: int | None = None
     replace: bool = False
     """Take the job over from the controller in charge, instead of standing by."""
@@ -99,7 +107,7 @@ class Settings:
         if missing:
             raise StartError(f"no token: set {', '.join(missing)}")
         try:
-            tokens = Tokens({caller: environ[name] for caller, name in names.items()})
+            tokens = JobTokens({caller: environ[name] for caller, name in names.items()})
         except ValueError as error:
             raise StartError(str(error)) from None
         parent = environ.get("COSMOS_PARENT_PID", "")
@@ -172,7 +180,7 @@ def _served_before(run_dir: Path) -> str:
     return known if isinstance(known, str) else ""
 
 
-def write_address(settings: Settings, address: str) -> None:
+def write_address(settings: ServerSettings, address: str) -> None:
     """Say where the controller is, and keep the job id for the next start."""
     content = {"url": address, "pid": os.getpid(), "job_id": settings.job_id}
     path = settings.run_dir / "controller.json"
@@ -206,7 +214,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(settings: Settings) -> int:
+async def serve(settings: ServerSettings) -> int:
     """Take charge of the job, serve it until a signal comes or the store is lost, and return the exit code.
 
     While another controller is in charge this one stands by. Raises `StartError`, and what a part of it fails with.
@@ -223,7 +231,7 @@ async def serve(settings: Settings) -> int:
     stopping = asyncio.create_task(_until_stopped(stop, settings.parent_pid))
     address = settings.url(listener.getsockname()[1])
     opening = asyncio.create_task(open_job(settings, address, door.stand_by))
-    job: Job | None = None
+    job: JobState | None = None
     try:
         await asyncio.wait((serving, stopping, opening), return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
@@ -274,8 +282,8 @@ def _options(app: ASGIApp, config: Config) -> uvicorn.Config:
 
 
 async def open_job(
-    settings: Settings, address: str = "", stand_by: Callable[[Holder], None] | None = None
-) -> Job:
+    settings: ServerSettings, address: str = "", stand_by: Callable[[LockHolder], None] | None = None
+) -> JobState:
     """Take charge, however long that takes, and read the job. Raises `StartError`, `StoreUnavailable`.
 
     `stand_by` is called with the controller that is in charge, again and again; without it, that is an error.
@@ -296,7 +304,7 @@ async def open_job(
     except (Held, UnsuitableServer) as error:
         raise StartError(str(error)) from None
     try:
-        job = Job(config, job_id=settings.job_id, run_dir=settings.run_dir, store=store, saved=saved)
+        job = JobState(config, job_id=settings.job_id, run_dir=settings.run_dir, store=store, saved=saved)
         job.forgive_downtime(store.alive_at)
         job.took_charge()
         await job.save()
@@ -309,7 +317,7 @@ async def open_job(
 
 
 async def _serve(
-    job: Job, settings: Settings, address: str, door: FrontDoor, ends: set[asyncio.Task[None]]
+    job: JobState, settings: ServerSettings, address: str, door: FrontDoor, ends: set[asyncio.Task[None]]
 ) -> None:
     """Answer calls until one of `ends` is done, the store is lost, or the reaper has failed (which raises)."""
     controller = Controller.of(job)
@@ -354,7 +362,7 @@ def _log_pending_tasks() -> None:
         log.warning("shutdown takes long: %r is still running", task)
 
 
-def _exit_code(fatal: StoreError | None) -> int:
+def _exit_code(fatal: StateStoreError | None) -> int:
     if fatal is None:
         return 0
     log.error("%s", fatal)

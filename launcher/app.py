@@ -241,11 +241,11 @@ def run(
     if target == "slurm":
         from launcher.targets import slurm
 
-        wanted = slurm.Wanted(configs, overrides, output, sbatch or [], rollout_array, apply)
+        wanted = slurm.SlurmOptions(configs, overrides, output, sbatch or [], rollout_array, apply)
         raise typer.Exit(slurm.write(wanted, os.environ))
     with ended_at_once():
         from launcher.job.checked import check
-        from launcher.job.request import Cluster, Request
+        from launcher.job.request import Cluster, LaunchRequest
         from launcher.nodes.announcement import HeadAddress
 
         if not dry_run:
@@ -253,11 +253,11 @@ def run(
 
     if not dry_run:
         cluster = Cluster(HeadAddress.parse(head), _number(node)) if head else None
-        request = Request(configs, overrides, os.environ, resume, cluster, rollouts=not no_rollouts)
+        request = LaunchRequest(configs, overrides, os.environ, resume, cluster, rollouts=not no_rollouts)
         raise typer.Exit(launch(request))
     from launcher.commands.dry_run import plan, plan_lines
 
-    planned = plan(check(Request(configs, overrides, os.environ, resume).continued()))
+    planned = plan(check(LaunchRequest(configs, overrides, os.environ, resume).continued()))
     if as_json:
         print_json(planned.as_dict())
     else:

@@ -12,7 +12,7 @@ from typing import Any
 from launcher.paths import resolved
 from schema.config.keys import leaf_keys, section_keys
 from schema.config.loading.layers import Origin
-from schema.config.loading.load import Loaded
+from schema.config.loading.load import LoadedConfig
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import KeyPath, format_key
 from schema.config.secrets import masked
@@ -49,7 +49,7 @@ class Value:
         return self.where or self.origin
 
 
-def values(loaded: Loaded, *, changed_only: bool = False) -> list[Value]:
+def values(loaded: LoadedConfig, *, changed_only: bool = False) -> list[Value]:
     """Every key that this job has, in the order of the schema; paths are absolute as the processes get them."""
     data = resolved(loaded.config)
     data["redis"]["url"] = loaded.config.redis.url
@@ -106,7 +106,7 @@ def _get(data: Any, path: KeyPath) -> tuple[bool, Any]:
     return True, data
 
 
-def _origins(loaded: Loaded, path: tuple[str, ...]) -> list[Origin]:
+def _origins(loaded: LoadedConfig, path: tuple[str, ...]) -> list[Origin]:
     """The writers of a key and of what is in its table, in the order of the layers; empty: it is a default."""
     if writers := loaded.layers.writers(path):
         return sorted(writers, key=lambda origin: (origin.layer, origin.name))

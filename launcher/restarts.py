@@ -46,7 +46,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class RestartBudget:
     """How often and how fast one replica may be restarted; times are seconds."""
 
     max_restarts: int
@@ -55,7 +55,7 @@ class Budget:
     healthy_after: float = HEALTHY_AFTER
 
     @classmethod
-    def of_config(cls, config: Config) -> Budget:
+    def of_config(cls, config: Config) -> RestartBudget:
         """The budget of each replica of a job."""
         launcher = config.launcher
         return cls(launcher.max_restarts, launcher.restart_backoff, launcher.restart_backoff_max)
@@ -66,7 +66,7 @@ class Budget:
         return float(min(self.backoff * 2.0 ** min(attempt - 1, 60), self.backoff_max))
 
 
-NO_RESTARTS = Budget(0, 0.0, 0.0)
+NO_RESTARTS = RestartBudget(0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def is_crash(code: int) -> bool:
 class Restarts:
     """The restart record of one replica."""
 
-    def __init__(self, name: str, role: Role, budget: Budget) -> None:
+    def __init__(self, name: str, role: Role, budget: RestartBudget) -> None:
         self.name, self.role, self.budget = name, role, budget
         self.streak = 0
         self.total = 0

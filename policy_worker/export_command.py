@@ -25,7 +25,7 @@ import torch
 
 from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import found_at
-from policy_worker.checkpoints.layout import EXPORT, Found, faults, state_files, template_of
+from policy_worker.checkpoints.layout import EXPORT, FoundCheckpoint, faults, state_files, template_of
 from policy_worker.checkpoints.load import check_base
 from policy_worker.checkpoints.state import model_state, weights_from
 from policy_worker.checkpoints.storage import StateFiles, differences
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _written(checkpoint: Found, target: Path) -> dict[str, Any]:
+def _written(checkpoint: FoundCheckpoint, target: Path) -> dict[str, Any]:
     """Describe what was written, for programs. files: sizes in bytes by name."""
     return {
         "model": str(target),
@@ -102,7 +102,9 @@ def _check_target(target: Path, force: bool) -> None:
         )
 
 
-def export(checkpoint: Found, target: Path, dtype: str | None, model: str, config_file: Path | None) -> None:
+def export(
+    checkpoint: FoundCheckpoint, target: Path, dtype: str | None, model: str, config_file: Path | None
+) -> None:
     """Write a model for transformers to `target`.
 
     Raises:
@@ -136,7 +138,9 @@ def export(checkpoint: Found, target: Path, dtype: str | None, model: str, confi
         )
 
 
-def _with_adapters(checkpoint: Found, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:
+def _with_adapters(
+    checkpoint: FoundCheckpoint, saved: StateFiles, config: Config
+) -> tuple[PolicyModel, Gather]:
     """The model with its weights, and where those come from that it has trained."""
     assert config.policy.lora is not None
     # Other initialisers may take minutes, for nothing.
@@ -163,13 +167,13 @@ def _with_adapters(checkpoint: Found, saved: StateFiles, config: Config) -> tupl
     return model, gather
 
 
-def _copy_export(checkpoint: Found, target: Path) -> None:
+def _copy_export(checkpoint: FoundCheckpoint, target: Path) -> None:
     _check_whole(checkpoint, [name for name in checkpoint.manifest.files if name.startswith(f"{EXPORT}/")])
     with replacing_directory(target) as unfinished:
         shutil.copytree(checkpoint.path / EXPORT, unfinished, dirs_exist_ok=True)
 
 
-def _check_whole(checkpoint: Found, names: list[str]) -> None:
+def _check_whole(checkpoint: FoundCheckpoint, names: list[str]) -> None:
     wrong = faults(checkpoint.path, checkpoint.manifest.files, names)
     if wrong:
         raise DamagedCheckpointError(
@@ -177,7 +181,7 @@ def _check_whole(checkpoint: Found, names: list[str]) -> None:
         )
 
 
-def _config_of(checkpoint: Found, dtype: str | None, model: str, file: Path | None) -> Config:
+def _config_of(checkpoint: FoundCheckpoint, dtype: str | None, model: str, file: Path | None) -> Config:
     path = file or checkpoint.path.parent.parent / "config.json"
     try:
         data: dict[str, Any] = json.loads(path.read_text())
@@ -201,7 +205,7 @@ def _config_of(checkpoint: Found, dtype: str | None, model: str, file: Path | No
         raise
 
 
-def _template(checkpoint: Found, config: Config) -> str | None:
+def _template(checkpoint: FoundCheckpoint, config: Config) -> str | None:
     """The chat template that training used. Raises `SettingsError`, `DamagedCheckpointError`: it cannot be read."""
     if TEMPLATE in checkpoint.manifest.files:
         _check_whole(checkpoint, [TEMPLATE])
@@ -238,7 +242,7 @@ def _skeleton(config: Config) -> Any:
     return lm
 
 
-def _check_names(checkpoint: Found, skeleton: PolicyModel) -> None:
+def _check_names(checkpoint: FoundCheckpoint, skeleton: PolicyModel) -> None:
     """Raises `CheckpointError` unless the checkpoint has the model's tensors, in its shapes, and no others."""
     prefix = f"{MODEL}.lm."
     with StateFiles(state_files(checkpoint.path, MODEL)) as saved:

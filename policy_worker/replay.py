@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: Shutdown
         from transformers.utils import logging as transformers_logging
 
         from policy_worker.checkpoints.load import load
-        from policy_worker.parallel.group import Group
+        from policy_worker.parallel.rank_group import RankGroup
         from policy_worker.training.batches.recording import RecordedBatches
         from policy_worker.training.grpo import Grpo
         from policy_worker.training.profiles import Profiles
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace, ranks: RankEnvironment, shutdown: Shutdown
     if (threads := number_of("COSMOS_CPU_THREADS")) is not None:
         torch.set_num_threads(threads)
     with ExitStack() as stack:
-        group = Group(ranks)
+        group = RankGroup(ranks)
         stack.callback(group.close)
         stream = sys.stdout if options.output is None else stack.enter_context(options.output.open("a"))
         report = Report(stream if group.leads else None)

@@ -9,9 +9,9 @@ Rank 0 has the session, the other ranks only a `Caller`. A lost controller is wa
 `ControllerLost` is raised.
 
 A controller that came back with a store that lost history refuses what it does not know of, or shows in a heartbeat
-that it knows less than it did. Then the trainer declares itself, replays the steps that are missing (`History`), and
-continues as if nothing had happened; if the controller knows a later trainer instead, this one ends. One of several
-policy replicas that does not take part yet has nothing to declare: it registers anew.
+that it knows less than it did. Then the trainer declares itself, replays the steps that are missing (`RejoinLog`),
+and continues as if nothing had happened; if the controller knows a later trainer instead, this one ends. One of
+several policy replicas that does not take part yet has nothing to declare: it registers anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from controller.client import Call, Client, ControllerError, ControllerLost, Ref
 from controller.client import calls as api
 from policy_worker.errors import LeftBehindError, NoCheckpointError, PolicyError, ReplacedError
 from policy_worker.process import Environment, ShutdownRequest
-from policy_worker.replay_log import History
+from policy_worker.rejoin_log import RejoinLog
 from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.messages.recovery import DeclareRequest, ReplayRequest
@@ -170,7 +170,7 @@ class Session(Caller):
         """How the newest profile stands."""
         self.profile_order: m.ProfileOrder | None = None
         """The newest profile that was asked for."""
-        self.history = History()
+        self.history = RejoinLog()
         self.reply: m.RegisterReply
         self._mending = threading.Lock()
         self._mends = 0
@@ -288,7 +288,7 @@ class Session(Caller):
         log.warning("the controller lost history: %d steps are replayed to it", len(missing))
         for trained in missing:
             client.send(
-                api.replay(
+                api.recommit_step(
                     trained.step,
                     ReplayRequest(
                         replica_id=reply.replica_id,

@@ -24,8 +24,8 @@ from policy_worker.errors import (
     UnlikeError,
 )
 from policy_worker.model.load import load_critic, load_model, load_reference, load_teacher
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.replicas.base import Alone, Registration, Replicas
 from policy_worker.replicas.rendezvous import meet
@@ -40,7 +40,7 @@ from policy_worker.training.grpo import Grpo
 from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.training.teachers import Teachers, tokenizer_of
-from policy_worker.training.turns import Turns
+from policy_worker.training.time_share import TimeShare
 from schema.config import Config, check_model_warnings
 from schema.config.fetched import fetched_by, refusal
 from schema.config.layout import reference_is_within
@@ -60,7 +60,7 @@ def run_rank(environment: Environment, ranks: RankEnvironment, shutdown: Shutdow
         PolicyError and its kinds, ControllerError, WeightError, OSError: training cannot go on. The session is
             left in order (without waiting for a controller that does not answer).
     """
-    group = Group(ranks, meet(ranks, environment, shutdown) if ranks.meeting else None)
+    group = RankGroup(ranks, meet(ranks, environment, shutdown) if ranks.meeting else None)
     session = Session(environment, shutdown, group.world) if group.leads else None
     reason = "crashed"
     try:
@@ -79,7 +79,7 @@ def run_rank(environment: Environment, ranks: RankEnvironment, shutdown: Shutdow
 def _train(
     environment: Environment,
     ranks: RankEnvironment,
-    group: Group,
+    group: RankGroup,
     session: Session | None,
     shutdown: ShutdownRequest,
 ) -> str:
@@ -88,9 +88,9 @@ def _train(
     several = config.policy.parallelism.n_init_replicas > 1
     group.set_control_timeout(config.controller.controller_lost_timeout)
     shutdown.grace = config.launcher.shutdown_timeout
-    turns = Turns(group, session, shutdown) if config.takes_turns else None
-    if turns is not None:
-        turns.take()
+    time_share = TimeShare(group, session, shutdown) if config.shares_time else None
+    if time_share is not None:
+        time_share.take()
     trainer = make_trainer(config, group, reply.total_steps, resumption)
     registration = Registration(config, reply, trainer, session, shutdown)
     checkpointer = Checkpointer(registration, leads=not several)
@@ -107,9 +107,9 @@ def _train(
             registration = registration._replace(reply=reply)
             checkpointer = Checkpointer(registration, leads=False)
             step = checkpointer.restore(resumption) if resumption is not None else 0
-    if turns is not None:
-        turns.tensors = trainer.resident
-    loop = Loop(registration, checkpointer, turns, replicas)
+    if time_share is not None:
+        time_share.tensors = trainer.resident
+    loop = Loop(registration, checkpointer, time_share, replicas)
     caller = session or Caller(environment, shutdown, config.controller.controller_lost_timeout)
     try:
         return loop.run(_algorithm(registration, caller, replicas, resumption), step)
@@ -139,7 +139,9 @@ def _enter(peers: Peers, registration: Registration, checkpointer: Checkpointer,
     return peers.enter(step, heal)
 
 
-def make_trainer(config: Config, group: Group, total_steps: int, resumption: Resumption | None) -> Trainer:
+def make_trainer(
+    config: Config, group: RankGroup, total_steps: int, resumption: Resumption | None
+) -> Trainer:
     """Random states, model, optimizer and schedule as training begins with them. A collective.
 
     resumption: what will be restored into it.
@@ -219,7 +221,7 @@ def _recorder(
     return BatchRecorder(folder_of(Path(reply.run_dir)), config.profiler.record_batches, facts, payloads)
 
 
-def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:
+def _register(group: RankGroup, session: Session | None) -> tuple[m.RegisterReply, Resumption | None]:
     """Register, and again with the step of a checkpoint when one is to be resumed: only then is it known."""
     reply = _tell(group, session, None)
     config = Config.model_validate(reply.config)
@@ -241,7 +243,7 @@ def _register(group: Group, session: Session | None) -> tuple[m.RegisterReply, R
 
 
 def _tell(
-    group: Group, session: Session | None, step: int | None, resumption: Resumption | None = None
+    group: RankGroup, session: Session | None, step: int | None, resumption: Resumption | None = None
 ) -> m.RegisterReply:
     """One registration by rank 0, its answer for all. step: committed steps in the weights, if known."""
 
@@ -260,13 +262,13 @@ def _tell(
     return m.RegisterReply.model_validate(group.lead(register))
 
 
-def _arrange(config: Config, group: Group) -> None:
-    group.arrange(MeshSizes.of_config(config.policy.parallelism, group.world))
+def _arrange(config: Config, group: RankGroup) -> None:
+    group.arrange(ParallelDims.of_config(config.policy.parallelism, group.world))
     for problem in absent_ranks(config, group.world):
         raise SettingsError(problem.render())
 
 
-def _refuse_models(config: Config, group: Group) -> None:
+def _refuse_models(config: Config, group: RankGroup) -> None:
     """Apply the rules that need files of models again: `validate` may have run where they were not. Raises
     `SettingsError`."""
     find = fetched_by(cached_file)

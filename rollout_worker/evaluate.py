@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollout_worker.rewards.pool import Result, RewardPool, RewardPoolError, Task
+from rollout_worker.rewards.pool import RewardPool, RewardPoolError, RewardResult, Task
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.rewards.scoring import score_of
 from schema.config import Config
@@ -38,7 +38,7 @@ MAX_ERRORS_SHOWN = 5
 
 
 @dataclass(slots=True)
-class Tally:
+class SourceTally:
     """Sums over the prompts of one data source."""
 
     prompts: int = 0
@@ -101,9 +101,9 @@ async def evaluate(config: Config, run_dir: Path) -> dict[str, Any]:
 async def _score_all(
     run_dir: Path, pool: RewardPool, weights: Mapping[str, float], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    tallies: dict[str, Tally] = defaultdict(Tally)
+    tallies: dict[str, SourceTally] = defaultdict(SourceTally)
     errors: list[str] = []
-    waiting: deque[tuple[dict[str, Any], list[asyncio.Future[Result]]]] = deque()
+    waiting: deque[tuple[dict[str, Any], list[asyncio.Future[RewardResult]]]] = deque()
     in_flight, began, reported = 0, time.monotonic(), time.monotonic()
     with replacing(run_dir / "scores.jsonl") as neighbour, neighbour.open("w", encoding="utf-8") as file:
         for row in rows_of(run_dir / "data" / "evaluation.jsonl"):
@@ -129,10 +129,10 @@ async def _score_all(
 
 
 async def _settle(
-    waiting: tuple[dict[str, Any], list[asyncio.Future[Result]]],
+    waiting: tuple[dict[str, Any], list[asyncio.Future[RewardResult]]],
     weights: Mapping[str, float],
     names: Mapping[str, str],
-    tallies: dict[str, Tally],
+    tallies: dict[str, SourceTally],
     errors: list[str],
     file: TextIO,
 ) -> int:

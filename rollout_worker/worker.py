@@ -27,6 +27,7 @@ from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
+from rollout_worker.groups.time_share import TimeShare
 from rollout_worker.groups.tokens import (
     eos_token_ids,
     import_modules,
@@ -34,7 +35,6 @@ from rollout_worker.groups.tokens import (
     refuse_models,
     stop_tokens,
 )
-from rollout_worker.groups.turns import Turns
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
@@ -133,9 +133,9 @@ class Worker:
         host = HostWeights(config, self._session.reply, "" if nodes is None else str(nodes.folder))
         stack.push_async_callback(host.close)
         await host.prove()
-        turns = Turns(self._session, self._leases, self._metrics, self._heartbeat)
-        if config.takes_turns:
-            await turns.begin()
+        time_share = TimeShare(self._session, self._leases, self._metrics, self._heartbeat)
+        if config.shares_time:
+            await time_share.begin()
         engine, tokenizer, stops = await self._boot(config, stack)
         pusher = Pusher(
             self._session,
@@ -158,7 +158,7 @@ class Worker:
             *([(generating.end_overdue(), "deadlines")] if config.rollout.sample_timeout else []),
             (pusher.run(), "pushing"),
             (rewards.watch(), "rewards"),
-            *([(turns.run(engine), "turns")] if config.takes_turns else []),
+            *([(time_share.run(engine), "turns")] if config.shares_time else []),
         ):
             self._spawn(loop, name)
         self._heartbeat.status, self._booted = "waiting for weights", True

@@ -19,7 +19,7 @@ from weight_sync.hf_names import HubNames, gather_full, hub_tensors
 from weight_sync.host.files import open_copy
 from weight_sync.host.host_copy import HostCopy
 from weight_sync.publishing.gc import collect, remove
-from weight_sync.publishing.writer import Published, publish
+from weight_sync.publishing.writer import PublishedVersion, publish
 from weight_sync.stores import DirectoryStore, Store, open_store
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "HostCopy",
     "HubNames",
     "NotReadableError",
-    "Published",
+    "PublishedVersion",
     "Store",
     "WeightError",
     "collect",

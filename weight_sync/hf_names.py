@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weight_sync.errors import WeightError
-from weight_sync.lora import Publishes, Source, base_of, has_adapters, sources
+from weight_sync.lora import Publishes, TensorSource, base_of, has_adapters, sources
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 """Makes the full tensor out of this rank's part, by name; a collective on sharded models."""
@@ -76,14 +76,14 @@ class HubNames:
         self.stored: dict[str, torch.Tensor] = {n: t for n, t in _stored(model) if n not in without}
         self._convert = None
         if not has_adapters(model):
-            made = [Source(name, name) for name in self.stored]
+            made = [TensorSource(name, name) for name in self.stored]
             self._convert = _reverse_conversion(model)
         else:
             made = list(sources(model, self.stored, lora))
             _check_ties(model, made)
             if lora == "merged":
                 self._convert = _reverse_conversion(base_of(model))
-        self._made: dict[Unit, list[Source]] = {}
+        self._made: dict[Unit, list[TensorSource]] = {}
         together = (
             (lambda source: source.name) if self._convert is None else lambda source: _layer_of(source.name)
         )
@@ -119,7 +119,7 @@ class HubNames:
             yield from self.hub(unit, whole, dtype=dtype)
 
 
-def _check_ties(model: torch.nn.Module, made: list[Source]) -> None:
+def _check_ties(model: torch.nn.Module, made: list[TensorSource]) -> None:
     """Merging into one of two tied tensors would change the other as well. Raises `WeightError`."""
     everything: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
     for source in made:

@@ -136,7 +136,7 @@ def content_hash(tensors: Mapping[str, TensorEntry]) -> str:
     return digest(json.dumps(rows, separators=(",", ":")).encode()).hex()
 
 
-class DataFile:
+class WeightFile:
     """One data file being written: `add` tensors while `has_room`, then `finish`."""
 
     def __init__(self, stream: IO[bytes], name: str, max_bytes: int) -> None:

@@ -30,7 +30,7 @@ _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<r
 
 
 @dataclass
-class Source:
+class TensorSource:
     """One tensor to publish, and the stored ones that it is made of."""
 
     name: str
@@ -107,7 +107,7 @@ def base_of(model: torch.nn.Module) -> torch.nn.Module:
 
 def sources(
     model: torch.nn.Module, stored: Mapping[str, torch.Tensor], publishes: Publishes
-) -> Iterator[Source]:
+) -> Iterator[TensorSource]:
     """Yield what to publish of a model with adapters, in the order of its modules.
 
     model: of peft's, or with adapters injected. stored: its state dict's tensors, aliases left out.
@@ -119,7 +119,7 @@ def sources(
         yield from _merged(model, stored)
 
 
-def _adapter(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
+def _adapter(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[TensorSource]:
     active = sorted({name for m in model.modules() if hasattr(m, "lora_A") for name in m.active_adapters})
     if len(active) != 1:
         raise WeightError(f"the adapters {active} are active at once: only one can be published alone")
@@ -127,14 +127,14 @@ def _adapter(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]
     for name in stored:
         saved, factor, lengths = (kind.fullmatch(name) for kind in (_SAVED, _FACTOR, _LENGTHS))
         if saved is not None and saved["adapter"] == active[0]:
-            yield Source(f"{front}{saved['module']}.{saved['rest']}", name)
+            yield TensorSource(f"{front}{saved['module']}.{saved['rest']}", name)
         elif factor is not None and factor["adapter"] == active[0]:
-            yield Source(front + re.sub(rf"\.{re.escape(active[0])}(?=$|\.weight$)", "", name), name)
+            yield TensorSource(front + re.sub(rf"\.{re.escape(active[0])}(?=$|\.weight$)", "", name), name)
         elif lengths is not None and lengths["adapter"] == active[0]:
-            yield Source(f"{front}{lengths['module']}.lora_magnitude_vector", name)
+            yield TensorSource(f"{front}{lengths['module']}.lora_magnitude_vector", name)
 
 
-def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
+def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[TensorSource]:
     modules = dict(model.named_modules())
     factors, lengths = _factors(modules, stored), _lengths(modules, stored)
     for name, tensor in stored.items():
@@ -142,12 +142,12 @@ def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
         saved = _SAVED.fullmatch(name)
         if saved is not None:
             if saved["adapter"] in modules[saved["module"]].active_adapters:
-                yield Source(f"{saved['module']}.{saved['rest']}".removeprefix(_PREFIX), name)
+                yield TensorSource(f"{saved['module']}.{saved['rest']}".removeprefix(_PREFIX), name)
         elif _is_inside(name, "original_module") or ".lora_" in name:
             continue
         elif module.endswith(".base_layer"):
             outer = module.removesuffix(".base_layer")
-            source = Source(f"{outer}.{last}".removeprefix(_PREFIX), name)
+            source = TensorSource(f"{outer}.{last}".removeprefix(_PREFIX), name)
             if last == "weight":
                 if tensor.ndim != 2 and factors.get(outer):
                     raise WeightError(
@@ -156,7 +156,7 @@ def _merged(model: Any, stored: Mapping[str, torch.Tensor]) -> Iterator[Source]:
                 source.factors, source.lengths = factors.get(outer, []), lengths.get(outer)
             yield source
         else:
-            yield Source(name.removeprefix(_PREFIX), name)
+            yield TensorSource(name.removeprefix(_PREFIX), name)
 
 
 def _factors(

@@ -25,7 +25,7 @@ from redis import Redis
 
 from benchmarks.controller.load.servers import TOKENS, make_run, valkey
 from benchmarks.harness import options, report, say
-from controller.server import Settings, open_job
+from controller.server import ServerSettings, open_job
 from controller.services.controller import Controller
 from controller.services.samples import Push
 from controller.store.redis_state import Table
@@ -137,7 +137,7 @@ def held(redis: Redis, prefix: str) -> dict[str, float]:
 
 async def measure(run_dir: Path, url: str, steps: int, groups: int, samples: int) -> dict[str, float]:
     environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
-    settings = Settings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": url})
+    settings = ServerSettings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": url})
     redis = Redis.from_url(url)
     redis.config_set("appendonly", "no")
     job = await open_job(settings)

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.fleet.hpa import SYNC_S, Hpa
 from benchmarks.fleet.scenario import RANK_SPREAD, RANKS, SLOWEST, TOKENS, Scenario
-from controller.autoscale.policy import Decision, Limits, Memory
-from controller.autoscale.scaling import Scaling, Sight
+from controller.autoscale.autoscaler import Decision, Limits, PastDecisions
+from controller.autoscale.scaling import ReplicaScaling, Sight
 from controller.ledger.assembly import Assembled
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
@@ -118,14 +118,14 @@ class Simulator:
         self._cost_at, self._drift = 0.0, 0.0
         self.result = Result()
         self._waited_from: tuple[float, float] = (0.0, 0.0)
-        self.scaling = self._scaling(Memory(self.desired))
+        self.scaling = self._scaling(PastDecisions(self.desired))
         self.scaling.trainer(0.0, "waits")
 
-    def _scaling(self, memory: Memory) -> Scaling:
+    def _scaling(self, memory: PastDecisions) -> ReplicaScaling:
         s = self.scenario
         groups = (s.bound + 1) * self.params.slots
         limits = Limits(s.minimum, s.maximum, s.target_wait, s.scale_down_delay, groups, s.bound)
-        return Scaling(limits, s.interval, memory, self.now)
+        return ReplicaScaling(limits, s.interval, memory, self.now)
 
     # ---- clock --------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Simulator:
         self._trainer_since = self.now
         self.ledger.extend_leases(seconds, self.now)
         self.ledger.became_ready = self.ledger.ready_tokens = 0
-        self.scaling = self._scaling(Memory.from_record(json.loads(record)))
+        self.scaling = self._scaling(PastDecisions.from_record(json.loads(record)))
         self.scaling.trainer(self.now, self._trainer)  # type: ignore[arg-type]
 
     def _look(self) -> None:

@@ -8,8 +8,8 @@ from itertools import count
 from statistics import median
 
 from benchmarks.harness import timed
-from controller.autoscale.policy import Limits, Memory
-from controller.autoscale.scaling import Scaling, Sight
+from controller.autoscale.autoscaler import Limits, PastDecisions
+from controller.autoscale.scaling import ReplicaScaling, Sight
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.values import LedgerParams
@@ -35,7 +35,9 @@ def decision_times(replicas: int) -> dict[str, float]:
     mib = tracemalloc.get_traced_memory()[0] / 2**20
     tracemalloc.stop()
     held = len(ledger.table.held)
-    scaling = Scaling(Limits(1, 2 * replicas, 0.02, 300.0, 5 * per_step, 4), 15.0, Memory(replicas), 0.0)
+    scaling = ReplicaScaling(
+        Limits(1, 2 * replicas, 0.02, 300.0, 5 * per_step, 4), 15.0, PastDecisions(replicas), 0.0
+    )
     clock = count(1)
 
     def look() -> None:

@@ -20,7 +20,7 @@ from policy_worker.model.load import kept_activations
 from policy_worker.model.micro_batch import Segment, TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import spare_memory
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
@@ -55,7 +55,7 @@ class Steps:
     """A trainer of a random model, and its optimizer step on the same micro-batches of packed rows."""
 
     def __init__(
-        self, bench: Bench, group: Group, config: Config, lengths: Sequence[int], micro_batches: int = 1,
+        self, bench: Bench, group: RankGroup, config: Config, lengths: Sequence[int], micro_batches: int = 1,
         **shape: Any,
     ) -> None:  # fmt: skip
         """lengths: of the sequences of a micro-batch. shape: changes of the model's configuration."""

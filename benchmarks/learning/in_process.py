@@ -16,7 +16,7 @@ from benchmarks.engine.snapshot import Snapshot
 from benchmarks.trainer.material import as_batch
 from controller.client import Answer, Call
 from controller.data.prepare import prepare
-from policy_worker.parallel.group import Group, RankEnvironment
+from policy_worker.parallel.rank_group import RankEnvironment, RankGroup
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
@@ -127,7 +127,7 @@ async def learn(
     """
     if not (folder / "data" / "train.safetensors").exists():
         prepare(config, folder)
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     try:
         trainer = make_trainer(config, group, steps, None)
         served = Served()

@@ -23,7 +23,7 @@ from benchmarks.trainer.material import ANSWER, PROMPT, config_of, language_mode
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import PolicyModel, ValueModel
 from policy_worker.model.prepare import prepare_model
-from policy_worker.parallel.group import Group, RankEnvironment
+from policy_worker.parallel.rank_group import RankEnvironment, RankGroup
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -55,7 +55,7 @@ def policy(seed: int) -> PolicyModel:
     return prepare_model(PolicyModel(language_model("5M", seed=seed)), packed=False, recompute=False)
 
 
-def variant_of(group: Group, keys: dict[str, Any], made: list[list[Sample]]) -> Callable[[], None]:
+def variant_of(group: RankGroup, keys: dict[str, Any], made: list[list[Sample]]) -> Callable[[], None]:
     """A function that trains one step of a variant."""
     config, critic = config_of(keys), None
     if config.has_critic:
@@ -67,7 +67,7 @@ def variant_of(group: Group, keys: dict[str, Any], made: list[list[Sample]]) -> 
     )  # fmt: skip
 
 
-def forward_only(group: Group, made: Sequence[Sequence[Sample]]) -> Callable[[], object]:
+def forward_only(group: RankGroup, made: Sequence[Sequence[Sample]]) -> Callable[[], object]:
     trainer = Trainer(policy(0), config_of({}), group, Schedule(10))
     rows = dict(enumerate(TrainSample.of_wire(sample) for of_group in made for sample in of_group))
     cut = [list(range(start, start + 16)) for start in range(0, len(rows), 16)]
@@ -76,7 +76,7 @@ def forward_only(group: Group, made: Sequence[Sequence[Sample]]) -> Callable[[],
 
 def main() -> None:
     given = options(__doc__, rounds=9, answer=(ANSWER, "tokens of the longest answer"))
-    group, made = Group(RankEnvironment()), samples(PROMPT, given.answer)
+    group, made = RankGroup(RankEnvironment()), samples(PROMPT, given.answer)
     steps: dict[str, Callable[[], object]] = {
         name: variant_of(group, keys, made) for name, keys in VARIANTS.items()
     }

@@ -29,7 +29,7 @@ from policy_worker.checkpoints.state import state_to_save
 from policy_worker.checkpoints.storage import Staging
 from policy_worker.checkpoints.write import Draft, write
 from policy_worker.model.model import PolicyModel
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -49,7 +49,7 @@ def make_learner(layers: int) -> Trainer:
     )  # fmt: skip
     train = {"param_dtype": "float32", "optm_impl": "foreach", "compile": False}
     return Trainer(
-        PolicyModel(lm), Config.model_validate({"train": train}), Group(RankEnvironment()), Schedule(1000)
+        PolicyModel(lm), Config.model_validate({"train": train}), RankGroup(RankEnvironment()), Schedule(1000)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.harness import in_turns, options, ratio, report, timed
 from benchmarks.trainer.material import GROUP, VOCABULARY, language_model
-from policy_worker.model.micro_batch import Layout, Segment, TrainSample, collate
+from policy_worker.model.micro_batch import BatchLayout, Segment, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
 
@@ -45,7 +45,7 @@ def make_samples(groups: int, prompt: int, longest: int) -> list[TrainSample]:
 def seconds(model: PolicyModel, samples: list[TrainSample], variant: str) -> float:
     """Time of one forward and backward."""
     packed, spared = VARIANTS[variant]
-    batch = collate(samples, range(len(samples)), Layout(packed, VOCABULARY, DEVICE, **spared))
+    batch = collate(samples, range(len(samples)), BatchLayout(packed, VOCABULARY, DEVICE, **spared))
     model.lm.set_attn_implementation("sdpa" if variant == "mask" else "blocks")
 
     def work() -> None:

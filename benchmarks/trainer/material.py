@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from policy_worker.model.model import PolicyModel
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -111,7 +111,7 @@ def as_batch(step: int, groups: Sequence[Sequence[Sample]], wanted: str = "all")
 
 
 def step_of(
-    group: Group, config: Config, model: PolicyModel, made: Sequence[Sequence[Sample]], *,
+    group: RankGroup, config: Config, model: PolicyModel, made: Sequence[Sequence[Sample]], *,
     reference: PolicyModel | None = None, critic: Critic | None = None,
     teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
 ) -> Callable[[], None]:  # fmt: skip

@@ -41,7 +41,7 @@ from policy_worker.checkpoints.layout import look
 from policy_worker.checkpoints.load import load
 from policy_worker.checkpoints.write import write
 from policy_worker.model.micro_batch import Segment, TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.trainer import Trainer
 from policy_worker.worker import make_trainer
@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-def estimate(case: Case, model: Path) -> tuple[memory.Part, ...]:
+def estimate(case: Case, model: Path) -> tuple[memory.MemoryPart, ...]:
     """What `--dry-run` says of each rank."""
     replicas = case.mesh.get("dp_replicate_size", 1)
     data_ranks = replicas * case.mesh.get("dp_shard_size", 1)
@@ -164,7 +164,7 @@ def _begin_peak() -> None:
 def work(case: Case, place: Path, resume: bool) -> None:
     """Measure one rank; rank 0 prints the largest peak of all, and that while they load what they resume: MiB."""
     torch.set_num_threads(1)
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
     tiny = case.config(place / f"tiny {case.model}")
     _train(make_trainer(tiny, group.sibling(600.0), 10, None), 0, TINY["vocab_size"])
     LIBC.malloc_trim(0)

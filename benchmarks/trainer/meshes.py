@@ -19,8 +19,8 @@ from benchmarks.harness import in_turns, on_ranks, options, report, timed
 from benchmarks.trainer.material import ANSWER, PROMPT, config_of, language_model, samples, step_of
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 
 ALONE = "one"
@@ -34,8 +34,8 @@ def sizes_of(mesh: str) -> dict[str, int]:
 
 def train(sizes: dict[str, int], rounds: int, answer: int) -> None:
     """One rank of a mesh; the first prints the median seconds of a step, and the CPU time of all ranks."""
-    group = Group(RankEnvironment.of_environ())
-    group.arrange(MeshSizes(**sizes) if sizes else MeshSizes())
+    group = RankGroup(RankEnvironment.of_environ())
+    group.arrange(ParallelDims(**sizes) if sizes else ParallelDims())
     pieces, parted = group.sizes.cp, group.sizes.sequence
     model = prepare_model(
         PolicyModel(language_model("20M")), packed=True, recompute=False, pieces=pieces, parted=parted

@@ -27,7 +27,7 @@ from benchmarks.trainer.material import ANSWER, GROUP, PROMPT, config_of, langua
 from benchmarks.trl.venv import trl_python
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from schema.wire.sample import Sample
 
@@ -37,7 +37,9 @@ Times = dict[str, float]
 
 def ours(lm: Any, made: list[list[Sample]]) -> Callable[[], Times]:
     model = prepare_model(PolicyModel(lm), packed=True, recompute=False)
-    step = step_of(Group(RankEnvironment()), config_of({"train": {"sequence_packing": True}}), model, made)
+    step = step_of(
+        RankGroup(RankEnvironment()), config_of({"train": {"sequence_packing": True}}), model, made
+    )
 
     def measured() -> Times:
         spent = time.process_time()

@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rollout_worker.engines.scatter import Place, WeightMap, region_of, storage_of, whole
-from rollout_worker.engines.scatter import Published as PublishedTensor
-from schema.wire.weights import Link, Publication, TensorEntry
+from rollout_worker.engines.scatter import (
+    PublishedTensor,
+    WeightMap,
+    WeightSlot,
+    region_of,
+    storage_of,
+    whole,
+)
+from schema.wire.weights import ChainLink, Publication, TensorEntry
 from weight_sync.delta.delta import open_delta
 from weight_sync.hf_names import hub_tensors
-from weight_sync.publishing.writer import Part, assemble, finish
+from weight_sync.publishing.writer import WrittenPart, assemble, finish
 from weight_sync.stores import Stage, Store, version_name
 
 Tensors = dict[str, torch.Tensor]
@@ -76,7 +82,7 @@ class Replica:
         self._map = WeightMap(
             {name: PublishedTensor(t.dtype, tuple(t.shape)) for name, t in self.tensors.items()},
             {
-                name: [Place(name, storage_of(t), whole(t.shape), region_of(t))]
+                name: [WeightSlot(name, storage_of(t), whole(t.shape), region_of(t))]
                 for name, t in self.tensors.items()
             },
         )
@@ -106,9 +112,11 @@ class Versions:
     def __init__(self) -> None:
         self._number = 0
         self._table: dict[str, TensorEntry] = {}
-        self._links: list[Link] = []
+        self._links: list[ChainLink] = []
 
-    def publish(self, store: Store, write: Callable[[Stage], Part]) -> tuple[Publication, Part, float]:
+    def publish(
+        self, store: Store, write: Callable[[Stage], WrittenPart]
+    ) -> tuple[Publication, WrittenPart, float]:
         """Write, describe and commit one; what was written, and the seconds that it took."""
         began, target = time.perf_counter(), version_name(0, self._number, "")
         with store.stage(target) as stage:
@@ -120,7 +128,7 @@ class Versions:
             seconds = time.perf_counter() - began
         self._table |= manifest.tensors
         self._links.append(
-            Link(version=self._number, content_hash=made.content_hash, **{made.kind: made.piece})
+            ChainLink(version=self._number, content_hash=made.content_hash, **{made.kind: made.piece})
         )
         self._number += 1
         publication = Publication(

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from controller.api.auth import AuthMiddleware, Tokens
+from controller.api.auth import AuthMiddleware, JobTokens
 from controller.api.leadership import LeaderGate
 from controller.api.limits import BodyLimit
 from controller.api.routes import (
@@ -62,7 +62,7 @@ def build(controller: Controller) -> FastAPI:
     return app
 
 
-def create_app(controller: Controller, tokens: Tokens) -> ASGIApp:
+def create_app(controller: Controller, tokens: JobTokens) -> ASGIApp:
     """The application behind its middleware."""
     config, store = controller.job.config.controller, controller.job.store
     limited = BodyLimit(

@@ -50,7 +50,7 @@ MAX_HEAD_BYTES = 64 * 1024
 """All headers and the address together; the longest of ours names the rows of a batch one by one."""
 
 
-class Tokens:
+class JobTokens:
     """The tokens of one job."""
 
     def __init__(self, tokens: Mapping[Caller, str]) -> None:
@@ -93,7 +93,7 @@ class Tokens:
 class AuthMiddleware:
     """ASGI middleware: 431 for heads above the limits, 401 without a valid token, 413 for a body of an open call."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: JobTokens) -> None:
         self._app, self._tokens, self._sessions = app, tokens, Sessions(tokens.user)
         self._prover = tokens.prover
 

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from controller.api.auth import OPEN, PROVER, Tokens
+from controller.api.auth import OPEN, PROVER, JobTokens
 from controller.api.routes import proof
 from controller.errors import ApiError
 from controller.services.errors import problem, refusal
-from controller.store import Holder, StateStore
+from controller.store import LockHolder, StateStore
 from schema.wire.messages import ErrorCode
 from schema.wire.messages.proof import PATH as PROOF
 
@@ -32,13 +32,13 @@ RETRY_AFTER = {"retry-after": "1"}
 class FrontDoor:
     """The ASGI application of the process: what it is behind the door changes once, by `open`."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: JobTokens) -> None:
         self._prover = tokens.prover
         self._app: ASGIApp | None = None
         self._why = "the controller is starting"
         self._seen = ""
 
-    def stand_by(self, holder: Holder) -> None:
+    def stand_by(self, holder: LockHolder) -> None:
         """Another controller is in charge."""
         if holder.key != self._seen:
             log.warning("standing by: %s is in charge of this job", holder)

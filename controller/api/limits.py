@@ -50,7 +50,7 @@ BODY_RATE = 1024 * 1024
 """Seconds that any body may take, and bytes per second beyond them: slower than any link a job can work with."""
 
 
-class Budget:
+class BodyBudget:
     """Bytes that all bodies of one share may hold. Pure, see the module's docstring."""
 
     def __init__(self, limit: int) -> None:
@@ -89,9 +89,9 @@ class BodyLimit:
     ) -> None:
         self._app, self._store, self._buffered = app, store, buffered
         self.limit, self.small, self.stall, self.grace, self.rate = limit, small, stall, grace, rate
-        self.kept = Budget(buffered // 4)
+        self.kept = BodyBudget(buffered // 4)
         """The share of trainers and users."""
-        self.budget = Budget(buffered - buffered // 4)
+        self.budget = BodyBudget(buffered - buffered // 4)
         """The share of everybody else."""
         self.too_large = f"the body is larger than controller.max_request_bytes = {limit}: send less at once"
         self.busy = (
@@ -129,7 +129,7 @@ class BodyLimit:
 class _Body:
     """One body on its way in."""
 
-    def __init__(self, limits: BodyLimit, budget: Budget, receive: Receive, announced: int) -> None:
+    def __init__(self, limits: BodyLimit, budget: BodyBudget, receive: Receive, announced: int) -> None:
         self._limits, self._budget, self._receive = limits, budget, receive
         self._announced = announced
         self._began = asyncio.get_running_loop().time()

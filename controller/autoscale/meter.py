@@ -31,7 +31,7 @@ MARKS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class MeterLevels:
     """A level is so from one look to the next.
 
     held: groups that are leased. asked: groups that replicas ask for and the bound refuses. replicas: those that have
@@ -52,7 +52,7 @@ class Levels:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class MeterTotals:
     """Sums since the meter began: seconds, group-seconds, replica-seconds, counts."""
 
     at: float
@@ -123,7 +123,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class WarmUp:
     """The time before the first commit: how long, `lack` in seconds, groups that are leased, and ready by now."""
 
     seconds: float
@@ -137,14 +137,14 @@ class Meter:
     """See the module's docstring. The ledger counts from the same moment on."""
 
     def __init__(self, now: float) -> None:
-        self._now = Totals(now)
-        self._levels: Levels | None = None
+        self._now = MeterTotals(now)
+        self._levels: MeterLevels | None = None
         self._trainer: Trainer = "away"
-        self._marks: deque[Totals] = deque(maxlen=MARKS)
-        self._last: Totals | None = None
+        self._marks: deque[MeterTotals] = deque(maxlen=MARKS)
+        self._last: MeterTotals | None = None
         """At the last commit."""
 
-    def look(self, now: float, levels: Levels | None, ready: int, tokens: int) -> None:
+    def look(self, now: float, levels: MeterLevels | None, ready: int, tokens: int) -> None:
         """Note what is so from now on; None: something holds the job up, which says nothing of supply or demand.
 
         ready, tokens: groups that ever became ready, and their generated tokens.
@@ -196,14 +196,14 @@ class Meter:
         )
         return _between(begun, last, self._now)
 
-    def beginning(self, now: float) -> Beginning | None:
+    def beginning(self, now: float) -> WarmUp | None:
         """Since the trainer asked for its first batch; None after the first commit, and where none has asked."""
         self._advance(now)
         if self._last is not None or not self._marks or self._levels is None:
             return None
         begun, known = self._marks[0], self._now
         ready = known.ready - begun.ready
-        return Beginning(
+        return WarmUp(
             seconds=known.counted - begun.counted,
             lacked=known.lacked - begun.lacked,
             held=self._levels.held,
@@ -233,11 +233,11 @@ class Meter:
         )
 
 
-def _suffices(begun: Totals, last: Totals) -> bool:
+def _suffices(begun: MeterTotals, last: MeterTotals) -> bool:
     return last.steps - begun.steps >= LEAST_STEPS and last.trained - begun.trained >= LEAST_GROUPS
 
 
-def _between(begun: Totals, last: Totals, now: Totals) -> Measured | None:
+def _between(begun: MeterTotals, last: MeterTotals, now: MeterTotals) -> Measured | None:
     """last: at the last commit; the trainer has taken what it has taken by then."""
     ready, seconds = now.ready - begun.ready, now.at - begun.at
     made = ready + (now.under_way - begun.under_way) / 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from controller.autoscale.meter import Levels, Measured, Meter, Trainer
-from controller.autoscale.policy import Autoscaler, Decision, Limits, Memory, Seen
+from controller.autoscale.autoscaler import Autoscaler, Decision, Limits, PastDecisions, Seen
+from controller.autoscale.meter import Measured, Meter, MeterLevels, Trainer
 
 LEASES = 2.0
 """Lease ages that a window covers at least: after a change of the load replicas hold groups of both kinds."""
@@ -36,10 +36,10 @@ class Sight:
     left: int | None = None
 
 
-class Scaling:
+class ReplicaScaling:
     """See the module's docstring. interval: seconds."""
 
-    def __init__(self, limits: Limits, interval: float, memory: Memory, now: float) -> None:
+    def __init__(self, limits: Limits, interval: float, memory: PastDecisions, now: float) -> None:
         self.autoscaler = Autoscaler(limits, memory)
         self.interval = interval
         self.measured: Measured | None = None
@@ -76,9 +76,9 @@ class Scaling:
         self._decided_at = now
         return self._decide(now, sight)
 
-    def _levels(self, sight: Sight) -> Levels:
+    def _levels(self, sight: Sight) -> MeterLevels:
         late = sight.stored >= self.autoscaler.limits.batch
-        return Levels(sight.held, sight.asked, self.working, sight.empty, late)
+        return MeterLevels(sight.held, sight.asked, self.working, sight.empty, late)
 
     def _meet(self, now: float, leasing: set[str]) -> None:
         """Note who is there; who came since the last look is a start that was waited for."""

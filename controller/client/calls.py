@@ -23,7 +23,7 @@ from schema.wire.messages.recovery import (
     DeclareRequest,
     ReplayRequest,
 )
-from schema.wire.messages.turns import TurnReply, TurnRequest
+from schema.wire.messages.time_share import TurnReply, TurnRequest
 from schema.wire.sample_file import Order
 from schema.wire.weights import Publication
 
@@ -159,16 +159,16 @@ def step_batch(
     samples: Sequence[int] | Literal["all", "none"] = "all",
     wait_s: float = 0.0,
     *,
-    ahead: bool = False,
+    prefetch: bool = False,
 ) -> Call[bytes | None]:
     """The batch of a step as `schema.wire.batch` bytes; None when the wait is over and it is not ready.
 
-    `samples` are rows of the table; "none" answers with the table alone. ahead: what it would be if the step before
-    were committed now; None as soon as that is.
+    `samples` are rows of the table; "none" answers with the table alone. prefetch: what it would be if the step
+    before were committed now; None as soon as that is.
     """
     wanted = samples if isinstance(samples, str) else ",".join(map(str, samples))
     params: dict[str, str | int | float] = {"policy_epoch": policy_epoch, "samples": wanted, "wait_s": wait_s}
-    if ahead:
+    if prefetch:
         params["ahead"] = True
     path = f"/v1/steps/{step}/batch"
     return Call("GET", path, lambda a: None if a.status == 204 else a.body, params=params, wait_s=wait_s)
@@ -188,7 +188,7 @@ def declare_leases(replica_id: str, request: DeclareLeases) -> Call[DeclaredLeas
     return _post(f"/v1/replicas/{replica_id}/leases", request, DeclaredLeases)
 
 
-def replay(step: int, request: ReplayRequest) -> Call[m.CommitReply]:
+def recommit_step(step: int, request: ReplayRequest) -> Call[m.CommitReply]:
     return _post(f"/v1/steps/{step}/replay", request, m.CommitReply)
 
 

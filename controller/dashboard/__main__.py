@@ -23,7 +23,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from controller.api.auth import USER, AuthMiddleware, Tokens, require
+from controller.api.auth import USER, AuthMiddleware, JobTokens, require
 from controller.api.routes.base import new_router, reply_list
 from controller.api.routes.dashboard import sessions, views
 from controller.api.routes.samples import MOST_FOUND
@@ -142,7 +142,7 @@ def create_app(runs: Sequence[RunFiles], token: str) -> ASGIApp:
         routers += [views(run, link.base), run_calls(run, link.base)]
     for router in routers:
         app.router.routes.extend(router.routes)
-    tokens = Tokens({"user": token, "rollout": secrets.token_hex(32), "policy": secrets.token_hex(32)})
+    tokens = JobTokens({"user": token, "rollout": secrets.token_hex(32), "policy": secrets.token_hex(32)})
     return Pages(AuthMiddleware(app, tokens))
 
 

@@ -30,7 +30,7 @@ PRESENT = frozenset({"live", "draining"})
 Moment = tuple[float, float]
 
 
-class Levels:
+class HeldLevels:
     """A number that holds from each of its moments to the next: of each stretch the smallest, largest and last."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def thinned(moments: list[Moment], most: int) -> list[Moment]:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ScaleSettings:
     """They hold what a run's configuration says of the number of its rollout replicas. note: why it does not change,
     if so."""
 
@@ -74,7 +74,7 @@ class Settings:
     maximum: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], run_dir: Path) -> Settings:
+    def of(cls, config: Mapping[str, Any], run_dir: Path) -> ScaleSettings:
         """From a config.json, which may be damaged, or of another version."""
         scale = _inside(config, "autoscale")
         first = _whole(_inside(config, "rollout", "parallelism").get("n_init_replicas"), 1)
@@ -104,8 +104,8 @@ class ScaleHistory:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._wanted, self._there = Levels(), Levels()
-        self._measured = {name: Levels() for name in ("need", "wait", "throttled")}
+        self._wanted, self._there = HeldLevels(), HeldLevels()
+        self._measured = {name: HeldLevels() for name in ("need", "wait", "throttled")}
         self._newest: Measures | None = None
         self._decisions: deque[d.ScaleDecision] = deque(maxlen=MOST_DECISIONS)
         self._made = 0
@@ -140,7 +140,7 @@ class ScaleHistory:
         self._there.add(event.at, len(self._present))
 
     def answer(
-        self, settings: Settings, began: float | None, ended: float | None, now: float | None
+        self, settings: ScaleSettings, began: float | None, ended: float | None, now: float | None
     ) -> d.Scaling:
         """All of it. began, ended: of the events, now: of the answer, where the job is served; Unix times."""
         wanted = [(at, int(value)) for at, value in self._wanted.moments]

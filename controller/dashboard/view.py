@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from controller.dashboard.scaling import ScaleHistory, Settings
+from controller.dashboard.scaling import ScaleHistory, ScaleSettings
 from controller.errors import ApiError
 from controller.state.step_log import StepLog
 from schema.config.secrets import cut, masked
@@ -44,7 +44,7 @@ STEP_LINE = b'"kind":"step"'
 """Where an event says of which kind it is: in its first bytes."""
 
 
-class History:
+class EventHistory:
     """Events of a run folded into what is shown of them, bounded however many there are. Pure."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class RunView(ABC):
 
     def __init__(self, run_dir: Path, steps: StepLog | None = None) -> None:
         self.run_dir = run_dir
-        self.history = History()
+        self.history = EventHistory()
         self._own_steps = steps is None
         self.steps = StepLog() if steps is None else steps
         self._offset = 0
@@ -221,7 +221,7 @@ class RunView(ABC):
         return await self._read(self._scaling)
 
     def _scaling(self) -> d.Scaling:
-        settings, history = Settings.of(self._json("config.json"), self.run_dir), self.history
+        settings, history = ScaleSettings.of(self._json("config.json"), self.run_dir), self.history
         return history.scaling.answer(settings, history.began, history.ended or None, self._now())
 
     def _now(self) -> float | None:

@@ -31,7 +31,7 @@ from controller.data.rows import (
     value,
     with_columns,
 )
-from controller.data.sources import Source, column, open_source, require_column
+from controller.data.sources import RowSource, column, open_source, require_column
 from controller.data.values import jsonable
 from schema.config import Config, EvaluationConfig
 from schema.util.atomic_file import replacing
@@ -82,7 +82,7 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
 
 
 def read_row(
-    config: Config, source: Source, i: int, row: dict[str, Any], report: FileReport
+    config: Config, source: RowSource, i: int, row: dict[str, Any], report: FileReport
 ) -> dict[str, Any]:
     """One line of the file. Raises `DataError` for a row without answers, reference or known source.
 
@@ -109,7 +109,7 @@ def read_row(
     return with_columns(line, columns, others, source, i, report)
 
 
-def _source_of(row: dict[str, Any], section: EvaluationConfig, source: Source, i: int) -> str | None:
+def _source_of(row: dict[str, Any], section: EvaluationConfig, source: RowSource, i: int) -> str | None:
     """The row's source, by which scores are grouped; None without such a column. `by_source` must know it."""
     if "by_source" in section.reward_weights:
         name = value(row, section.data_source_column_name, source, i)

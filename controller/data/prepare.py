@@ -27,7 +27,7 @@ import numpy as np
 from controller.data.errors import DataError
 from controller.data.prompts import prepare_prompts, wants_source
 from controller.data.rows import Keep, Prepared, command, refuse_bad, reported
-from controller.data.sources import Source, open_source, require_column
+from controller.data.sources import RowSource, open_source, require_column
 from controller.data.supervised import prepare_conversations
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config
@@ -103,7 +103,7 @@ def refuse_unknown_ids(config: Config, role: Role, prepared: Prepared) -> None:
 def _ready(config: Config) -> tuple[str | None, list[tuple[Role, Prepared]]]:
     """The job's own chat template, and the prepared rows of each file."""
     source, held_out = training_source(config)
-    jobs: list[tuple[Role, Source, Keep]] = [("train", source, lambda i: i not in held_out)]
+    jobs: list[tuple[Role, RowSource, Keep]] = [("train", source, lambda i: i not in held_out)]
     if config.validation.enable:
         jobs.append(("validation", *_validation_source(config, source, held_out)))
     tokenizer = tokenizer_of(config)
@@ -127,7 +127,7 @@ def _note_trained(ready: dict[Role, Prepared]) -> None:
         rows.report.noted.setdefault(text, Rows()).add(str(rows.rows[i]["key"]))
 
 
-def training_source(config: Config) -> tuple[Source, frozenset[int]]:
+def training_source(config: Config) -> tuple[RowSource, frozenset[int]]:
     """The training data, and which of its rows are held out for validation. Raises `DataError`."""
     dataset = config.train.train_policy.dataset
     if not dataset.is_named:
@@ -169,7 +169,7 @@ def held_out_rows(n: int, test_size: float | int | None, seed: int) -> frozenset
     return frozenset(np.random.default_rng(seed).permutation(n)[:wanted].tolist())
 
 
-def _validation_source(config: Config, train: Source, held_out: frozenset[int]) -> tuple[Source, Keep]:
+def _validation_source(config: Config, train: RowSource, held_out: frozenset[int]) -> tuple[RowSource, Keep]:
     dataset = config.validation.dataset
     if dataset.is_named:
         apart = files_of(config.train.train_policy.dataset, "train")
@@ -184,7 +184,7 @@ def _validation_source(config: Config, train: Source, held_out: frozenset[int]) 
     )
 
 
-def _check_columns(config: Config, source: Source, role: Role) -> None:
+def _check_columns(config: Config, source: RowSource, role: Role) -> None:
     where = "" if role == "train" else " (dataset of [validation])"
     if not config.is_grpo:
         for key, name in config.sft.columns.items():

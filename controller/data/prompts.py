@@ -27,7 +27,7 @@ from controller.data.rows import (
     value,
     with_columns,
 )
-from controller.data.sources import Source
+from controller.data.sources import RowSource
 from controller.data.tokenizer import PromptTokenizer
 from controller.data.values import jsonable, without_nulls
 from schema.config import SOURCE_SCORERS, Config, DatasetConfig
@@ -38,7 +38,7 @@ _POLICY = "train.train_policy"
 
 
 def prepare_prompts(
-    config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role
+    config: Config, tokenizer: PromptTokenizer, source: RowSource, keep: Keep, role: Role
 ) -> Prepared:
     """Prompts of reinforcement, each with room for a whole answer."""
     column, out = config.grpo.prompt_column, Prepared(report_of(source, "prompt"))
@@ -180,7 +180,7 @@ def prompt_forms(
 def prompt_row(
     config: Config,
     role: Role,
-    source: Source,
+    source: RowSource,
     i: int,
     raw: Row,
     prompt: str | list[Message],

@@ -19,7 +19,7 @@ import numpy as np
 
 from controller.data.errors import DataError
 from controller.data.loss_masks.tokens import Ids, Mask
-from controller.data.sources import Source, column, coverage_of
+from controller.data.sources import RowSource, column, coverage_of
 from controller.data.values import is_missing, jsonable
 from schema.config import Config
 from schema.config.modules import ExternalModuleError
@@ -167,7 +167,7 @@ def refuse_bad(report: DataReport) -> None:
         raise DataError(f"{bad.count:,} rows cannot be used{listed}; the first: {bad.first[0]}")
 
 
-def batches(source: Source, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
+def batches(source: RowSource, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
     """Kept rows with their index in the source, in batches; says how far it is on long work."""
     total, reported = len(source), time.monotonic()
     batch: list[tuple[int, Row]] = []
@@ -184,7 +184,7 @@ def batches(source: Source, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
         yield batch
 
 
-def value(row: Row, name: str, source: Source, i: int) -> Any:
+def value(row: Row, name: str, source: RowSource, i: int) -> Any:
     """The value of a column of row i. Raises `DataError` where it is missing or empty, or bytes."""
     try:
         content = column(row, name)
@@ -198,7 +198,7 @@ def value(row: Row, name: str, source: Source, i: int) -> Any:
 
 
 def with_columns(
-    ours: Row, columns: Mapping[str, str], raw: Row, source: Source, i: int, report: FileReport
+    ours: Row, columns: Mapping[str, str], raw: Row, source: RowSource, i: int, report: FileReport
 ) -> Row:
     """Row i as rewards get it: what is ours, then all columns of the data.
 
@@ -229,14 +229,14 @@ def _remark(report: FileReport, text: str) -> None:
         report.remarks.append(text)
 
 
-def reference(row: Row, name: str, source: Source, i: int, report: FileReport) -> Any:
+def reference(row: Row, name: str, source: RowSource, i: int, report: FileReport) -> Any:
     """The reference answer of row i, as JSON holds it. Raises `DataError` where it is missing or has no such form."""
     content = value(row, name, source, i)
     with named(f"{source.where(i)}, column `{name}`"):
         return jsonable(content, partial(_note, report, name))
 
 
-def report_of(source: Source, what: str = "row") -> FileReport:
+def report_of(source: RowSource, what: str = "row") -> FileReport:
     """An empty report of a file's rows, with what is read of the dataset and what is not."""
     coverage = coverage_of(source)
     return FileReport(

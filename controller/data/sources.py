@@ -41,7 +41,7 @@ class Coverage:
     remarks: list[str] = field(default_factory=list)
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows that can be streamed any number of times."""
 
     name: str
@@ -60,7 +60,7 @@ class Source(Protocol):
 
 def open_source(
     config: DatasetConfig, role: Role, seed: int, apart: Collection[FileId] = frozenset()
-) -> Source:
+) -> RowSource:
     """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines).
 
     apart: files of the other role, which are left out of a directory.
@@ -83,7 +83,7 @@ def open_source(
     return open_hub(config, role)
 
 
-def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collection[FileId]) -> Source:
+def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collection[FileId]) -> RowSource:
     try:
         choice = choose(path, splits, role, apart)
     except UnreadableDataError as error:
@@ -97,14 +97,14 @@ def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collec
     return _chain(sources, Coverage(list(map(_shown, choice.read)), unread, choice.how, remarks))
 
 
-def _chain(sources: Sequence[FileSource], coverage: Coverage) -> Chain:
+def _chain(sources: Sequence[FileSource], coverage: Coverage) -> ChainedSources:
     """The files one after the other, with remarks of those that hold no row, and of those that are missing."""
     empty = [source.name for source in sources if not len(source)]
     remarks = [f"{name} holds no row" for name in empty[:_NAMED]]
     if len(empty) > _NAMED:
         remarks.append(f"{len(empty) - _NAMED:,} more files hold no row")
     coverage.remarks.extend([*remarks, *_missing([Path(source.name) for source in sources])])
-    return Chain(sources, coverage)
+    return ChainedSources(sources, coverage)
 
 
 _MOST_SHARDS = 100_000
@@ -135,7 +135,7 @@ def _as_data_error(error: UnreadableDataError) -> DataError:
     return DataError(f"{error}; {error.hint}" if error.hint else str(error))
 
 
-def _open_files(config: DatasetConfig) -> Source:
+def _open_files(config: DatasetConfig) -> RowSource:
     if config.name or config.options or config.splits:
         raise DataError("dataset files stand alone: leave `name`, `split` and `options` out")
     for file in config.files:
@@ -153,14 +153,14 @@ def _open_files(config: DatasetConfig) -> Source:
     return _chain(sources, Coverage(list(config.files), remarks=remarks))
 
 
-def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
+def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> RowSource:
     if config.name != "synthetic:addition":
         raise DataError(f"dataset `{config.name}` is unknown; the built-in one is synthetic:addition")
     if config.subset or config.revision:
         raise DataError("synthetic:addition has neither subset nor revision")
     splits = config.splits or ["train" if role == "train" else "held_out"]
     options = read_options(config.options)
-    sources: list[Source] = []
+    sources: list[RowSource] = []
     for split in splits:
         if split == "train":
             sources.append(AdditionSource(options, "train", seed))
@@ -168,7 +168,7 @@ def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> Source:
             sources.append(AdditionSource(options, "held_out", seed))
         else:
             raise DataError(f"synthetic:addition has no split {split!r}; it has {', '.join(SPLITS)}")
-    return Chain(sources, Coverage([source.name for source in sources]))
+    return ChainedSources(sources, Coverage([source.name for source in sources]))
 
 
 class FileSource:
@@ -290,7 +290,7 @@ class HubSource:
         yield from rows_of(self._dataset.with_format("arrow").iter(batch_size=BATCH), self.name)
 
 
-def open_hub(config: DatasetConfig, role: Role) -> Source:
+def open_hub(config: DatasetConfig, role: Role) -> RowSource:
     """A dataset by its name on the hub (or anything else that `datasets.load_dataset` takes)."""
     try:
         import datasets
@@ -316,19 +316,19 @@ def open_hub(config: DatasetConfig, role: Role) -> Source:
     others = [f"{config.name}/{split}" for split in loaded if split not in splits]
     how = "" if config.splits else f"no split is named: {splits[0]} of {', '.join(loaded)}"
     unread = {"another split": others} if others else {}
-    return Chain(sources, Coverage([source.name for source in sources], unread, how))
+    return ChainedSources(sources, Coverage([source.name for source in sources], unread, how))
 
 
 _NAMED = 8  # sources of which the name of several consists
 
 
-class Chain:
+class ChainedSources:
     """Sources, one after the other. Its columns are those that all of them have, its rows have those of any.
 
     A source without rows has no say in that, unless none has any: an empty file of JSON lines has no columns.
     """
 
-    def __init__(self, sources: Sequence[Source], coverage: Coverage) -> None:
+    def __init__(self, sources: Sequence[RowSource], coverage: Coverage) -> None:
         more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
         self.name = ", ".join(source.name for source in sources[:_NAMED]) + more
         self.coverage = coverage
@@ -355,9 +355,9 @@ class Chain:
         raise IndexError(i)
 
 
-def coverage_of(source: Source) -> Coverage:
+def coverage_of(source: RowSource) -> Coverage:
     """List the files and splits that a source reads, and those that it does not."""
-    return source.coverage if isinstance(source, Chain) else Coverage([source.name])
+    return source.coverage if isinstance(source, ChainedSources) else Coverage([source.name])
 
 
 def column(row: dict[str, Any], name: str) -> Any:
@@ -394,9 +394,9 @@ def _struct(text: str) -> Any:
         return None
 
 
-def require_column(source: Source, name: str, key: str) -> None:
+def require_column(source: RowSource, name: str, key: str) -> None:
     """Refuse a column that the source, or one of several, does not have. `key` is the config key that names it."""
-    for part in source.filled if isinstance(source, Chain) else [source]:
+    for part in source.filled if isinstance(source, ChainedSources) else [source]:
         if name in part.columns or ("." in name and name.partition(".")[0] in part.columns):
             continue
         raise DataError(

@@ -35,7 +35,7 @@ from controller.data.rows import (
     value,
     with_columns,
 )
-from controller.data.sources import Source, optional_column
+from controller.data.sources import RowSource, optional_column
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config
 from schema.config.dataset_files import Role
@@ -50,7 +50,7 @@ _OF_PAIRS = dict.fromkeys(("input", "query"), "query_column_name puts it behind 
 
 
 def prepare_conversations(
-    config: Config, tokenizer: PromptTokenizer, source: Source, keep: Keep, role: Role
+    config: Config, tokenizer: PromptTokenizer, source: RowSource, keep: Keep, role: Role
 ) -> Prepared:
     """Conversations of supervised training, with the loss on the assistant's tokens alone."""
     conversations = _Conversations(config, tokenizer, source, role)
@@ -74,7 +74,7 @@ class _Talk(NamedTuple):
 class _Conversations:
     """The conversations of one file on their way into `Prepared`."""
 
-    def __init__(self, config: Config, tokenizer: PromptTokenizer, source: Source, role: Role) -> None:
+    def __init__(self, config: Config, tokenizer: PromptTokenizer, source: RowSource, role: Role) -> None:
         self._config, self._tokenizer, self._source, self._role = config, tokenizer, source, role
         self._out = Prepared(report_of(source, "conversation"))
         self._section, self._dataset = dataset_of(config, role)
@@ -159,7 +159,7 @@ def _stops(config: Config, tokenizer: PromptTokenizer) -> Stops:
     return Stops(ids.union(sampling.stop_token_ids), tuple(sampling.stop))
 
 
-def _conversation(config: Config, source: Source, i: int, raw: Row) -> list[Message]:
+def _conversation(config: Config, source: RowSource, i: int, raw: Row) -> list[Message]:
     sft, where = config.sft, source.where(i)
     if sft.has_pairs:
         question = value(raw, sft.prompt_column_name, source, i)

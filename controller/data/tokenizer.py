@@ -26,9 +26,9 @@ import numpy as np
 
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
-from controller.data.loss_masks.rendered import Rendered, Tokens, by_blocks, lacks, marked_template
+from controller.data.loss_masks.rendered import Rendered, TokenTexts, by_blocks, lacks, marked_template
 from controller.data.loss_masks.tokens import Ids, Learnt, encode_all
-from controller.data.loss_masks.turns import MARKER, Mode, Turns
+from controller.data.loss_masks.turns import MARKER, AssistantTurns, Mode
 from schema.config import Config
 from schema.config.chat_template import TemplateError, read_template
 from tokenization.loading import TokenizerError, load
@@ -252,12 +252,12 @@ class PromptTokenizer:
 
     # ---- loss masks -----------------------------------------------------------------------------------
 
-    def _rendered(self, messages: list[Message], texts: Tokens, unlearnt: Collection[int]) -> Rendered:
+    def _rendered(self, messages: list[Message], texts: TokenTexts, unlearnt: Collection[int]) -> Rendered:
         """The conversation as text, with what is learnt of it. Raises `DataError`."""
         if self._template is None:
             return self._plain(messages, unlearnt)
         if self._marked is None:
-            return Turns(_some(messages), self._render, texts, self._modes).rendered(unlearnt)
+            return AssistantTurns(_some(messages), self._render, texts, self._modes).rendered(unlearnt)
         text = self._render(_some(messages))
         try:
             marked = self._render(messages, chat_template=self._marked)
@@ -304,13 +304,13 @@ class PromptTokenizer:
             modes += [{"enable_thinking": mode} for mode in (self._thinking, not self._thinking)]
         return modes
 
-    def _texts(self, stops: Collection[int]) -> Tokens:
+    def _texts(self, stops: Collection[int]) -> TokenTexts:
         added = {
             token: number for token, number in self._tokenizer.get_added_vocab().items() if token.strip()
         }
         ends = [self._tokenizer.eos_token, *(token for token, number in added.items() if number in stops)]
         special = self._tokenizer.all_special_tokens
-        return Tokens(tuple(filter(None, ends)), tuple(special), tuple(added))
+        return TokenTexts(tuple(filter(None, ends)), tuple(special), tuple(added))
 
     @cached_property
     def _prefixes(self) -> bool:

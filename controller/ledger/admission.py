@@ -41,7 +41,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
-from controller.ledger.values import LedgerParams, Refusal
+from controller.ledger.values import LeaseRefusal, LedgerParams
 
 LAG_WINDOW = 64
 """Groups over which the typical lease-to-ready time is taken: about a step or two of a usual batch."""
@@ -107,7 +107,7 @@ class Admission:
         newest_slack = self.params.deadline(self.published_version) - self.committed
         return max(0, min(self.lag, self.params.staleness_bound, newest_slack))
 
-    def decide(self, version: int) -> Refusal | None:
+    def decide(self, version: int) -> LeaseRefusal | None:
         """None if a group whose oldest tokens are of this weight version may be leased now."""
         params, newest = self.params, self.published_version
         deadline, outdated = params.deadline(version), version < newest
@@ -115,7 +115,7 @@ class Admission:
         if deadline < needed:
             wait = f"wait for version {needed - params.staleness_bound}"
             remedy = f"load version {newest}" if outdated else wait
-            return Refusal(
+            return LeaseRefusal(
                 f"samples of version {version} may be trained up to step {deadline}, "
                 f"but only step {needed} and later can still be reached: {remedy}",
                 update=outdated,
@@ -124,7 +124,7 @@ class Admission:
         if full is None:
             return None
         newer, first, slots = params.deadline(newest), self.first_step, params.slots
-        return Refusal(
+        return LeaseRefusal(
             f"{self.deadlines.total()} groups are outstanding, and all slots up to step {full} are taken "
             f"(allowed_outdated_steps = {params.staleness_bound}, {params.groups_per_step} groups per step)",
             update=outdated and tightest_prefix(self.deadlines, first, slots, newer) is None,

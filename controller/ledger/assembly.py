@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from controller.ledger.admission import tightest_prefix
-from controller.ledger.group import Group, State
+from controller.ledger.group import Group, GroupState
 from schema.wire.batch import StepTable
 from schema.wire.sample import MOST_REWARDS
 
@@ -31,7 +31,7 @@ class Assembled:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingStep:
     """Why the step cannot start; `stragglers` are the leased groups that it waits for in particular."""
 
     reason: str
@@ -50,7 +50,7 @@ def choose(
     *,
     more_to_come: bool,
     drop_surplus: bool = False,
-) -> Assembled | Waiting:
+) -> Assembled | WaitingStep:
     """Pick the batch of `step`, a pure function of what is outstanding.
 
     Args:
@@ -61,15 +61,15 @@ def choose(
     """
     n_ready = sum(map(len, ready.values()))
     if n_ready < groups_per_step and (more_to_come or leased):
-        return Waiting(f"step {step} has {n_ready} of {groups_per_step} groups ready", _due(leased, step))
+        return WaitingStep(f"step {step} has {n_ready} of {groups_per_step} groups ready", _due(leased, step))
     if not n_ready:
-        return Waiting(f"step {step}: no data left")
+        return WaitingStep(f"step {step}: no data left")
     if not drop_surplus:
         tight = tightest_prefix(_rest(ready, leased, groups_per_step), step + 1, groups_per_step)
         if tight is not None:
             late = _due(leased, tight)
             names = ", ".join(group.id for group in late[:5])
-            return Waiting(f"step {step} waits for {len(late)} groups due by step {tight}: {names}", late)
+            return WaitingStep(f"step {step} waits for {len(late)} groups due by step {tight}: {names}", late)
     chosen: list[Group] = []
     surplus: list[Group] = []
     for deadline in sorted(ready):
@@ -105,11 +105,11 @@ def _rest(
     return remaining
 
 
-Place = tuple[tuple[str, str], int, int]
+PayloadRef = tuple[tuple[str, str], int, int]
 """Group id and part, and where the sample begins and ends in it."""
 
 
-def places(groups: Sequence[Group]) -> list[Place]:
+def places(groups: Sequence[Group]) -> list[PayloadRef]:
     """Where the payload of each row of the table of these groups is."""
     return [
         ((group.id, meta.part), meta.offset, meta.offset + meta.n_bytes)
@@ -126,7 +126,7 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
     the configuration's functions; should a broken replica invent others, a batch has MOST_REWARDS columns all the
     same.
     """
-    assert all(group.state in (State.READY, State.BATCHED) for group in groups)
+    assert all(group.state in (GroupState.READY, GroupState.BATCHED) for group in groups)
     rows = [(g, meta) for g, group in enumerate(groups) for _, meta in sorted(group.samples.items())]
     headers = [meta.header for _, meta in rows]
     names = sorted({name for header in headers for name in header.rewards})[:MOST_REWARDS]

@@ -12,9 +12,9 @@ from collections import Counter
 from itertools import pairwise
 
 from controller.errors import ApiError
-from controller.ledger.group import DONE, DropReason, Group, State
+from controller.ledger.group import DONE, DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable, staleness_of
-from controller.ledger.values import LedgerParams, Totals
+from controller.ledger.values import LedgerParams, LedgerTotals
 from schema.wire.messages import ErrorCode, LedgerSnapshot
 
 BEGINNING = LedgerSnapshot(committed_steps=0, timeline=0, frontier=0, untrained=[])
@@ -24,10 +24,10 @@ BEGINNING = LedgerSnapshot(committed_steps=0, timeline=0, frontier=0, untrained=
 def make_durable(table: GroupTable, step: int) -> int:
     """A checkpoint that contains `step` committed steps is complete. Returns how many steps are durable."""
     table.require(step, "checkpoint")
-    for group in list(table.in_state(State.TRAINED)):
+    for group in list(table.in_state(GroupState.TRAINED)):
         if group.step is not None and group.step < step:
             table.drop_payloads(group)
-            table.move(group, State.DURABLE)
+            table.move(group, GroupState.DURABLE)
     table.durable = max(table.durable, step)
     table.compact()
     return table.durable
@@ -39,7 +39,7 @@ def snapshot(table: GroupTable, step: int) -> LedgerSnapshot:
     since = table.archive.staleness_since(step)
     untrained = table.archive.trained_since(step)
     for group in table.groups.values():
-        if group.state is State.DROPPED:
+        if group.state is GroupState.DROPPED:
             continue
         if group.state not in DONE:
             untrained.append(table.position_of(group))
@@ -75,11 +75,11 @@ def rewind(table: GroupTable, step: int, timeline: int | None = None) -> None:
         since = _trained_since(group, step)
         if since:
             table.totals.staleness -= staleness_of(group)
-        if since or group.state in (State.READY, State.BATCHED):
+        if since or group.state in (GroupState.READY, GroupState.BATCHED):
             _take_back(table, group, step)
-        elif group.state is State.LEASED:
+        elif group.state is GroupState.LEASED:
             table.requeue(group)
-        if group.state is State.WAITING:
+        if group.state is GroupState.WAITING:
             for index, meta in list(group.samples.items()):
                 if meta.newest > step:
                     table.discard_sample(group, index)
@@ -100,7 +100,7 @@ def _take_back(table: GroupTable, group: Group, step: int) -> None:
     deadline = table.params.deadline(group.oldest_version())
     group.step = None
     if reusable and deadline >= step:
-        table.move(group, State.READY, deadline=deadline)
+        table.move(group, GroupState.READY, deadline=deadline)
     else:
         table.discard_samples(group)
         table.requeue(group)
@@ -120,7 +120,7 @@ def begin_from(
     table.forget_all()
     table.go_on_from(snapshot, timeline, began)
     table.frontier, table.closed, table.filtered = snapshot.frontier, None, 0
-    table.totals = Totals(
+    table.totals = LedgerTotals(
         staleness=Counter(snapshot.staleness),
         dropped_before=Counter(snapshot.dropped),
         trained_before=snapshot.frontier - len(snapshot.untrained) - sum(snapshot.dropped.values()),

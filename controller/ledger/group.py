@@ -11,7 +11,7 @@ from typing import Any, Self
 from schema.wire.sample import SampleHeader, header_text
 
 
-class State(StrEnum):
+class GroupState(StrEnum):
     """See the picture in `controller.ledger.ledger`."""
 
     WAITING = "waiting"
@@ -23,8 +23,8 @@ class State(StrEnum):
     DROPPED = "dropped"
 
 
-OUTSTANDING = frozenset({State.LEASED, State.READY, State.BATCHED})
-DONE = frozenset({State.TRAINED, State.DURABLE})
+OUTSTANDING = frozenset({GroupState.LEASED, GroupState.READY, GroupState.BATCHED})
+DONE = frozenset({GroupState.TRAINED, GroupState.DURABLE})
 
 
 class DropReason(StrEnum):
@@ -135,7 +135,7 @@ class Group:
 
     epoch: int
     position: int
-    state: State = State.WAITING
+    state: GroupState = GroupState.WAITING
     attempt: int = 0
     failures: int = 0
     crashes: int = 0
@@ -191,7 +191,7 @@ class Group:
     def from_rows(cls, row: Sequence[Any], samples: Sequence[Any] = ()) -> Self:
         """Rebuild from what `to_row` and `samples_row` gave. Fields that are missing at the end have defaults."""
         group = cls(**dict(zip(FIELDS, row, strict=False)))
-        group.state = State(group.state)
+        group.state = GroupState(group.state)
         group.reason = None if group.reason is None else DropReason(group.reason)
         group.samples = {sample[0]: SampleMeta(*sample) for sample in samples}
         return group

@@ -19,20 +19,20 @@ from controller.ledger.group import (
     OUTSTANDING,
     DropReason,
     Group,
+    GroupState,
     SampleMeta,
-    State,
     group_id,
     parse_group_id,
 )
-from controller.ledger.step_counter import Progress
-from controller.ledger.values import Changes, LedgerParams, Totals
+from controller.ledger.step_counter import StepProgress
+from controller.ledger.values import LedgerChanges, LedgerParams, LedgerTotals
 from schema.wire.messages import LedgerStatus
 
 REMEMBERED_LEASES = 1024
 """Ended leases that are remembered: those of more than a minute in most runs."""
 
 
-class GroupTable(Progress):
+class GroupTable(StepProgress):
     """See the module's docstring. The indices are for reading; only the methods below change them."""
 
     def __init__(self, params: LedgerParams) -> None:
@@ -45,7 +45,7 @@ class GroupTable(Progress):
         self.filtered = 0
         """Groups dropped by dynamic sampling since a step was assembled last."""
         self.archive = Archive()
-        self.by_state: dict[State, dict[str, Group]] = {state: {} for state in State}
+        self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         self.by_lease: dict[str, Group] = {}
         self.by_replica: dict[str, dict[str, Group]] = {}
         """Leased groups by who holds them."""
@@ -84,7 +84,7 @@ class GroupTable(Progress):
     @property
     def exhausted(self) -> bool:
         """No position is left to lease."""
-        return self.frontier >= self.params.total_positions and not self.by_state[State.WAITING]
+        return self.frontier >= self.params.total_positions and not self.by_state[GroupState.WAITING]
 
     @property
     def outstanding(self) -> int:
@@ -92,40 +92,42 @@ class GroupTable(Progress):
 
     @property
     def ready(self) -> int:
-        return len(self.by_state[State.READY])
+        return len(self.by_state[GroupState.READY])
 
     @property
     def leased(self) -> int:
         """How many groups replicas hold."""
-        return len(self.by_state[State.LEASED])
+        return len(self.by_state[GroupState.LEASED])
 
     @property
     def held(self) -> list[Group]:
         """Groups under lease."""
-        return list(self.by_state[State.LEASED].values())
+        return list(self.by_state[GroupState.LEASED].values())
 
     @property
     def finished(self) -> bool:
         """No further step will be trained."""
-        if self.by_state[State.BATCHED]:
+        if self.by_state[GroupState.BATCHED]:
             return False
         if self.closed is not None or self.committed >= self.total_steps:
             return True
         return self.exhausted and self.outstanding == 0
 
     @property
-    def epochs(self) -> int:
+    def passes_done(self) -> int:
         """Epochs of which every position was trained or dropped."""
         complete = self.frontier // self.params.n_positions
-        pending = (group.epoch for state in (State.WAITING, *OUTSTANDING) for group in self.in_state(state))
+        pending = (
+            group.epoch for state in (GroupState.WAITING, *OUTSTANDING) for group in self.in_state(state)
+        )
         return min(pending, default=complete)
 
     @property
     def first_step(self) -> int:
         """b: the first step with free slots."""
-        return self.committed + (1 if self.by_state[State.BATCHED] else 0)
+        return self.committed + (1 if self.by_state[GroupState.BATCHED] else 0)
 
-    def in_state(self, state: State) -> Iterable[Group]:
+    def in_state(self, state: GroupState) -> Iterable[Group]:
         """Groups that are kept whole, by state."""
         return self.by_state[state].values()
 
@@ -142,7 +144,7 @@ class GroupTable(Progress):
 
     def misfits(self, group: Group) -> bool:
         """Whether its samples are not those that groups of this job have: others, or too few for its state."""
-        params, open_states = self.params, (State.WAITING, State.LEASED)
+        params, open_states = self.params, (GroupState.WAITING, GroupState.LEASED)
         foreign = any(
             index >= params.group_size or meta.baseline != (index == params.baseline)
             for index, meta in group.samples.items()
@@ -172,21 +174,21 @@ class GroupTable(Progress):
         step, reason = self.archive.step_of(at), self.archive.reason_of(at)
         group = Group(*divmod(at, self.params.n_positions), payload_kept=False, step=step)
         if reason is not None:
-            group.state, group.reason = State.DROPPED, DropReason(reason)
+            group.state, group.reason = GroupState.DROPPED, DropReason(reason)
         else:
             assert step is not None
-            group.state = State.DURABLE if step < self.durable else State.TRAINED
+            group.state = GroupState.DURABLE if step < self.durable else GroupState.TRAINED
         return group
 
     def status(self) -> LedgerStatus:
         states = {state.value: len(groups) for state, groups in self.by_state.items()}
         durable = self.archive.trained_before(self.durable)
-        states[State.DURABLE.value] += self.totals.trained_before + durable
-        states[State.TRAINED.value] += self.archive.trained - durable
+        states[GroupState.DURABLE.value] += self.totals.trained_before + durable
+        states[GroupState.TRAINED.value] += self.archive.trained - durable
         forgotten = self.totals.dropped_before + self.archive.dropped
-        dropped = Counter(group.reason.value for group in self.in_state(State.DROPPED) if group.reason)
+        dropped = Counter(group.reason.value for group in self.in_state(GroupState.DROPPED) if group.reason)
         dropped.update(forgotten)
-        states[State.DROPPED.value] += forgotten.total()
+        states[GroupState.DROPPED.value] += forgotten.total()
         return LedgerStatus(
             created=self.frontier,
             states=states,
@@ -200,7 +202,7 @@ class GroupTable(Progress):
 
     # ---- storing ------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> LedgerChanges:
         """Everything that changed since the last call; the caller writes it in one transaction."""
         removed = []
         for name in self._removed:
@@ -209,7 +211,7 @@ class GroupTable(Progress):
                 removed.append(name)
             else:  # made anew since: its stored samples are those of its past
                 self._dirty_samples[name] = again
-        changes = Changes(
+        changes = LedgerChanges(
             list(self._dirty.values()),
             self._dropped_payloads,
             self.header(),
@@ -250,7 +252,7 @@ class GroupTable(Progress):
         table.frontier = header["frontier"]
         table.closed = None if header["closed"] is None else DropReason(header["closed"])
         table.filtered = header.get("filtered", 0)
-        table.totals = Totals(
+        table.totals = LedgerTotals(
             staleness=Counter({int(k): v for k, v in header["staleness"].items()}),
             duplicates=header["duplicates"],
             over_bound=header["over_bound"],
@@ -266,11 +268,11 @@ class GroupTable(Progress):
         """After a start with groups of another size: those that do not fit are made again."""
         misfits = [
             group
-            for state in (State.WAITING, *OUTSTANDING)
+            for state in (GroupState.WAITING, *OUTSTANDING)
             for group in self.in_state(state)
             if self.misfits(group)
         ]
-        if any(group.state is State.BATCHED for group in misfits):
+        if any(group.state is GroupState.BATCHED for group in misfits):
             self.abandon_step()
         for group in misfits:
             self.discard_samples(group)
@@ -279,7 +281,7 @@ class GroupTable(Progress):
     def _insert(self, group: Group) -> None:
         self.groups[group.id] = group
         self._enter(group)
-        if group.state in (State.WAITING, State.LEASED):
+        if group.state in (GroupState.WAITING, GroupState.LEASED):
             self.suspect(group)
 
     # ---- the only ways to change a group ------------------------------------------------------------------
@@ -304,20 +306,20 @@ class GroupTable(Progress):
         group.samples[meta.index] = meta
         self._dirty[group.id] = self._dirty_samples[group.id] = group
 
-    def move(self, group: Group, state: State, *, deadline: int | None = None) -> None:
+    def move(self, group: Group, state: GroupState, *, deadline: int | None = None) -> None:
         """To another state. All that belongs to a lease ends with it."""
         self._leave(group)
         group.state = state
         if deadline is not None:
             group.deadline = deadline
-        if state is not State.LEASED:
+        if state is not GroupState.LEASED:
             if group.lease_id is not None:
                 self.granted.discard(group.lease_id)
                 self.ended.append(group.lease_id)
             group.lease_id = group.replica_id = group.request_id = None
             group.missed = 0
             self.suspects.discard(group.id)
-        if state is State.WAITING:
+        if state is GroupState.WAITING:
             self.suspect(group)
         self._enter(group)
         self._dirty[group.id] = group
@@ -326,28 +328,28 @@ class GroupTable(Progress):
         """Note a group in all indices of its state."""
         state, name = group.state, group.id
         self.by_state[state][name] = group
-        if state is State.LEASED:
+        if state is GroupState.LEASED:
             self.deadlines[group.deadline] += 1
             self.by_lease[group.lease_id or ""] = group
             self.by_replica.setdefault(group.replica_id or "", {})[name] = group
             self.leased_by_deadline.setdefault(group.deadline, {})[name] = group
-        elif state is State.READY:
+        elif state is GroupState.READY:
             self.deadlines[group.deadline] += 1
             self.by_deadline.setdefault(group.deadline, {})[name] = group
-        elif state is State.WAITING:
+        elif state is GroupState.WAITING:
             heapq.heappush(self._queue, (group.epoch, group.position))
 
     def _leave(self, group: Group) -> None:
         """Take a group out of all indices of its state."""
         state, name = group.state, group.id
         del self.by_state[state][name]
-        if state is State.LEASED:
+        if state is GroupState.LEASED:
             self._uncount(group.deadline)
             if self.by_lease.get(group.lease_id or "") is group:
                 del self.by_lease[group.lease_id or ""]
             _take(self.by_replica, group.replica_id or "", name)
             _take(self.leased_by_deadline, group.deadline, name)
-        elif state is State.READY:
+        elif state is GroupState.READY:
             self._uncount(group.deadline)
             _take(self.by_deadline, group.deadline, name)
 
@@ -359,7 +361,7 @@ class GroupTable(Progress):
 
     def first_waiting(self) -> Group | None:
         """The waiting group that comes first in the stream."""
-        waiting = self.by_state[State.WAITING]
+        waiting = self.by_state[GroupState.WAITING]
         if not waiting:
             self._queue.clear()
             return None
@@ -380,7 +382,7 @@ class GroupTable(Progress):
             self.discard_samples(group)
         self._removed.update(self.groups)
         self.groups, self._dirty, self._dirty_samples = {}, {}, {}
-        self.by_state = {state: {} for state in State}
+        self.by_state = {state: {} for state in GroupState}
         for index in (
             self.deadlines,
             self.by_lease,
@@ -396,8 +398,12 @@ class GroupTable(Progress):
     def compact(self) -> None:
         """Keep but the newest of the trained and of the dropped groups whole, and those with a payload."""
         keep = self.params.keep_recent
-        room_left = keep - len(self.by_state[State.TRAINED])
-        for state, room in ((State.DURABLE, room_left), (State.TRAINED, keep), (State.DROPPED, keep)):
+        room_left = keep - len(self.by_state[GroupState.TRAINED])
+        for state, room in (
+            (GroupState.DURABLE, room_left),
+            (GroupState.TRAINED, keep),
+            (GroupState.DROPPED, keep),
+        ):
             groups = self.by_state[state]
             for group in list(islice(groups.values(), max(0, len(groups) - max(0, room)))):
                 if group.reason is not None:
@@ -423,14 +429,14 @@ class GroupTable(Progress):
     def abandon_step(self) -> int:
         """The trainers of an assembled step are gone: its groups are ready again, and none waits for stragglers."""
         self.waiting_since = None
-        batch = list(self.in_state(State.BATCHED))
+        batch = list(self.in_state(GroupState.BATCHED))
         for group in batch:
             group.step = None
-            self.move(group, State.READY)
+            self.move(group, GroupState.READY)
         return len(batch)
 
     def requeue(self, group: Group) -> None:
-        self.move(group, State.WAITING)
+        self.move(group, GroupState.WAITING)
 
     def fail(self, group: Group, reason: DropReason) -> None:
         """An attempt failed: it waits for another one, or is dropped after the last."""
@@ -461,7 +467,7 @@ class GroupTable(Progress):
         self.discard_samples(group)
         self.filtered += reason is DropReason.ZERO_VARIANCE
         group.reason = reason
-        self.move(group, State.DROPPED)
+        self.move(group, GroupState.DROPPED)
         self._dropped.append(group)
 
     def put_samples(self, group: Group, samples: dict[int, SampleMeta]) -> None:

@@ -23,7 +23,7 @@ dropped as `poison`.
 
 The ledger has a table (`controller.ledger.group_table`: groups by state and the only ways to change one) and decides
 here what replicas do to it: lease, push, train. Functions over the same table are `controller.ledger.checkpoint`
-(checkpoints and the way back) and `controller.ledger.replay` (what others remember after the store has lost history).
+(checkpoints and the way back) and `controller.ledger.rejoin` (what others remember after the store has lost history).
 
 The ledger is synchronous and knows no clock, no network and no store: time comes in as `now` (seconds), and
 `GroupTable.take_changes` hands out what must be written before anybody is answered. User mistakes and late messages
@@ -38,11 +38,11 @@ from collections.abc import Callable, Iterable, Sequence
 from controller.errors import ApiError
 from controller.ledger import checkpoint
 from controller.ledger.admission import Admission, Lag
-from controller.ledger.assembly import Assembled, Waiting, choose
-from controller.ledger.group import DropReason, Group, SampleMeta, State
+from controller.ledger.assembly import Assembled, WaitingStep, choose
+from controller.ledger.group import DropReason, Group, GroupState, SampleMeta
 from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.reward_health import Failure, failure_of
-from controller.ledger.values import LeaseDecision, PushOutcome, Refusal
+from controller.ledger.values import LeaseDecision, LeaseRefusal, PushOutcome
 from schema.wire.messages import ErrorCode, LedgerSnapshot
 from schema.wire.sample import SampleHeader
 
@@ -88,7 +88,7 @@ class Ledger:
         if repeated:
             return LeaseDecision(sorted(repeated, key=lambda group: (group.epoch, group.position)))
         granted: list[Group] = []
-        refusal: Refusal | None = None
+        refusal: LeaseRefusal | None = None
         while len(granted) < max_groups and refusal is None:
             refusal = self._no_need() or self._keeps_apart([*held, *granted])
             if refusal is None:
@@ -109,34 +109,36 @@ class Ledger:
         """Groups of each of so many replicas, if all that are leased or may be were dealt to them evenly."""
         return -(-(self.table.leased + self.room) // among)
 
-    def _no_need(self) -> Refusal | None:
+    def _no_need(self) -> LeaseRefusal | None:
         table = self.table
         if table.closed is not None or table.finished:
-            return Refusal("the job needs no further groups")
+            return LeaseRefusal("the job needs no further groups")
         if table.exhausted:
-            return Refusal("every prompt has been handed out")
+            return LeaseRefusal("every prompt has been handed out")
         missing = (table.total_steps - table.committed) * self.params.groups_per_step
         if table.outstanding >= missing * self.params.oversample:
-            return Refusal(f"the {table.outstanding} outstanding groups fill all steps that are left")
+            return LeaseRefusal(f"the {table.outstanding} outstanding groups fill all steps that are left")
         return None
 
-    def _keeps_apart(self, held: Sequence[Group]) -> Refusal | None:
+    def _keeps_apart(self, held: Sequence[Group]) -> LeaseRefusal | None:
         """Why a replica that holds these groups gets no other now: a suspect is leased alone."""
         if not self.table.suspects or not held:
             return None
         for group in held:
             if group.id in self.table.suspects:
-                return Refusal(f"group {group.id} is made alone: {group.crashes} replicas crashed with it")
+                return LeaseRefusal(
+                    f"group {group.id} is made alone: {group.crashes} replicas crashed with it"
+                )
         first = self.table.first_waiting()
         if first is None or first.id not in self.table.suspects:
             return None
-        return Refusal(
+        return LeaseRefusal(
             f"group {first.id} waits for an idle replica: {first.crashes} replicas crashed with it"
         )
 
     def _admit_next(
         self, version: int, published_version: int, probe: bool
-    ) -> tuple[Group | None, Refusal | None]:
+    ) -> tuple[Group | None, LeaseRefusal | None]:
         """The next waiting or new group if a lease at `version` is admissible."""
         table = self.table
         admission = Admission(
@@ -164,7 +166,7 @@ class Ledger:
         None where none waits, or all were tried so often that a new one is due: those that wait may all be bad.
         """
         group = min(
-            self.table.in_state(State.WAITING),
+            self.table.in_state(GroupState.WAITING),
             key=lambda group: (group.id in self.table.suspects, group.attempt, group.epoch, group.position),
             default=None,
         )
@@ -180,7 +182,7 @@ class Ledger:
         group.replica_id, group.request_id = replica_id, request_id
         group.lease_version, group.lease_step = version, table.committed
         group.expires, group.leased_at = now + params.lease_timeout, now
-        table.move(group, State.LEASED, deadline=params.deadline(min(version, oldest)))
+        table.move(group, GroupState.LEASED, deadline=params.deadline(min(version, oldest)))
 
     def renew(self, replica_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
         """A heartbeat: extend the listed leases, release those that it forgot, return those it lost."""
@@ -226,16 +228,16 @@ class Ledger:
     def blame(self, names: Sequence[str]) -> None:
         """A replica that held these groups crashed, and was superseded before the crash was reported."""
         for group in [self.table.groups[name] for name in names if name in self.table.groups]:
-            if group.state is State.WAITING:
+            if group.state is GroupState.WAITING:
                 self.table.crashed(group, alone=len(names) == 1)
-            elif group.state is State.LEASED:
+            elif group.state is GroupState.LEASED:
                 group.crashes += 1
                 self.table.suspect(group)
                 self.table.touch(group)
 
     def expire(self, now: float) -> int:
         """Release leases that were not renewed in time."""
-        late = [group for group in self.table.in_state(State.LEASED) if group.expires < now]
+        late = [group for group in self.table.in_state(GroupState.LEASED) if group.expires < now]
         for group in late:
             self.table.requeue(group)
         return len(late)
@@ -246,7 +248,7 @@ class Ledger:
         A lease has as long as it had, however the clocks of two controllers differ (`seconds` may be negative), but
         not longer than a new one.
         """
-        for group in self.table.in_state(State.LEASED):
+        for group in self.table.in_state(GroupState.LEASED):
             group.expires = now + min(max(group.expires + seconds - now, 0.0), self.params.lease_timeout)
             self.table.touch(group)
 
@@ -287,7 +289,7 @@ class Ledger:
         if (known is not None and known.lease_id == lease_id) or lease_id == group.completed_lease:
             table.totals.duplicates += 1
             return PushOutcome(True, duplicate=True)
-        if group.state is not State.LEASED or group.lease_id != lease_id:
+        if group.state is not GroupState.LEASED or group.lease_id != lease_id:
             detail = f"lease {lease_id} of group {name} has ended; the group is {group.state}"
             return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
         if known is not None:  # an earlier holder delivered this very sample (same seed): keep the first
@@ -342,7 +344,7 @@ class Ledger:
         elif self._without_signal(usable):
             self.table.drop(group, DropReason.ZERO_VARIANCE)
         else:
-            self.table.move(group, State.READY, deadline=self.params.deadline(group.oldest_version()))
+            self.table.move(group, GroupState.READY, deadline=self.params.deadline(group.oldest_version()))
             self.became_ready += 1
             self.ready_tokens += sum(meta.header.response_tokens for meta in group.samples.values())
         return failure
@@ -369,29 +371,29 @@ class Ledger:
 
     # ---- steps --------------------------------------------------------------------------------------------
 
-    def assemble(self, now: float) -> Assembled | Waiting:
+    def assemble(self, now: float) -> Assembled | WaitingStep:
         """Fix the batch of the next step, or say what it waits for. Repeats the answer while it is batched."""
         batch = self.batch(self.table.committed)
         if batch is not None:
             return Assembled(self.table.committed, batch)
         result = self._choose(self.table.committed)
-        if isinstance(result, Waiting):
+        if isinstance(result, WaitingStep):
             return self._wait_or_drop(result, now)
         if self._check_consumption(result.groups):
             return self.assemble(now)
         self.table.waiting_since, self.table.filtered = None, 0
         for group in result.groups:
             group.step = result.step
-            self.table.move(group, State.BATCHED)
+            self.table.move(group, GroupState.BATCHED)
         for group in result.surplus:
             self.table.drop(group, DropReason.SURPLUS)
         return Assembled(result.step, self.batch(result.step) or [])
 
-    def forecast(self) -> Assembled | Waiting:
+    def prefetch(self) -> Assembled | WaitingStep:
         """Return what the batch after the next one would be if that were committed now. Changes nothing."""
         return self._choose(self.table.committed + 1)
 
-    def _choose(self, step: int) -> Assembled | Waiting:
+    def _choose(self, step: int) -> Assembled | WaitingStep:
         table = self.table
         return choose(
             step,
@@ -411,7 +413,7 @@ class Ledger:
             table.drop(group, DropReason.STALE)
         return bool(over)
 
-    def _wait_or_drop(self, waiting: Waiting, now: float) -> Assembled | Waiting:
+    def _wait_or_drop(self, waiting: WaitingStep, now: float) -> Assembled | WaitingStep:
         if not waiting.stragglers:
             self.table.waiting_since = None
             return waiting
@@ -427,9 +429,9 @@ class Ledger:
 
     def batch(self, step: int) -> list[Group] | None:
         """Groups of an assembled, uncommitted step in table order, or None."""
-        if step != self.table.committed or not self.table.by_state[State.BATCHED]:
+        if step != self.table.committed or not self.table.by_state[GroupState.BATCHED]:
             return None
-        groups = self.table.in_state(State.BATCHED)
+        groups = self.table.in_state(GroupState.BATCHED)
         return sorted(groups, key=lambda group: (group.deadline, group.epoch, group.position))
 
     def commit(self, step: int) -> bool:
@@ -443,7 +445,7 @@ class Ledger:
             raise ApiError(ErrorCode.WRONG_STEP, detail)
         for group in batch:
             table.totals.staleness.update(staleness_of(group))
-            table.move(group, State.TRAINED)
+            table.move(group, GroupState.TRAINED)
             if not self.params.keep_payloads or group.newest_version() > table.durable:
                 table.drop_payloads(group)
         table.committed += 1
@@ -456,7 +458,7 @@ class Ledger:
         if table.closed is not None:
             return False
         table.closed = reason
-        for state in (State.WAITING, State.LEASED, State.READY):
+        for state in (GroupState.WAITING, GroupState.LEASED, GroupState.READY):
             for group in list(table.in_state(state)):
                 table.drop(group, reason)
         return True

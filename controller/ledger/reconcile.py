@@ -80,7 +80,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ResendSteps:
     """The trainer replays from `step` on; `back_to`: first go back there, a forgotten timeline began."""
 
     step: int
@@ -101,7 +101,7 @@ class NeedSnapshot:
     missing: int
 
 
-Decision = Refuse | Replay | FromSnapshot | NeedSnapshot
+Decision = Refuse | ResendSteps | FromSnapshot | NeedSnapshot
 
 
 def decide(known: Known, claim: Claim) -> Decision:
@@ -111,7 +111,7 @@ def decide(known: Known, claim: Claim) -> Decision:
         return fault
     common = _common_steps(known, claim)
     if claim.first <= common:
-        return Replay(common, None if claim.timeline == known.timeline else common)
+        return ResendSteps(common, None if claim.timeline == known.timeline else common)
     if claim.snapshot_step is None:
         return NeedSnapshot(common)
     if not claim.first <= claim.snapshot_step <= claim.steps or claim.snapshot_timeline > claim.timeline:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from controller.errors import ApiError
-from controller.ledger.group import Group, State
+from controller.ledger.group import Group, GroupState
 from controller.ledger.reconcile import Lineage
-from controller.ledger.values import Changes, Totals
+from controller.ledger.values import LedgerChanges, LedgerTotals
 from schema.wire.messages import ErrorCode, LedgerSnapshot, LedgerStatus
 
 
-class Progress:
+class StepProgress:
     """How far a job has come. `header` and `load` are its stored form."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Progress:
         self.began = 0
         """Step at which the present timeline began."""
         self.lineage = Lineage()
-        self.totals = Totals()
+        self.totals = LedgerTotals()
 
     def require(self, step: int, what: str) -> None:
         """Raise `ApiError` unless `step` steps are committed."""
@@ -60,10 +60,10 @@ class Progress:
         self.lineage = Lineage.from_header(header)
 
 
-class StepCounter(Progress):
+class StepCounter(StepProgress):
     """The ledger of a supervised job: steps, without groups. It answers as `GroupTable` and `Ledger` do."""
 
-    epochs = 0
+    passes_done = 0
     """Its trainer knows: rows are counted there."""
     ready = outstanding = 0
 
@@ -129,7 +129,7 @@ class StepCounter(Progress):
 
     # ---- there are no groups ------------------------------------------------------------------------------
 
-    def in_state(self, state: State) -> Iterable[Group]:
+    def in_state(self, state: GroupState) -> Iterable[Group]:
         return ()
 
     def held_by(self, replica_id: str) -> list[Group]:
@@ -141,8 +141,8 @@ class StepCounter(Progress):
     def status(self) -> LedgerStatus:
         return LedgerStatus(created=0, states={}, dropped={}, staleness={}, max_staleness=0, bound=0)
 
-    def take_changes(self) -> Changes:
-        return Changes([], [], self.header())
+    def take_changes(self) -> LedgerChanges:
+        return LedgerChanges([], [], self.header())
 
     def abandon_step(self) -> int:
         return 0

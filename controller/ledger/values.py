@@ -22,7 +22,7 @@ class LedgerParams:
     staleness_bound: int
     """S: the most steps by which a trained token may be older than the step."""
     n_positions: int
-    n_epochs: int = 1
+    data_passes: int = 1
     max_steps: int | None = None
     lease_timeout: float = 120.0
     max_attempts: int = 5
@@ -53,7 +53,7 @@ class LedgerParams:
 
     @property
     def total_positions(self) -> int:
-        return self.n_positions * self.n_epochs
+        return self.n_positions * self.data_passes
 
     @property
     def slots(self) -> int:
@@ -66,7 +66,7 @@ class LedgerParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class LeaseRefusal:
     """Why a lease was not granted. `update`: a newer publication would change the answer."""
 
     reason: str
@@ -76,7 +76,7 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class LeaseDecision:
     groups: list[Group]
-    refusal: Refusal | None = None
+    refusal: LeaseRefusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PushOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class LedgerChanges:
     """It holds what must be written in one transaction."""
 
     groups: list[Group]
@@ -110,7 +110,7 @@ class Changes:
 
 
 @dataclass(slots=True)
-class Totals:
+class LedgerTotals:
     """Counters that only grow (within a timeline)."""
 
     staleness: Counter[int] = field(default_factory=Counter)

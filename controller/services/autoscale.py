@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 
-from controller.autoscale.policy import Decision
+from controller.autoscale.autoscaler import Decision
 from controller.autoscale.scaling import Sight
 from controller.errors import ApiError
 from controller.ledger.ledger import Ledger
 from controller.services.leases import LeaseService
-from controller.state.job import Job
+from controller.state.job import JobState
 from schema.util.text import one_line
 from schema.wire.messages import ErrorCode, EventKind
 from schema.wire.messages.autoscale import MOST_REASON, AutoscaleStatus, Measures, ScaleRequest
@@ -25,7 +25,7 @@ NO_REPLICAS = "supervised training has no rollout replicas"
 class AutoscaleService:
     """See the module's docstring."""
 
-    def __init__(self, job: Job, leases: LeaseService) -> None:
+    def __init__(self, job: JobState, leases: LeaseService) -> None:
         self._job, self._leases = job, leases
         self._said = (job.scaling.autoscaler.memory.desired, "unknown")
 

@@ -16,14 +16,14 @@ from controller.services.replicas import ReplicaService
 from controller.services.samples import SampleService
 from controller.services.trainers.members import MemberService
 from controller.services.trainers.steps import StepService
-from controller.state.job import Job
+from controller.state.job import JobState
 
 
 @dataclass(frozen=True, slots=True)
 class Controller:
     """The routes call its services."""
 
-    job: Job
+    job: JobState
     replicas: ReplicaService
     leases: LeaseService
     samples: SampleService
@@ -38,7 +38,7 @@ class Controller:
     reaper: Reaper
 
     @classmethod
-    def of(cls, job: Job) -> Controller:
+    def of(cls, job: JobState) -> Controller:
         samples, steps, status = SampleService(job), StepService(job), JobService(job)
         members = MemberService(job)
         replicas, leases = ReplicaService(job, samples), LeaseService(job)

@@ -8,7 +8,7 @@ import time
 from controller.dashboard.view import RunView
 from controller.services.job import JobService
 from controller.services.replicas import ReplicaService
-from controller.state.job import Job
+from controller.state.job import JobState
 from schema.wire import messages as m
 from schema.wire.messages.dashboard import Overview
 
@@ -19,7 +19,7 @@ FRESH = 1.0
 class DashboardService(RunView):
     """See the module's docstring."""
 
-    def __init__(self, job: Job, status: JobService, replicas: ReplicaService) -> None:
+    def __init__(self, job: JobState, status: JobService, replicas: ReplicaService) -> None:
         super().__init__(job.run_dir, job.steps)
         self._job, self._status, self._replicas = job, status, replicas
         self._made = (float("-inf"), b"")

@@ -1,6 +1,6 @@
 """Events and samples on their way out: into the run's files, and to those who watch.
 
-    change of the job ─▶ `Job.events` ─▶ Redis (with the change) ─▶ events.jsonl ─▶ whoever follows the stream
+    change of the job ─▶ `JobState.events` ─▶ Redis (with the change) ─▶ events.jsonl ─▶ whoever follows the stream
 
 Nothing is shown or filed before it is in the store. A file that cannot be written is reported once; events are tried
 again with the next one, samples are not. Watching, and training, go on.
@@ -15,8 +15,8 @@ from itertools import islice
 
 from controller.cancellation import end
 from controller.errors import ApiError
-from controller.notify import Signal
-from controller.state.job import Job
+from controller.notify import ChangeSignal
+from controller.state.job import JobState
 from controller.store import StoreUnavailable
 from schema.wire import event_file, sample_file
 from schema.wire.messages import ErrorCode, Event, EventKind, SampleRecord
@@ -36,11 +36,11 @@ MOST_STREAMS = 64
 class EventService:
     """See the module's docstring. `start` begins to file."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self._job = job
         self._stored = job.events.filed
         """The events that viewers may see."""
-        self._signal = Signal()
+        self._signal = ChangeSignal()
         self._failing = False
         self._records: list[SampleRecord] = []
         """Samples that are to be written."""

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Literal
 
 from controller.errors import ApiError
-from controller.ledger.group import DONE, Group, State
-from controller.state.job import Job
+from controller.ledger.group import DONE, Group, GroupState
+from controller.state.job import JobState
 from controller.state.situation import RECENT, advice, sentence
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
@@ -26,7 +26,7 @@ Action = Literal["pause", "resume", "stop", "checkpoint"]
 class JobService:
     """The calls of users and of the launcher."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self._job = job
 
     async def operate(self, action: Action) -> m.JobStatus:
@@ -116,7 +116,7 @@ class JobService:
             None if status.rewards is None else status.rewards.wait_fraction,
             rollouts=status.replicas["rollout"],
             bound=job.config.staleness_bound,
-            overlaps=not job.config.takes_turns,
+            overlaps=not job.config.shares_time,
         )
         return status.model_copy(update={"advice": found})
 
@@ -181,12 +181,12 @@ class JobService:
             idle["rollout"] = fmean(gauges)
         return idle
 
-    def groups(self, state: State | None, offset: int, limit: int) -> list[Group]:
+    def groups(self, state: GroupState | None, offset: int, limit: int) -> list[Group]:
         """Groups in the order of the stream."""
         table = self._job.require_ledger().table
         if state is None:
             return table.in_order(offset, limit)
-        if state in DONE or state is State.DROPPED:
+        if state in DONE or state is GroupState.DROPPED:
             known = [group for group in table.in_order(0, table.frontier) if group.state is state]
         else:
             known = sorted(table.in_state(state), key=lambda group: (group.epoch, group.position))

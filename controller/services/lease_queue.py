@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from controller.errors import ApiError
-from controller.notify import Signal
+from controller.notify import ChangeSignal
 from controller.store import StoreUnavailable
 from schema.wire.messages import LeaseReply, LeaseRequest, LeaseStatus
 
@@ -63,7 +63,7 @@ class LeaseQueue:
 
     def __init__(
         self,
-        changed: Signal,
+        changed: ChangeSignal,
         decide: Callable[[LeaseRequest, bool], LeaseReply | None],
         alike: Callable[[], bool],
         stage: Callable[[], None],

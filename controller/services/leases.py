@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from controller.ledger.group import Group
 from controller.services.lease_queue import HELD_OPEN, UNEVEN, LeaseQueue
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.state.validation import ValidationGroup
 from schema.wire.messages import LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus
 from schema.wire.sample import sample_seed
@@ -33,7 +33,7 @@ HUNGRY_S = 30.0
 class LeaseService:
     """See the module's docstring."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self._job = job
         self._sampling_seed = job.config.sampling_seed
         self._answered: dict[str, None] = {}
@@ -101,7 +101,7 @@ class LeaseService:
             return LeaseReply(status=LeaseStatus.DRAINING, reason="this replica was asked to drain")
         if job.facts.paused:
             return _paused("the job is paused")
-        if job.trainers_turn:
+        if job.trainer_has_devices:
             return _paused('the trainer has the devices (placement.share = "time")')
         newest = job.publications.newest
         if newest is None:
@@ -258,8 +258,8 @@ class LeaseService:
             pinned_version=validation.pinned,
         )
 
-    def _seeds(self, kind: str, epoch: int, position: int, n: int) -> list[int]:
-        return [sample_seed(self._sampling_seed, kind, epoch, position, index) for index in range(n)]
+    def _seeds(self, kind: str, data_pass: int, position: int, n: int) -> list[int]:
+        return [sample_seed(self._sampling_seed, kind, data_pass, position, index) for index in range(n)]
 
     # ---- give back ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import logging
 
 from controller.errors import ApiError
 from controller.services.trainers.steps import StepService
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.state.replicas import Replica
 from controller.state.update_reports import is_equal
 from schema.wire import messages as m
@@ -32,7 +32,7 @@ SHOWN = 64
 class PublicationService:
     """The calls about publications. `steps` knows which trainer may act."""
 
-    def __init__(self, job: Job, steps: StepService) -> None:
+    def __init__(self, job: JobState, steps: StepService) -> None:
         self._job, self._steps = job, steps
 
     # ---- trainer ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from controller.ledger.group_table import GroupTable
 from controller.services.autoscale import AutoscaleService
 from controller.services.replicas import ReplicaService
 from controller.services.trainers.members import MemberService
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.state.situation import sentence
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
@@ -35,7 +35,7 @@ class Reaper:
     """Runs `tick` again and again until `stop`."""
 
     def __init__(
-        self, job: Job, replicas: ReplicaService, members: MemberService, autoscale: AutoscaleService
+        self, job: JobState, replicas: ReplicaService, members: MemberService, autoscale: AutoscaleService
     ) -> None:
         self._job, self._replicas, self._members, self._autoscale = job, replicas, members, autoscale
         self._task: asyncio.Task[None] | None = None

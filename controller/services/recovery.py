@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 
 from controller.errors import ApiError
-from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, Replay, decide
-from controller.ledger.replay import replay
+from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, ResendSteps, decide
+from controller.ledger.rejoin import recommit
 from controller.ledger.step_counter import StepCounter
 from controller.services.samples import SampleService
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.state.replicas import id_of
 from controller.state.step_log import mean_score, own_counts
 from schema.wire import messages as m
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class RecoveryService:
     """The calls by which a trainer brings the controller up to its own state."""
 
-    def __init__(self, job: Job, samples: SampleService) -> None:
+    def __init__(self, job: JobState, samples: SampleService) -> None:
         self._job, self._samples = job, samples
 
     async def declare(self, replica_id: str, request: DeclareRequest) -> DeclareReply:
@@ -80,7 +80,7 @@ class RecoveryService:
         durable = self._job.progress.durable
         return DeclareReply(replay_from=replay_from, needs_snapshot=needs_snapshot, durable_steps=durable)
 
-    def _carry_out(self, decision: Replay | FromSnapshot, request: DeclareRequest) -> None:
+    def _carry_out(self, decision: ResendSteps | FromSnapshot, request: DeclareRequest) -> None:
         job = self._job
         if isinstance(decision, FromSnapshot):
             assert request.snapshot is not None
@@ -94,7 +94,7 @@ class RecoveryService:
             job.validation.published(newest.version, final=False)
         job.wake_all()
 
-    async def replay(self, step: int, request: ReplayRequest) -> m.CommitReply:
+    async def recommit(self, step: int, request: ReplayRequest) -> m.CommitReply:
         """Commit a step that the store has lost, as it was trained. Raises `ApiError`."""
         job = self._job
         job.store.require()
@@ -102,7 +102,7 @@ class RecoveryService:
             detail = f"policy epoch {request.policy_epoch} is not the current one, {job.facts.policy_epoch}"
             raise ApiError(ErrorCode.STALE_EPOCH, detail)
         job.acting(request.replica_id, request.incarnation, "policy")
-        work = self._replay(step, request)
+        work = self._recommit(step, request)
         if work is not None:
             record = m.StepRecord(step=step, at=request.at, metrics=request.metrics)
             job.trained(record, *work, request.validations)
@@ -110,7 +110,7 @@ class RecoveryService:
         await job.save()
         return reply
 
-    def _replay(self, step: int, request: ReplayRequest) -> tuple[int, int, float | None] | None:
+    def _recommit(self, step: int, request: ReplayRequest) -> tuple[int, int, float | None] | None:
         """Samples, generated tokens, mean score; None if the step was known."""
         progress, batch = self._job.progress, request.table
         if isinstance(progress, StepCounter):
@@ -120,7 +120,7 @@ class RecoveryService:
                 ErrorCode.BAD_REQUEST,
                 f"the replay of step {step} of timeline {progress.timeline} needs the table of its batch",
             )
-        if not replay(progress, batch):
+        if not recommit(progress, batch):
             return None
         rows = batch.sampled
         tokens = sum(batch.response_tokens[row] for row in rows)

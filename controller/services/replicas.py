@@ -23,16 +23,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from controller.errors import ApiError
-from controller.ledger.replay import adopt
+from controller.ledger.rejoin import adopt
 from controller.services.samples import SampleService
-from controller.state.job import TRAIN_DATA, Job
+from controller.state.job import TRAIN_DATA, JobState
 from controller.state.job_facts import JobFacts
 from controller.state.replicas import MAX_ABSENT, Registered, Replica
 from schema.config.secrets import cut
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases
-from schema.wire.messages.turns import TurnReply, TurnRequest
+from schema.wire.messages.time_share import TurnReply, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ ANCHOR_BEATS = 6
 class ReplicaService:
     """The calls of all replicas about themselves."""
 
-    def __init__(self, job: Job, samples: SampleService) -> None:
+    def __init__(self, job: JobState, samples: SampleService) -> None:
         self._job, self._samples = job, samples
         self._config = cut(job.config.to_dict())
         self._anchor_asked_at = 0.0
@@ -326,13 +326,13 @@ class ReplicaService:
 
         Raises `ApiError`, `StoreUnavailable`.
         """
-        job, loop, turns = self._job, asyncio.get_running_loop(), self._job.turns
-        if not job.config.takes_turns:
+        job, loop, time_share = self._job, asyncio.get_running_loop(), self._job.time_share
+        if not job.config.shares_time:
             detail = f'there are no turns: placement.share = "{job.config.placement.share}"'
             raise ApiError(ErrorCode.CONFLICT, detail)
         give_up = loop.time() + request.wait_s
         role = job.registry.find(replica_id).role
-        self._hear_turn(job.acting(replica_id, request.incarnation, role), request)
+        self._hear_time_share(job.acting(replica_id, request.incarnation, role), request)
         await job.save()
         while True:
             job.store.require()
@@ -340,32 +340,37 @@ class ReplicaService:
             seen, yours = job.turn_signal.generation, self._may_have(role, request.holds)
             left = give_up - loop.time()
             as_it_is = request.holds if role == "rollout" else False
-            if yours != as_it_is or left <= 0 or job.closing or turns.is_old(replica_id, request.sequence):
+            if (
+                yours != as_it_is
+                or left <= 0
+                or job.closing
+                or time_share.is_old(replica_id, request.sequence)
+            ):
                 if role == "rollout" and yours:
-                    turns.wakes(replica_id)
+                    time_share.wakes(replica_id)
                 return TurnReply(yours=yours)
             await job.turn_signal.wait(seen, min(left, LOOK_S))
 
-    def _hear_turn(self, replica: Replica, request: TurnRequest) -> None:
-        job, turns = self._job, self._job.turns
-        turns.forget([known.replica_id for known in job.registry])
-        if not turns.hears(replica.replica_id, request.sequence):
+    def _hear_time_share(self, replica: Replica, request: TurnRequest) -> None:
+        job, time_share = self._job, self._job.time_share
+        time_share.forget([known.replica_id for known in job.registry])
+        if not time_share.hears(replica.replica_id, request.sequence):
             return
         if replica.role == "policy":
-            turns.given = 0 if request.holds else job.facts.policy_epoch
+            time_share.given = 0 if request.holds else job.facts.policy_epoch
             job.lease_signal.notify()
         elif request.holds:
-            turns.wakes(replica.replica_id)
+            time_share.wakes(replica.replica_id)
         else:
-            turns.sleeps(replica.replica_id)
+            time_share.sleeps(replica.replica_id)
         job.turn_signal.notify()
 
     def _may_have(self, role: m.Role, holds: bool) -> bool:
         """A trainer: what it asks for, once no rollout replica holds any."""
         job = self._job
         if role == "rollout":
-            return not job.trainers_turn
-        return holds and not job.turns.awake(
+            return not job.trainer_has_devices
+        return holds and not job.time_share.awake(
             [rollout.replica_id for rollout in job.registry.present("rollout")]
         )
 

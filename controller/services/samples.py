@@ -12,11 +12,11 @@ from functools import partial
 from pydantic import ValidationError
 
 from controller.errors import ApiError
-from controller.ledger.group import OUTSTANDING, State
+from controller.ledger.group import OUTSTANDING, GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.reward_health import Failure
 from controller.ledger.values import PushOutcome
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.state.validation import PREFIX
 from controller.store import PayloadKey
 from controller.store.payloads import Payload
@@ -34,7 +34,7 @@ from schema.wire.messages import (
     SampleRecord,
     SampleText,
 )
-from schema.wire.payload_file import FileEntry, entry_of, read_entry, resolve
+from schema.wire.payload_file import StubEntry, entry_of, read_entry, resolve
 from schema.wire.sample import TEXT_KEY, SampleHeader, header_text, read_sample_metadata
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Push:
     start: int = 0
 
 
-class Parts:
+class PayloadParts:
     """Cuts the accepted samples of a request into parts: one for each run of neighbours of one lease."""
 
     def __init__(self, body: Payload) -> None:
@@ -93,7 +93,7 @@ class Parts:
 class SampleService:
     """See the module's docstring."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self._job = job
         self._max_tokens = job.config.policy.model_max_length
         self._short = job.config.reward_names
@@ -116,7 +116,7 @@ class SampleService:
         job.registry.seen(replica, now)
         before = self._counts()
         results: list[PushResult] = []
-        parts = Parts(body)
+        parts = PayloadParts(body)
         for push in pushes:
             item = push.item
             outcome = self._take(push, parts, missing, now)
@@ -141,7 +141,7 @@ class SampleService:
         progress = self._job.progress
         return progress.outstanding, progress.ready, self._job.validation.running
 
-    def _take(self, push: Push, parts: Parts, missing: set[str], now: float) -> PushOutcome:
+    def _take(self, push: Push, parts: PayloadParts, missing: set[str], now: float) -> PushOutcome:
         item = push.item
         try:
             header, metadata = read_sample_metadata(push.frame)
@@ -287,7 +287,7 @@ class SampleService:
     def _warn_if_dropped(self, name: str) -> None:
         """A failed reward that costs a prompt must be seen; one that is tried again need not."""
         group = self._job.require_ledger().table.groups.get(name)
-        if group is not None and group.state is State.DROPPED:
+        if group is not None and group.state is GroupState.DROPPED:
             log.warning("group %s is dropped (%s): %s", name, group.reason, group.error)
 
     async def _missing_files(self, pushes: Sequence[Push]) -> set[str]:
@@ -295,7 +295,7 @@ class SampleService:
         files = self._job.payload_files
         if files is None:
             return set()
-        entries: list[FileEntry] = []
+        entries: list[StubEntry] = []
         for push in pushes:
             with suppress(FrameError):  # said when its turn comes
                 entry = read_entry(push.frame)
@@ -303,7 +303,7 @@ class SampleService:
                     entries.append(entry)
         return await files.missing(entries)
 
-    def _stub_fault(self, item: PushItem, stub: FileEntry | None, missing: set[str]) -> PushOutcome | None:
+    def _stub_fault(self, item: PushItem, stub: StubEntry | None, missing: set[str]) -> PushOutcome | None:
         """Return what is wrong with the stub of a payload that lies in a file."""
         if stub is None:
             return None

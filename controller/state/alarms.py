@@ -51,7 +51,7 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AlarmChange:
     """An alarm that begins (`on`) or is over."""
 
     name: str
@@ -100,7 +100,7 @@ class Alarms:
             self._last[name].clear()
         self._rounds = [known for known in self._rounds if known[0] <= step]
 
-    def step(self, record: StepRecord) -> list[Change]:
+    def step(self, record: StepRecord) -> list[AlarmChange]:
         """A step was committed."""
         for name, values in self._first.items():
             if name in record.metrics:
@@ -111,7 +111,7 @@ class Alarms:
         found = {name: text for name, look in self._rules().items() if (text := look())}
         return self._change(found)
 
-    def validation(self, record: ValidationRecord) -> list[Change]:
+    def validation(self, record: ValidationRecord) -> list[AlarmChange]:
         """A round of validation is over."""
         reward = self._reward()
         if record.score_mean is not None and record.score_error is not None and reward is not None:
@@ -132,12 +132,12 @@ class Alarms:
             "overfitting": self._overfitting,
         }
 
-    def _change(self, found: dict[str, str]) -> list[Change]:
+    def _change(self, found: dict[str, str]) -> list[AlarmChange]:
         before = self.active
         found = {name: text for name, text in found.items() if name in before or name not in self.shown}
         self.active, self.shown = found, self.shown | ONCE.intersection(found)
-        begun = [Change(name, text, True) for name, text in found.items() if name not in before]
-        return begun + [Change(name, text, False) for name, text in before.items() if name not in found]
+        begun = [AlarmChange(name, text, True) for name, text in found.items() if name not in before]
+        return begun + [AlarmChange(name, text, False) for name, text in before.items() if name not in found]
 
     def _values(self, name: str) -> list[float]:
         return [record.metrics[name] for record in self._recent if name in record.metrics]

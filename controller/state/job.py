@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from controller.errors import ApiError
-from controller.ledger.group import DropReason, Group, State
+from controller.ledger.group import DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
-from controller.notify import Signal
-from controller.state.alarms import Change
+from controller.notify import ChangeSignal
+from controller.state.alarms import AlarmChange
 from controller.state.event_log import EventLog
 from controller.state.job_facts import (
     JobFacts,
@@ -43,7 +43,7 @@ from controller.state.replicas import Replica
 from controller.state.sample_log import RewardStats, SampleLog
 from controller.state.standstill import Standstill
 from controller.state.step_log import StepLog
-from controller.state.turns import Turns
+from controller.state.time_share import TimeShare
 from controller.state.update_reports import Updates
 from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
 from controller.store.lock import steady_clock
@@ -79,8 +79,8 @@ MAX_REFILLS = "train.train_policy.max_retry_for_on_policy"
 TRAIN_DATA = Path("data", "train.safetensors")
 
 
-class Job:
-    """See the module's docstring. Made by `Job.restore`, for a new job from an empty store."""
+class JobState:
+    """See the module's docstring. Made by `JobState.restore`, for a new job from an empty store."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Job:
             config.weight_sync.keep, saved[Table.PUBLICATIONS].values(), self.facts.highest_publication
         )
         self.updates = Updates()
-        self.turns = Turns(self.facts.devices_given)
+        self.time_share = TimeShare(self.facts.devices_given)
         self.rewards = RewardHealth(
             config.groups_per_step if config.is_grpo else 1,
             config.reward.outage_timeout,
@@ -147,8 +147,16 @@ class Job:
         self.opened_at = self.published_at = self.clock()
         self.scaling = scaling_of(config, headers.get("autoscale"), self.opened_at)
         self.closing = self.checkpoint_asked = False
-        self.lease_signal, self.batch_signal, self.publication_signal = Signal(), Signal(), Signal()
-        self.event_signal, self.turn_signal, self.member_signal = Signal(), Signal(), Signal()
+        self.lease_signal, self.batch_signal, self.publication_signal = (
+            ChangeSignal(),
+            ChangeSignal(),
+            ChangeSignal(),
+        )
+        self.event_signal, self.turn_signal, self.member_signal = (
+            ChangeSignal(),
+            ChangeSignal(),
+            ChangeSignal(),
+        )
         self._stored: dict[str, dict[str, Any]] = {}
         self._alone_since: float | None = None
         self._said = self._state()
@@ -226,7 +234,7 @@ class Job:
             rows[Table.SAMPLES, group.id] = group.samples_row
         rows.update({(Table.HISTORY, name): render for name, render in changes.archive.items()})
         self.facts.highest_publication = self.publications.highest_id
-        self.facts.devices_given = self.turns.given
+        self.facts.devices_given = self.time_share.given
         self._stage_header(rows, "ledger", changes.header)
         self._stage_header(rows, "job", self.facts.to_record())
         if self.config.autoscale.enable:
@@ -280,7 +288,7 @@ class Job:
             self._waits = key, self.wall()
         return self._waits[1]
 
-    def _note_alarms(self, changes: Iterable[Change]) -> None:
+    def _note_alarms(self, changes: Iterable[AlarmChange]) -> None:
         self.facts.alarms_shown = sorted(self.alarms.shown)
         for change in changes:
             text = change.text if change.on else f"over: {change.text}"
@@ -411,10 +419,10 @@ class Job:
         return self.membership is None or self.membership.leader == replica_id
 
     @property
-    def trainers_turn(self) -> bool:
+    def trainer_has_devices(self) -> bool:
         """Whether the trainer has, or wants, devices that rollout replicas have too."""
         present = bool(self.registry.present("policy"))
-        return self.config.takes_turns and self.turns.of_policy(self.facts.policy_epoch, present)
+        return self.config.shares_time and self.time_share.of_policy(self.facts.policy_epoch, present)
 
     def is_published(self, version: int) -> bool:
         """Whether a trainer is to publish the weights of so many steps."""
@@ -427,7 +435,7 @@ class Job:
             total_steps=self.progress.total_steps,
             publish=publish,
             finished=self.progress.finished or self.ended,
-            epochs=self.progress.epochs,
+            epochs=self.progress.passes_done,
         )
 
     def end(self, phase: Phase, error: str | None = None, traceback: str = "") -> None:
@@ -530,7 +538,7 @@ class Job:
         """The error of a job whose data ran out before its first step, and a traceback if there is one."""
         dropped = self.progress.status().dropped
         most = max(dropped, key=lambda reason: dropped[reason], default="")
-        errors = [group.error for group in self.progress.in_state(State.DROPPED) if group.error]
+        errors = [group.error for group in self.progress.in_state(GroupState.DROPPED) if group.error]
         failed = most == DropReason.REWARD_ERROR and bool(errors)
         return (
             f"not one of {self.progress.total_steps} steps was trained: the data ran out{self._drops()}. "

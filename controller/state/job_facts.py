@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from controller.autoscale.policy import Limits, Memory
-from controller.autoscale.scaling import Scaling
+from controller.autoscale.autoscaler import Limits, PastDecisions
+from controller.autoscale.scaling import ReplicaScaling
 from controller.ledger.group_table import GroupTable
 from controller.ledger.step_counter import StepCounter
 from controller.ledger.values import LedgerParams
@@ -50,7 +50,7 @@ class JobFacts:
     anchor_told: int = 0
     """The publication in whose answer the trainer was last asked for it."""
     devices_given: int = 0
-    """See `controller.state.turns.Turns`."""
+    """See `controller.state.time_share.TimeShare`."""
     last_score: float | None = None
     """Mean score of the last trained batch."""
     alarms_shown: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         n_samples=config.rollout.n_generation,
         staleness_bound=config.staleness_bound,
         n_positions=n_positions,
-        n_epochs=config.train.epoch,
+        data_passes=config.train.epoch,
         max_steps=config.train.max_num_steps,
         lease_timeout=controller.lease_timeout,
         max_attempts=controller.max_attempts,
@@ -215,15 +215,15 @@ def membership_of(
         return None
     first = 0 if restarted_at is None else first_number(0 if known is None else known["epoch"], restarted_at)
     if known is None:
-        return Membership(trainers, first_epoch=first)
+        return Membership(trainers, first_membership_epoch=first)
     return Membership.from_record(trainers, known, first)
 
 
-def scaling_of(config: Config, known: Mapping[str, Any] | None, now: float) -> Scaling:
+def scaling_of(config: Config, known: Mapping[str, Any] | None, now: float) -> ReplicaScaling:
     """Restore what decides the number of rollout replicas."""
     first = config.rollout.parallelism.n_init_replicas
-    memory = Memory(first) if known is None else Memory.from_record(known)
-    return Scaling(scale_limits(config), config.autoscale.interval, memory, now)
+    memory = PastDecisions(first) if known is None else PastDecisions.from_record(known)
+    return ReplicaScaling(scale_limits(config), config.autoscale.interval, memory, now)
 
 
 def validation_of(config: Config, run_dir: Path, saved: Saved) -> tuple[Validation, Prompts | None]:

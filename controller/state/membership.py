@@ -83,7 +83,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class MemberOrder:
     """The next action of a replica.
 
     train: the step, with these parts of this membership epoch. commit, save: as the leader, the step before, or its
@@ -106,7 +106,7 @@ class Order:
 class Membership:
     """See the module's docstring. parts: of a batch. Replicas are named by the ids of their incarnations."""
 
-    def __init__(self, parts: int, step: int = 0, first_epoch: int = 0) -> None:
+    def __init__(self, parts: int, step: int = 0, first_membership_epoch: int = 0) -> None:
         """first_epoch: lower bound of the membership epochs that begin from now on."""
         self.parts, self.epoch = parts, 0
         self.step, self.number = step, 0
@@ -125,7 +125,7 @@ class Membership:
         """Whether that checkpoint exists."""
         self._began = step
         """The first step of this membership epoch."""
-        self._first_epoch = first_epoch
+        self._first_membership_epoch = first_membership_epoch
         self.weights = ""
         """Checksum of all members' weights before the step; "": not compared yet."""
         self.kind: dict[str, str] = {}
@@ -163,27 +163,27 @@ class Membership:
         self._at(step)
         self.renew()
 
-    def join(self, name: str, step: int, weights: str) -> Order:
+    def join(self, name: str, step: int, weights: str) -> MemberOrder:
         """A replica that has registered has the weights of `step` committed steps, and wants to take part."""
         if name in self.odd:
-            return Order("differs", self.epoch)
+            return MemberOrder("differs", self.epoch)
         if name in self.members:
             return self.begin(name, step, weights)
         if not self.members:  # it registers, and others may have come before it
             self.waiting.pop(name, None)
-            return Order("heal", self.epoch)
+            return MemberOrder("heal", self.epoch)
         if self.begins(step) and weights == self.weights != "":
             return self._admit(name)
         asked = self.waiting.setdefault(name, False) and self.saved
-        return Order("heal", self.epoch, step=self.step) if asked else Order("wait", self.epoch)
+        return MemberOrder("heal", self.epoch, step=self.step) if asked else MemberOrder("wait", self.epoch)
 
-    def healed(self, name: str, step: int, weights: str) -> Order:
+    def healed(self, name: str, step: int, weights: str) -> MemberOrder:
         """It has loaded the weights of `step` committed steps: a member, if the others still wait there."""
         if name in self.members or not self.waiting.get(name) or not self.saved or not self.begins(step):
             return self.join(name, step, weights)
         if self.weights and weights != self.weights:
             self._expel(name)
-            return Order("differs", self.epoch)
+            return MemberOrder("differs", self.epoch)
         return self._admit(name)
 
     def recover(self, name: str, committed: int, epoch: int, *, leads: int = 0, anew: bool = False) -> None:
@@ -195,7 +195,7 @@ class Membership:
         committed: steps that are committed now. epoch: lower bound of the membership epochs from now on. leads: see
         `lead`. anew: its policy epoch began after all that is known here, so that nobody else is a member.
         """
-        self._first_epoch = max(self._first_epoch, epoch)
+        self._first_membership_epoch = max(self._first_membership_epoch, epoch)
         known = name in self.members
         if anew:
             self.members = {name: self.members.get(name, Member())}
@@ -249,7 +249,7 @@ class Membership:
         self.renew()
         return behind
 
-    def _admit(self, name: str) -> Order:
+    def _admit(self, name: str) -> MemberOrder:
         self.waiting.pop(name, None)
         self.members[name] = Member()
         self._said[name] = self.weights
@@ -272,34 +272,34 @@ class Membership:
         itself. begins: it calls `begin`, which comes before its step before is committed, too."""
         return step > self.step + begins
 
-    def begin(self, name: str, step: int, weights: str = "", applied: int = 0) -> Order:
+    def begin(self, name: str, step: int, weights: str = "", applied: int = 0) -> MemberOrder:
         """A member has trained all steps before `step`. weights: its checksum. applied: see `Membership.applied`."""
         if name in self.odd:
-            return Order("differs", self.epoch)
+            return MemberOrder("differs", self.epoch)
         if name not in self.members:
             if self.begins(step) and weights == self.weights != "":  # it was one, and that is forgotten
                 return self._admit(name)
-            return Order("heal", self.epoch)
+            return MemberOrder("heal", self.epoch)
         if step > self.step + 1:
-            return Order("heal", self.epoch)
+            return MemberOrder("heal", self.epoch)
         self._places[name] = step, 0
         if step > self.step:
             self.trained, self.applied = True, applied or self.applied
-            return Order("commit" if name == self.leader else "wait", self.epoch, step=self.step)
+            return MemberOrder("commit" if name == self.leader else "wait", self.epoch, step=self.step)
         if not self.begins(step):
-            return Order("heal", self.epoch)
+            return MemberOrder("heal", self.epoch)
         self._without.add(name)
         if not self._agrees(name, weights):
-            return Order("differs", self.epoch)
+            return MemberOrder("differs", self.epoch)
         if not self.weights:
             if any(other not in self._said for other in self.members):
-                return Order("wait", self.epoch)
+                return MemberOrder("wait", self.epoch)
             self._compare()
             if name in self.odd:
-                return Order("differs", self.epoch)
+                return MemberOrder("differs", self.epoch)
         if any(self.waiting.values()):
             saves = name == self.leader and not self.saved
-            return Order("save" if saves else "wait", self.epoch, step=step)
+            return MemberOrder("save" if saves else "wait", self.epoch, step=step)
         return self._plan(name)
 
     def ready(
@@ -312,11 +312,11 @@ class Membership:
         *,
         weights: str = "",
         applied: int = 0,
-    ) -> Order:
+    ) -> MemberOrder:
         """A member has computed its parts of a round. seconds: that each of them took. weights: before the step."""
         order = self._round(name, epoch, step, number, weights, applied)
         if order is not None:  # nobody applies what it does not hold
-            return Order("heal", self.epoch) if order.action == "apply" else order
+            return MemberOrder("heal", self.epoch) if order.action == "apply" else order
         self._holding.pop(name, None)
         self._without.add(name)
         if epoch != self.epoch:
@@ -324,11 +324,11 @@ class Membership:
         if name not in self._ready:
             self._ready.add(name)
             self._note(name, seconds)
-        return Order("exchange" if self._ready >= self.members.keys() else "wait", self.epoch)
+        return MemberOrder("exchange" if self._ready >= self.members.keys() else "wait", self.epoch)
 
     def holds(
         self, name: str, epoch: int, step: int, number: int, *, weights: str = "", applied: int = 0
-    ) -> Order:
+    ) -> MemberOrder:
         """A member holds the results of all parts of a round, as they were exchanged in a membership epoch."""
         order = self._round(name, epoch, step, number, weights, applied)
         if order is not None:
@@ -337,18 +337,18 @@ class Membership:
         self._holding[name] = epoch
         if all(self._holding.get(other) == epoch for other in self.members):
             self._next(self.number + 1, epoch)
-            return Order("apply", self.epoch)
+            return MemberOrder("apply", self.epoch)
         if epoch == self.epoch:
             self._ready.update(self.members)
-            return Order("wait", self.epoch)
+            return MemberOrder("wait", self.epoch)
         if self._without or any(held != epoch for held in self._holding.values()):
             return self._again(name, epoch)
-        return Order("wait", self.epoch)  # others may hold the same, or have used it
+        return MemberOrder("wait", self.epoch)  # others may hold the same, or have used it
 
     def broken(self, name: str, epoch: int) -> None:
         """A member could not exchange: all begin the round anew, as they are."""
         if name in self.members and epoch == self.epoch:
-            self._begin_epoch()
+            self._begin_membership_epoch()
 
     def committed(self, step: int) -> None:
         """A step is committed: replicas that wait may join before the next one."""
@@ -386,31 +386,31 @@ class Membership:
 
     def _round(
         self, name: str, epoch: int, step: int, number: int, weights: str, applied: int
-    ) -> Order | None:
+    ) -> MemberOrder | None:
         """Return the action of a replica that is not, or cannot be, at the present round; None if it is."""
         if name not in self.members:
-            return Order("differs" if name in self.odd else "heal", self.epoch)
+            return MemberOrder("differs" if name in self.odd else "heal", self.epoch)
         if step > self.step:
-            return Order("heal", self.epoch)
+            return MemberOrder("heal", self.epoch)
         self._places[name] = step, number
         if (step, number) < (self.step, self.number) or self.trained:
             # An epoch whose exchange counted in one round ended before any other exchange of that round.
-            return Order("apply" if self.applied in (0, epoch) else "heal", self.epoch)
+            return MemberOrder("apply" if self.applied in (0, epoch) else "heal", self.epoch)
         if number > self.number:
             self._next(number, applied)
         elif number and applied and self.applied not in (0, applied):
-            return Order("heal", self.epoch)
+            return MemberOrder("heal", self.epoch)
         if not self._agrees(name, weights):
-            return Order("differs", self.epoch)
+            return MemberOrder("differs", self.epoch)
         self.weights = self.weights or weights
         return None
 
-    def _again(self, name: str, epoch: int) -> Order:
+    def _again(self, name: str, epoch: int) -> MemberOrder:
         """The round, in the present membership epoch, which is later than `epoch`."""
         if epoch > self.epoch:
-            self._first_epoch = max(self._first_epoch, epoch + 1)
+            self._first_membership_epoch = max(self._first_membership_epoch, epoch + 1)
             self.renew()
-        return Order("again", *self._share(name))
+        return MemberOrder("again", *self._share(name))
 
     def _agrees(self, name: str, weights: str) -> bool:
         """Note the checksum of a member, and whether it is that of the others where theirs is known."""
@@ -430,21 +430,21 @@ class Membership:
 
     # ---- parts --------------------------------------------------------------------------------------------
 
-    def _plan(self, name: str) -> Order:
-        return Order("train", *self._share(name), step=self.step)
+    def _plan(self, name: str) -> MemberOrder:
+        return MemberOrder("train", *self._share(name), step=self.step)
 
     def _share(self, name: str) -> tuple[int, tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
         shares = self.shares()
         return self.epoch, tuple(self.members[name].parts), tuple(shares), tuple(shares.values())
 
-    def _begin_epoch(self) -> None:
-        self.epoch = max(self.epoch + 1, self._first_epoch)
+    def _begin_membership_epoch(self) -> None:
+        self.epoch = max(self.epoch + 1, self._first_membership_epoch)
         self._began = self.step
         self._ready.clear()
 
     def renew(self) -> None:
         """Begin a membership epoch: deal all parts anew."""
-        self._begin_epoch()
+        self._begin_membership_epoch()
         counts = dealt(self.parts, self._speeds())
         first = 0
         for member, count in zip(self.members.values(), counts, strict=True):
@@ -492,9 +492,11 @@ class Membership:
         }
 
     @classmethod
-    def from_record(cls, parts: int, record: Mapping[str, Any], first_epoch: int = 0) -> Membership:
+    def from_record(
+        cls, parts: int, record: Mapping[str, Any], first_membership_epoch: int = 0
+    ) -> Membership:
         """Restore a record; with another number of parts they are dealt anew. first_epoch: see `__init__`."""
-        found = cls(parts, record["step"], first_epoch)
+        found = cls(parts, record["step"], first_membership_epoch)
         found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]
         found.trained, found.applied = record.get("trained", False), record.get("applied", 0)
         found.led, found.weights, found.kind = record.get("led", 0), record["weights"], record["kind"]

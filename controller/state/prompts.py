@@ -1,6 +1,6 @@
-"""Which row of the prepared data stands at a position of an epoch.
+"""Which row of the prepared data stands at a position of a pass over the data.
 
-Each epoch goes through all rows once, in an order that is a pure function of (seed, epoch, number of rows): a
+Each pass goes through all rows once, in an order that is a pure function of (seed, pass, number of rows): a
 keyed permutation without tables, so it costs no memory, survives every restart and never depends on the version
 of a library. It is a balanced Feistel network over the next power of four, walked until the image is a row
 ("cycle walking", Black and Rogaway 2002).
@@ -19,15 +19,15 @@ ROUNDS = 8
 
 
 class Permutation:
-    """A bijection of range(n), keyed by `seed` and `epoch`."""
+    """A bijection of range(n), keyed by `seed` and `data_pass`."""
 
-    def __init__(self, n: int, seed: int, epoch: int) -> None:
+    def __init__(self, n: int, seed: int, data_pass: int) -> None:
         if n < 1:
             raise ValueError(f"a permutation of {n} elements")
         self._n = n
         self._half = max(1, ((n - 1).bit_length() + 1) // 2)
         self._keys = [
-            hashlib.blake2b(f"{seed}/{epoch}/{n}/{i}".encode(), digest_size=16).digest()
+            hashlib.blake2b(f"{seed}/{data_pass}/{n}/{i}".encode(), digest_size=16).digest()
             for i in range(ROUNDS)
         ]
 
@@ -50,7 +50,7 @@ class Permutation:
 
 
 class Prompts:
-    """Prepared rows by epoch and position."""
+    """Prepared rows by pass and position."""
 
     def __init__(self, path: Path, *, seed: int, shuffle: bool) -> None:
         self._file = PromptFile(path)
@@ -60,14 +60,14 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._file)
 
-    def row_index(self, epoch: int, position: int) -> int:
+    def row_index(self, data_pass: int, position: int) -> int:
         if not self._shuffle:
             return position
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, Permutation(len(self), self._seed, epoch)
+        if self._permutation is None or self._permutation[0] != data_pass:
+            self._permutation = data_pass, Permutation(len(self), self._seed, data_pass)
         return self._permutation[1](position)
 
-    def get(self, epoch: int, position: int) -> tuple[list[int], dict[str, Any]]:
+    def get(self, data_pass: int, position: int) -> tuple[list[int], dict[str, Any]]:
         """Prompt token ids and the dataset row for rewards."""
-        index = self.row_index(epoch, position)
+        index = self.row_index(data_pass, position)
         return self._file.token_ids(index).tolist(), self._file.row(index)

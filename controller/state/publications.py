@@ -63,7 +63,7 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Entry:
+class PublicationEntry:
     publication: Publication
     request_id: str
     valid: bool = True
@@ -99,7 +99,7 @@ class Entry:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Entry:
+    def from_record(cls, record: Mapping[str, Any]) -> PublicationEntry:
         return cls(
             Publication.model_validate(record["publication"]),
             record["request_id"],
@@ -136,16 +136,18 @@ class Publications:
         remembered: int = REMEMBERED,
     ) -> None:
         self._keep, self._remembered = keep, remembered
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, PublicationEntry] = {}
         self._numbers: dict[int, list[tuple[int, int]]] = {}
         """By timeline: (number, id) of its publications, in order."""
-        self._dirty: dict[int, Entry] = {}
+        self._dirty: dict[int, PublicationEntry] = {}
         self._forgotten: list[int] = []
-        self._newest: Entry | None = None
+        self._newest: PublicationEntry | None = None
         self._sought = False
-        self._epoch = 0
+        self._policy_epoch = 0
         self.highest_id = 0
-        for entry in sorted(map(Entry.from_record, records), key=lambda entry: entry.publication.id):
+        for entry in sorted(
+            map(PublicationEntry.from_record, records), key=lambda entry: entry.publication.id
+        ):
             self._mark(entry)
         self._dirty.clear()
         self._known_from = next(iter(self._entries), 1)
@@ -165,7 +167,7 @@ class Publications:
         return None if (entry := self.newest_entry) is None else entry.publication
 
     @property
-    def newest_entry(self) -> Entry | None:
+    def newest_entry(self) -> PublicationEntry | None:
         """The entry of `newest`."""
         if not self._sought:
             self._newest = next(self._fetchable(), None)
@@ -194,7 +196,7 @@ class Publications:
         entry = self._entries.get(publication_id)
         return None if entry is None else entry.publication
 
-    def recent(self, n: int) -> list[Entry]:
+    def recent(self, n: int) -> list[PublicationEntry]:
         """The `n` newest entries, oldest first."""
         return list(islice(reversed(self._entries.values()), n))[::-1]
 
@@ -217,11 +219,11 @@ class Publications:
         entry, other = self.newest_entry, self._entries.get(publication_id)
         return entry is not None and entry.begins > (publication_id if other is None else other.number)
 
-    def _fetchable(self) -> Iterator[Entry]:
+    def _fetchable(self) -> Iterator[PublicationEntry]:
         """Valid publications whose chain is there, newest first."""
         return (entry for entry in reversed(self._entries.values()) if entry.valid and self._is_whole(entry))
 
-    def _is_whole(self, entry: Entry) -> bool:
+    def _is_whole(self, entry: PublicationEntry) -> bool:
         if entry.files != "kept":
             return False
         members = list(self._chain(entry))
@@ -229,13 +231,13 @@ class Publications:
             return False
         return all(member.files == "kept" for member in members)
 
-    def _numbered(self, number: int, timeline: int) -> Entry | None:
+    def _numbered(self, number: int, timeline: int) -> PublicationEntry | None:
         """Return the entry that a trainer of this timeline has for a version: its declaration before another's id."""
         numbers = self._numbers.get(timeline, [])
         last = bisect_left(numbers, (number + 1, 0)) - 1
         return self._entries[numbers[last][1]] if last >= 0 and numbers[last][0] == number else None
 
-    def _chain(self, entry: Entry) -> Iterator[Entry]:
+    def _chain(self, entry: PublicationEntry) -> Iterator[PublicationEntry]:
         """The publications of its chain that are known, itself included."""
         if entry.begins == entry.number:
             return iter((entry,))
@@ -268,9 +270,9 @@ class Publications:
                 ErrorCode.CONFLICT,
                 f"version {request.version} cannot be published after version {newest.version}",
             )
-        self._epoch = request.policy_epoch
+        self._policy_epoch = request.policy_epoch
         for entry in self._entries.values():
-            if entry.files == "listed" and entry.asked == self._epoch:
+            if entry.files == "listed" and entry.asked == self._policy_epoch:
                 self._mark(entry, files="collected")
         self.heard(request.newest_publication)
         publication = Publication(
@@ -286,7 +288,7 @@ class Publications:
             offer=request.offer,
         )
         cost = Cost(now, request.full_bytes, request.changed, request.elements, dict(request.metrics))
-        self._mark(Entry(publication, request.request_id, cost=cost))
+        self._mark(PublicationEntry(publication, request.request_id, cost=cost))
         self._forget()
         return publication
 
@@ -306,7 +308,7 @@ class Publications:
                 continue
             if number in self._entries or number > self.highest_id + MAX_LEAP:
                 publication = publication.model_copy(update={"id": self.highest_id + 1})  # noqa: PLW2901
-            self._mark(Entry(publication, request_id="", number=number))
+            self._mark(PublicationEntry(publication, request_id="", number=number))
         self._entries = dict(sorted(self._entries.items()))
         first = min((publication.id for publication in of_timeline), default=self.highest_id + 1)
         for entry in self._entries.values():
@@ -330,12 +332,12 @@ class Publications:
                 self._mark(entry, files="listed")
         listed = self._listed()
         for entry in listed:
-            if entry.asked != self._epoch:
-                entry.asked = self._epoch
+            if entry.asked != self._policy_epoch:
+                entry.asked = self._policy_epoch
                 self._mark(entry)
         return list(dict.fromkeys(entry.number for entry in listed))
 
-    def _listed(self) -> list[Entry]:
+    def _listed(self) -> list[PublicationEntry]:
         """Return the publications whose files may be deleted, unless another one of their number stays."""
         kept = {entry.number for entry in self._entries.values() if entry.files == "kept"}
         return [e for e in self._entries.values() if e.files == "listed" and e.number not in kept]
@@ -346,7 +348,7 @@ class Publications:
             if entry.valid and entry.publication.version > step:
                 self._mark(entry, valid=False)
 
-    def take_changes(self) -> list[Entry]:
+    def take_changes(self) -> list[PublicationEntry]:
         changed, self._dirty = list(self._dirty.values()), {}
         return changed
 
@@ -366,7 +368,9 @@ class Publications:
             self._forgotten.append(publication.id)
             self._known_from = max(self._known_from, publication.id + 1)
 
-    def _mark(self, entry: Entry, *, valid: bool | None = None, files: FileState | None = None) -> None:
+    def _mark(
+        self, entry: PublicationEntry, *, valid: bool | None = None, files: FileState | None = None
+    ) -> None:
         publication = entry.publication
         entry.valid = entry.valid if valid is None else valid
         entry.files = entry.files if files is None else files

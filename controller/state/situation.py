@@ -12,7 +12,7 @@ from statistics import fmean
 
 from controller.ledger.group import Group
 from controller.ledger.group_table import GroupTable
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.state.membership import Membership
 from controller.state.replicas import Replica
 from controller.state.standstill import NOTICED_S
@@ -26,13 +26,13 @@ RECENT = 8
 """Newest steps, whose mean counts; before there are so many nothing is known."""
 
 
-def sentence(job: Job) -> tuple[str, float]:
+def sentence(job: JobState) -> tuple[str, float]:
     """Return what the job waits for, and since when (Unix time), as far as this controller has seen it."""
     key, text = _reason(job)
     return text, job.waits_since(key)
 
 
-def _reason(job: Job) -> tuple[str, str]:
+def _reason(job: JobState) -> tuple[str, str]:
     """A key that stays the same while the job waits for the same thing, and the sentence."""
     if job.ended:
         return "ended", _ended(job)
@@ -53,7 +53,7 @@ def _reason(job: Job) -> tuple[str, str]:
     return _training(job, trainers, trainer)
 
 
-def _training(job: Job, trainers: Sequence[Replica], trainer: Replica) -> tuple[str, str]:
+def _training(job: JobState, trainers: Sequence[Replica], trainer: Replica) -> tuple[str, str]:
     """Trainers are present, and are not at a standstill."""
     table = job.progress
     if not isinstance(table, GroupTable):
@@ -69,7 +69,7 @@ def _training(job: Job, trainers: Sequence[Replica], trainer: Replica) -> tuple[
         return f"loads {step}", f"step {step} waits for {', '.join(map(_named, loading))}"
     if job.ledger.batch(step):
         rollouts = [replica.replica_id for replica in job.registry.present("rollout")]
-        if job.trainers_turn and (awake := job.turns.awake(rollouts)):
+        if job.trainer_has_devices and (awake := job.time_share.awake(rollouts)):
             return f"turn {step}", f"step {step} is complete and waits for {', '.join(awake[:3])} to sleep"
         others = [other for other in trainers if job.membership is not None and other is not trainer]
         named = ", ".join([trainer.name + _detail(trainer), *(other.name for other in others)])
@@ -80,7 +80,7 @@ def _training(job: Job, trainers: Sequence[Replica], trainer: Replica) -> tuple[
     return _groups(job, table, missing)
 
 
-def _standstill(job: Job, membership: Membership) -> str:
+def _standstill(job: JobState, membership: Membership) -> str:
     """Say that all policy replicas wait for each other until a membership epoch begins; empty: they do not."""
     now, names = job.clock(), membership.expected
     since = job.standstill.since(names, now)
@@ -92,14 +92,14 @@ def _standstill(job: Job, membership: Membership) -> str:
     )
 
 
-def _ended(job: Job) -> str:
+def _ended(job: JobState) -> str:
     steps = f"{job.progress.committed} of {job.progress.total_steps} steps"
     if job.facts.ended is Phase.FAILED:
         return f"the job failed after {steps}: {job.facts.last_error or 'no reason is known'}"
     return job.note or f"the job is {job.facts.ended} after {steps}"
 
 
-def _finishing(job: Job) -> tuple[str, str]:
+def _finishing(job: JobState) -> tuple[str, str]:
     """All steps are trained; what is left is the last validation, and the trainer's export."""
     if job.validation.pinned is not None:
         return _validation(job)
@@ -112,19 +112,19 @@ def _finishing(job: Job) -> tuple[str, str]:
     return "finishing", f"waits for the end of {trainer.name}: {trainer.status or 'leaving'}"
 
 
-def _leading(job: Job, trainers: Sequence[Replica]) -> Replica:
+def _leading(job: JobState, trainers: Sequence[Replica]) -> Replica:
     """The one that commits; any, where none does so yet."""
     return next((trainer for trainer in trainers if job.leads(trainer.replica_id)), trainers[0])
 
 
-def _validation(job: Job) -> tuple[str, str]:
+def _validation(job: JobState) -> tuple[str, str]:
     version, groups = job.validation.pinned, job.validation.groups
     done = sum(group.state == "done" for group in groups)
     text = f"validates version {version}: {done} of {len(groups)} prompts are done"
     return f"validation {version}", text
 
 
-def _groups(job: Job, table: GroupTable, missing: int) -> tuple[str, str]:
+def _groups(job: JobState, table: GroupTable, missing: int) -> tuple[str, str]:
     """The next step is not complete: who makes its groups, and what keeps them."""
     step, rollouts = table.committed, job.registry.present("rollout")
     if not rollouts:
@@ -151,7 +151,7 @@ def _groups(job: Job, table: GroupTable, missing: int) -> tuple[str, str]:
     return f"groups {step}", f"step {step} waits for {_count(missing)} {_holders(job, leased)}"
 
 
-def _holders(job: Job, leased: list[Group]) -> str:
+def _holders(job: JobState, leased: list[Group]) -> str:
     age = max(0.0, job.clock() - max(leased[0].leased_at, job.opened_at))
     names = {replica.replica_id: replica.name for replica in job.registry}
     holder = names.get(leased[0].replica_id or "", leased[0].replica_id)
@@ -172,7 +172,7 @@ def _count(missing: int) -> str:
     return f"{missing} more group" + ("" if missing == 1 else "s")
 
 
-def _absent(job: Job, role: str) -> str:
+def _absent(job: JobState, role: str) -> str:
     known = [replica for replica in job.registry if replica.role == role]
     if not known:
         return "none has registered yet"

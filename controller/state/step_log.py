@@ -25,7 +25,7 @@ MOST = 2.0**53
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class StepSpeed:
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
     step_s: float | None = None
@@ -71,7 +71,7 @@ class StepLog:
         ]
         self._entries = sorted(entries, key=lambda entry: entry.step)
         self._dirty: dict[int, _Entry | None] = {}
-        self._begins, self._before = 0, Speed()
+        self._begins, self._before = 0, StepSpeed()
         """Entries before the window may begin, and the speed of before."""
         self.begin_window()
 
@@ -138,10 +138,10 @@ class StepLog:
         """Training stood still: what comes is not mixed with what was."""
         self._before, self._begins = self.recent(), len(self._entries)
 
-    def recent(self) -> Speed:
+    def recent(self) -> StepSpeed:
         """Speed over the sliding window up to the last commit."""
         if not self._entries:
-            return Speed()
+            return StepSpeed()
         begins = self._begins
         if begins and len(self._entries) - begins < 2:
             return self._before
@@ -151,7 +151,7 @@ class StepLog:
             start -= 1
         return _speed(self._entries[start:])
 
-    def overall(self) -> Speed:
+    def overall(self) -> StepSpeed:
         """Speed from the first commit to the last."""
         return _speed(self._entries)
 
@@ -166,14 +166,14 @@ class StepLog:
         }
 
 
-def _speed(entries: list[_Entry]) -> Speed:
+def _speed(entries: list[_Entry]) -> StepSpeed:
     if len(entries) < 2:
-        return Speed()
+        return StepSpeed()
     seconds = entries[-1].at - entries[0].at
     if seconds <= 0:
-        return Speed()
+        return StepSpeed()
     counted = entries[1:]
-    return Speed(
+    return StepSpeed(
         sum(entry.samples for entry in counted) / seconds,
         sum(entry.tokens for entry in counted) / seconds,
         seconds / len(counted),

@@ -7,8 +7,15 @@ cannot write once another controller has taken over, `lock` who is in charge and
 
 from __future__ import annotations
 
-from controller.store.errors import Fenced, Held, HistoryLost, StoreError, StoreUnavailable, UnsuitableServer
-from controller.store.lock import Holder
+from controller.store.errors import (
+    Fenced,
+    Held,
+    HistoryLost,
+    StateStoreError,
+    StoreUnavailable,
+    UnsuitableServer,
+)
+from controller.store.lock import LockHolder
 from controller.store.payloads import PayloadKey
 from controller.store.redis_state import Saved, StateStore, Table
 
@@ -16,11 +23,11 @@ __all__ = [
     "Fenced",
     "Held",
     "HistoryLost",
-    "Holder",
+    "LockHolder",
     "PayloadKey",
     "Saved",
     "StateStore",
-    "StoreError",
+    "StateStoreError",
     "StoreUnavailable",
     "Table",
     "UnsuitableServer",

@@ -11,11 +11,11 @@ StoreError
 from __future__ import annotations
 
 
-class StoreError(Exception):
+class StateStoreError(Exception):
     """Base of all errors of the store."""
 
 
-class StoreUnavailable(StoreError):
+class StoreUnavailable(StateStoreError):
     """Redis does not take writes at the moment; `retry_after` seconds is a good time to come back."""
 
     def __init__(self, detail: str, retry_after: float = 1.0) -> None:
@@ -23,17 +23,17 @@ class StoreUnavailable(StoreError):
         self.retry_after = retry_after
 
 
-class Fenced(StoreError):
+class Fenced(StateStoreError):
     """Another controller took over this job: nothing that this process decides counts any more."""
 
 
-class HistoryLost(StoreError):
+class HistoryLost(StateStoreError):
     """Redis restarted from an older state: this process must be restarted to rebuild from it."""
 
 
-class Held(StoreError):
+class Held(StateStoreError):
     """Another controller is in charge of this job."""
 
 
-class UnsuitableServer(StoreError):
+class UnsuitableServer(StateStoreError):
     """The server cannot hold the state of a job."""

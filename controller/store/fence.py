@@ -32,12 +32,12 @@ REPLY_TIMEOUT = 15.0
 class FencedConnection:
     """One connection on which every transaction depends on the epoch. Not safe for concurrent use."""
 
-    def __init__(self, pool: ConnectionPool, epoch_key: str, seq_key: str) -> None:
+    def __init__(self, pool: ConnectionPool, token_key: str, seq_key: str) -> None:
         self._pool = pool
         self._seq_key = seq_key
         self._connection: AbstractConnection | None = None
-        self._tail: list[Command] = [("WATCH", epoch_key), ("GET", epoch_key), ("GET", seq_key)]
-        self.epoch = 0
+        self._tail: list[Command] = [("WATCH", token_key), ("GET", token_key), ("GET", seq_key)]
+        self.fencing_token = 0
         self.seq = 0
 
     async def execute(self, commands: Sequence[Command]) -> None:
@@ -67,8 +67,8 @@ class FencedConnection:
             async with asyncio.timeout(REPLY_TIMEOUT):
                 acknowledged = self.seq  # it rises while this connection's answer is on its way
                 await connection.send_packed_command(connection.pack_commands(self._tail))
-                _, epoch, seq = [await _reply(connection) for _ in self._tail]
-                self._check(epoch, seq, acknowledged)
+                _, fencing_token, seq = [await _reply(connection) for _ in self._tail]
+                self._check(fencing_token, seq, acknowledged)
                 sync = ("WAITAOF", 1, 0, int(seconds * 1000))
                 commands: list[Command] = [("MULTI",), ("SET", marker, self.seq), ("EXEC",), sync]
                 await connection.send_packed_command(connection.pack_commands(commands))
@@ -86,8 +86,8 @@ class FencedConnection:
         connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         self._connection = connection
         await connection.send_packed_command(connection.pack_commands(self._tail))
-        _, epoch, seq = [await _reply(connection) for _ in self._tail]
-        self._check(epoch, seq)
+        _, fencing_token, seq = [await _reply(connection) for _ in self._tail]
+        self._check(fencing_token, seq)
         self.seq = int(seq or 0)  # the last transaction may have been executed although its answer was lost
         return connection
 
@@ -100,24 +100,28 @@ class FencedConnection:
         for _ in range(len(commands) + 2):  # OK, then QUEUED for each
             await _reply(connection)
         result = await _reply(connection)
-        _, epoch, seq = [await _reply(connection) for _ in self._tail]
+        _, fencing_token, seq = [await _reply(connection) for _ in self._tail]
         if result is None:
-            self._check(epoch, seq)
+            self._check(fencing_token, seq)
             raise HistoryLost("the epoch of this job was changed by another process")
         for item in result:
             if isinstance(item, Exception):
                 raise ExecAbortError(f"a command of the transaction failed: {item}")
         self.seq = following
-        if int(epoch or 0) != self.epoch:  # changed between EXEC and WATCH, so the WATCH would not notice:
+        if (
+            int(fencing_token or 0) != self.fencing_token
+        ):  # changed between EXEC and WATCH, so the WATCH would not notice:
             await self.close()  # this transaction counts, and the next one checks before it begins
 
-    def _check(self, epoch: bytes | None, seq: bytes | None, acknowledged: int | None = None) -> None:
-        found = int(epoch or 0)
-        if found > self.epoch:
-            raise Fenced(f"another controller took over this job (epoch {found}, this one has {self.epoch})")
+    def _check(self, fencing_token: bytes | None, seq: bytes | None, acknowledged: int | None = None) -> None:
+        found = int(fencing_token or 0)
+        if found > self.fencing_token:
+            raise Fenced(
+                f"another controller took over this job (epoch {found}, this one has {self.fencing_token})"
+            )
         stored = int(seq or 0)
         known = self.seq if acknowledged is None else acknowledged
-        if found < self.epoch or stored < known:
+        if found < self.fencing_token or stored < known:
             raise HistoryLost(
                 f"Redis came back with an older state (transaction {stored} of {known}): "
                 "the controller must restart to rebuild from it"

@@ -64,7 +64,7 @@ def steady_clock() -> Callable[[], float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """One controller process, recognisable from others on its host; where the system does not tell: empty."""
 
     url: str
@@ -158,18 +158,18 @@ class Attempt:
     """It holds what came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: another was
     quicker."""
 
-    mine: Holder | None = None
-    other: Holder | None = None
+    mine: LockHolder | None = None
+    other: LockHolder | None = None
 
 
 async def attempt(
-    client: Redis, lock: str, epoch: str, me: Holder, seconds: float, *, replace: bool
+    client: Redis, lock: str, epoch: str, me: LockHolder, seconds: float, *, replace: bool
 ) -> Attempt:
     """Take the lock in the key `lock` for `seconds`, and raise the epoch. Raises RedisError, OSError."""
     async with client.pipeline(transaction=True) as pipeline:
         await pipeline.watch(lock, epoch)
         text = await pipeline.get(lock)
-        other = None if text is None else Holder.parse(text)
+        other = None if text is None else LockHolder.parse(text)
         if other is not None and not (replace or other.is_dead() or other.key == me.key):
             return Attempt(other=other)
         # With the date: a store that lost history may have forgotten some.

@@ -16,18 +16,18 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
-from controller.ledger.group import State
+from controller.ledger.group import GroupState
 from controller.ledger.group_table import GroupTable
 from controller.store import StoreUnavailable
 from controller.store.lock import elapsed
-from schema.wire.payload_file import FileEntry, FileName, is_there
+from schema.wire.payload_file import FileName, StubEntry, is_there
 
 log = logging.getLogger(__name__)
 
 GRACE = 60.0
 LOOK_SECONDS = 10.0
 """For a look at the files of one call: a directory on another machine may hang for ever."""
-UNDECIDED = (State.WAITING, State.LEASED)
+UNDECIDED = (GroupState.WAITING, GroupState.LEASED)
 
 
 class PayloadFiles:
@@ -40,7 +40,7 @@ class PayloadFiles:
         self._seen: dict[str, float] = {}
         """When the files that the last look found were found first: their own times are of other hosts' clocks."""
 
-    async def missing(self, entries: Sequence[FileEntry]) -> set[str]:
+    async def missing(self, entries: Sequence[StubEntry]) -> set[str]:
         """Names of those whose file is not there, or not whole. Raises `StoreUnavailable` if that cannot be told."""
         if not entries:
             return set()
@@ -92,6 +92,6 @@ def needed(table: GroupTable, name: str, age: float) -> bool:
     meta = group.samples.get(file.index)
     if meta is not None and meta.lease_id == file.lease_id:
         return group.payload_kept
-    if group.state is State.LEASED and group.lease_id == file.lease_id:
+    if group.state is GroupState.LEASED and group.lease_id == file.lease_id:
         return True
     return group.state in UNDECIDED and age <= GRACE

@@ -32,9 +32,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from controller.cancellation import end
-from controller.store.errors import Fenced, Held, HistoryLost, StoreError, StoreUnavailable
+from controller.store.errors import Fenced, Held, HistoryLost, StateStoreError, StoreUnavailable
 from controller.store.fence import REPLY_TIMEOUT, Command, FencedConnection
-from controller.store.lock import LOOK, Attempt, Holder, Term, attempt, elapsed
+from controller.store.lock import LOOK, Attempt, LockHolder, Term, attempt, elapsed
 from controller.store.payloads import Payload, PayloadKey, RedisPayloads
 from controller.store.server_check import BACKOFF, ServerFacts, server_facts
 from schema.config.secrets import cut
@@ -93,7 +93,7 @@ class StateStore:
     """See the module's docstring. One per controller; use from one event loop."""
 
     def __init__(
-        self, pool: ConnectionPool, namespace: str, facts: ServerFacts, holder: Holder, term: Term
+        self, pool: ConnectionPool, namespace: str, facts: ServerFacts, holder: LockHolder, term: Term
     ) -> None:
         self.facts = facts
         self.namespace = namespace
@@ -102,7 +102,7 @@ class StateStore:
         """The clock of everything that is written; `alive` says what it read when this controller was alive last."""
         self.alive_at: float | None = None
         """The time that the clock of the controller before read when it was alive last; None for a new job."""
-        self.fatal: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
+        self.fatal: asyncio.Future[StateStoreError] = asyncio.get_running_loop().create_future()
         self._client = Redis(connection_pool=pool)
         self._fence = FencedConnection(pool, self._key("epoch"), self._key("seq"))
         self.payloads = RedisPayloads(self._client, namespace)
@@ -127,7 +127,7 @@ class StateStore:
         address: str = "",
         lock_seconds: float = LOCK_SECONDS,
         replace: bool = False,
-        stand_by: Callable[[Holder], None] | None = None,
+        stand_by: Callable[[LockHolder], None] | None = None,
         clock: Callable[[], float] = elapsed,
         connection_class: type[AbstractConnection] | None = None,
     ) -> tuple[Self, Saved]:
@@ -153,7 +153,7 @@ class StateStore:
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"no answer from Redis at {_where(url)}: {_said(error)}") from None
         facts.check(require_durable=require_durable)
-        store = cls(pool, f"{prefix}:{job_id}:", facts, Holder.myself(address), Term(lock_seconds, clock))
+        store = cls(pool, f"{prefix}:{job_id}:", facts, LockHolder.myself(address), Term(lock_seconds, clock))
         try:
             await store._take_charge(replace, stand_by)
             saved = await store._load()
@@ -268,7 +268,7 @@ class StateStore:
             await self._write_loop()
         except Exception as error:  # a bug: nothing can be acknowledged from here on, so the process must end
             log.exception("the store cannot go on")
-            self._end(StoreError(f"the store cannot go on: {error!r}"))
+            self._end(StateStoreError(f"the store cannot go on: {error!r}"))
 
     async def _write_loop(self) -> None:
         attempt = 0
@@ -330,7 +330,7 @@ class StateStore:
                 _answer(batch.waiters, StoreUnavailable(self._outage))
                 batch.waiters = []
 
-    def _end(self, error: StoreError) -> None:
+    def _end(self, error: StateStoreError) -> None:
         if self.fatal.done():
             return
         self.fatal.set_result(error)
@@ -340,7 +340,7 @@ class StateStore:
 
     # ---- start and end ------------------------------------------------------------------------------------
 
-    async def _take_charge(self, replace: bool, stand_by: Callable[[Holder], None] | None) -> None:
+    async def _take_charge(self, replace: bool, stand_by: Callable[[LockHolder], None] | None) -> None:
         """Wait until the lock may be taken, and take it. Raises `Held` where waiting is not wanted."""
         while True:
             began, found = self._term.clock(), Attempt()
@@ -353,7 +353,7 @@ class StateStore:
                 if stand_by is None:
                     raise  # else an outage while standing by: look again
             if found.mine is not None:
-                self.holder, self._fence.epoch = found.mine, found.mine.epoch
+                self.holder, self._fence.fencing_token = found.mine, found.mine.epoch
                 self._term.renewed(began)
                 return
             if stand_by is None:

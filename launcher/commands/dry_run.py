@@ -17,11 +17,11 @@ from launcher.job.checked import Checked
 from launcher.plan import credentials, nsight, placement, redis_server
 from launcher.plan.addresses import controller_url
 from launcher.plan.credentials import environment
-from launcher.plan.machine import Capacity, Machine, find_capacity
-from launcher.plan.placement import ProcessSpec, Replica, place
-from launcher.plan.rundir import RunDir, Tokens, choose
+from launcher.plan.machine import Machine, MachineMemory, find_capacity
+from launcher.plan.placement import PlacedReplica, ProcessSpec, place
+from launcher.plan.rundir import RunDir, RunTokens, choose
 from launcher.preflight import memory
-from launcher.preflight.memory import Cache, Part, size_text
+from launcher.preflight.memory import Cache, MemoryPart, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.restarts import Role
 from schema.config import Config, Problem
@@ -29,7 +29,7 @@ from schema.config.layout import apart_layouts, mesh_text
 from schema.config.secrets import MASK, masked
 
 HOST = memory.HOST
-SECRETS = Tokens(MASK, MASK, MASK)
+SECRETS = RunTokens(MASK, MASK, MASK)
 FREE_PORT, FREE_SOCKET = "<a free port>", "<a temporary directory>/redis.sock"
 WHAT = {
     "data": "tokenises the data and ends",
@@ -55,7 +55,7 @@ class PlannedProcess:
     gpus: tuple[str, ...]
     threads: int | None
     device: str
-    memory: tuple[Part, ...] = ()
+    memory: tuple[MemoryPart, ...] = ()
     cache: Cache | None = None
     node: int = 0
 
@@ -73,7 +73,7 @@ class Planned:
     model: LocalModel | None
     no_model: str
     processes: list[PlannedProcess]
-    shared: tuple[Part, ...]
+    shared: tuple[MemoryPart, ...]
     used: dict[str, int] = field(default_factory=dict)
     capacity: dict[str, int] = field(default_factory=dict)
     warnings: list[Problem] = field(default_factory=list)
@@ -110,7 +110,7 @@ def plan(checked: Checked) -> Planned:
         for replica in [*_services(config, run), *workers]
         for spec in replica.processes
     ]
-    shared: tuple[Part, ...] = ()
+    shared: tuple[MemoryPart, ...] = ()
     if model is not None and config.is_grpo:
         shared = memory.host_copy(config, model), memory.snapshots(config, model)
     planned = Planned(
@@ -119,7 +119,7 @@ def plan(checked: Checked) -> Planned:
     )  # fmt: skip
     planned.nodes = 1 if config.is_evaluation else config.placement.nodes
     planned.summary = [] if config.is_evaluation else list(_summary(config, workers))
-    _sum_up(planned, capacity, config.takes_turns)
+    _sum_up(planned, capacity, config.shares_time)
     planned.warnings += _warnings(planned, config)
     return planned
 
@@ -140,7 +140,7 @@ def _teachers(config: Config, env: Mapping[str, str]) -> dict[str, LocalModel]:
     return models
 
 
-def _services(config: Config, run: RunDir) -> Iterator[Replica]:
+def _services(config: Config, run: RunDir) -> Iterator[PlacedReplica]:
     """The processes around the workers, in the order of their start."""
     if config.is_evaluation:
         yield from placement.evaluation(str(run.path))
@@ -148,12 +148,12 @@ def _services(config: Config, run: RunDir) -> Iterator[Replica]:
     binary = redis_server.valkey_binary()
     if not config.redis.url and binary is not None:
         argv = redis_server.command(binary, FREE_SOCKET, run.redis)
-        yield Replica("redis", Role.REDIS, (ProcessSpec("redis", Role.REDIS, argv),))
+        yield PlacedReplica("redis", Role.REDIS, (ProcessSpec("redis", Role.REDIS, argv),))
     yield placement.data_preparation(str(run.path))
     yield placement.controller(str(run.path), config.controller.host, config.controller.port or FREE_PORT)
 
 
-_Memory = tuple[str, tuple[Part, ...], Cache | None]
+_Memory = tuple[str, tuple[MemoryPart, ...], Cache | None]
 """The device of a process, what it takes there, and the cache of an engine."""
 
 
@@ -161,8 +161,8 @@ def _memory_of(
     config: Config,
     model: LocalModel | None,
     teachers: Mapping[str, LocalModel],
-    capacity: Capacity,
-    replica: Replica,
+    capacity: MachineMemory,
+    replica: PlacedReplica,
     spec: ProcessSpec,
 ) -> _Memory:
     """Estimate what one process takes, on the device that it works on."""
@@ -186,7 +186,7 @@ def _memory_of(
 
 
 def _rollout_memory(
-    config: Config, model: LocalModel, capacity: Capacity, device: str, gpus: tuple[str, ...]
+    config: Config, model: LocalModel, capacity: MachineMemory, device: str, gpus: tuple[str, ...]
 ) -> _Memory:
     ranks, on_gpu = max(1, len(gpus)), bool(gpus)
     free = capacity.gpus.get(gpus[0], 0) if on_gpu else capacity.host_free
@@ -195,7 +195,7 @@ def _rollout_memory(
     if cache is not None:
         takes_all = on_gpu and config.rollout.engine.reserves_memory
         words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"
-        parts.append(Part("KV cache", cache.room if takes_all else cache.bytes, words))
+        parts.append(MemoryPart("KV cache", cache.room if takes_all else cache.bytes, words))
     return device, tuple(parts), cache
 
 
@@ -221,7 +221,7 @@ def _process(
     )  # fmt: skip
 
 
-def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
+def _sum_up(planned: Planned, capacity: MachineMemory, shares_time: bool) -> None:
     """Bytes per device; every process also takes host memory for its program, and loads its model there.
 
     takes_turns: a GPU holds trainer or engine, not both."""
@@ -240,9 +240,9 @@ def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
                 key = node, part.device or device, process.role
                 of_role[key] = of_role.get(key, 0) + part.bytes
     for (node, device, role), size in of_role.items():
-        in_turns, name = takes_turns and device != HOST, planned.on(node, device)
-        used[name] = max(used.get(name, 0), size) if in_turns else used.get(name, 0) + size
-        if in_turns and role == Role.POLICY:
+        in_turn, name = shares_time and device != HOST, planned.on(node, device)
+        used[name] = max(used.get(name, 0), size) if in_turn else used.get(name, 0) + size
+        if in_turn and role == Role.POLICY:
             used[planned.on(node, HOST)] += size  # where it is between its turns
     free = {HOST: capacity.host_free} | {
         f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus
@@ -252,7 +252,7 @@ def _sum_up(planned: Planned, capacity: Capacity, takes_turns: bool) -> None:
     }
 
 
-def _summary(config: Config, workers: Sequence[Replica]) -> Iterator[tuple[str, str]]:
+def _summary(config: Config, workers: Sequence[PlacedReplica]) -> Iterator[tuple[str, str]]:
     """Steps, samples, what is in flight at most, and the devices of each role."""
     train, epochs = config.train, config.train.epoch
     steps = f"{train.max_num_steps:,} steps at most, " if train.max_num_steps else ""
@@ -275,7 +275,7 @@ def _summary(config: Config, workers: Sequence[Replica]) -> Iterator[tuple[str, 
             yield str(role), _devices_of(config, role, replicas)
 
 
-def _devices_of(config: Config, role: Role, replicas: Sequence[Replica]) -> str:
+def _devices_of(config: Config, role: Role, replicas: Sequence[PlacedReplica]) -> str:
     mesh = config.policy.parallelism if role is Role.POLICY else config.rollout.parallelism
     specs = [spec for replica in replicas for spec in replica.processes]
     gpus = sum(len(replica.devices) for replica in replicas)

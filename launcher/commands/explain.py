@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Iterator
 
 from schema.config.loading.tomlwrite import toml_value
-from schema.config.reference.lookup import MUST, UNSET, Found, KeyInfo, SectionInfo
+from schema.config.reference.lookup import MUST, UNSET, FoundKeys, KeyInfo, SectionInfo
 
 LABEL = 12
 WIDEST, NARROWEST = 110, 60
 
 
-def lines(answer: Found) -> list[str]:
+def lines(answer: FoundKeys) -> list[str]:
     """The answer for people."""
     width = max(NARROWEST, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST))
     if answer.section is not None:

@@ -55,12 +55,12 @@ def init(
         recipes = {name: listed.title for name, listed in RECIPES.items()}
         report(as_json, "\n".join(listing()), recipes=recipes)
         return
-    written = start(Request(recipe, output, model or "", gpus, engine or "", force), os.environ)
+    written = start(InitRequest(recipe, output, model or "", gpus, engine or "", force), os.environ)
     report(as_json, "\n".join(lines(written)), **asdict(written))
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class InitRequest:
     """The options of the command line; empty, or None, where one is left out."""
 
     recipe: str
@@ -105,7 +105,7 @@ def listing() -> list[str]:
     return ["Recipes:", *rows, "", "cosmos-launch init grpo -o run.toml", "cosmos-launch init addition-sft"]
 
 
-def start(request: Request, env: Mapping[str, str]) -> Written:
+def start(request: InitRequest, env: Mapping[str, str]) -> Written:
     """Write everything. Raises LaunchError (nothing was written), ConfigError."""
     from launcher.commands.tiny_model import write_tiny_model
 
@@ -183,7 +183,7 @@ def _check(text: str, model_is_absent: bool) -> None:
     check_config(data)
 
 
-def fit_of(request: Request, env: Mapping[str, str]) -> Fit:
+def fit_of(request: InitRequest, env: Mapping[str, str]) -> Fit:
     """The machine as the options say, else as it is. Raises LaunchError."""
     from launcher.plan.machine import find_machine, has_module
     from schema.config.backends import BACKENDS
@@ -219,7 +219,7 @@ def _trained_model() -> str:
     return str(run.path / "final")
 
 
-def _check_places(request: Request, model: Path | None) -> None:
+def _check_places(request: InitRequest, model: Path | None) -> None:
     if request.output.is_dir():
         raise LaunchError(f"{request.output} is a directory", f"-o {request.output / 'run.toml'}")
     existing = [path for path in (request.output, model) if path is not None and path.exists()]

@@ -105,10 +105,10 @@ def replay(
       cosmos-launch replay RUN_DIR --set train.train_policy.mini_batch=4
     """
     from launcher.job.remote import run_below
-    from launcher.job.replay import Wanted
+    from launcher.job.replay import ReplayOptions
     from launcher.job.replay import replay as run_replay
 
     recorded_run = run_below(run, named=True)
     _need_torch()
-    wanted = Wanted(recorded_run, first_step, steps, repeat, set_ or [], as_json)
+    wanted = ReplayOptions(recorded_run, first_step, steps, repeat, set_ or [], as_json)
     raise typer.Exit(run_replay(wanted, os.environ))

@@ -114,7 +114,7 @@ def autoscale(
     with ended_at_once():
         import asyncio
 
-        from launcher.pods.autoscale import GROUPS, Follower, Scale, until_a_signal
+        from launcher.pods.autoscale import GROUPS, Scale, ScaleFollower, until_a_signal
         from launcher.pods.costs import Costs
 
     token = os.environ.get("COSMOS_TOKEN", "")
@@ -131,7 +131,7 @@ def autoscale(
     path = f"apps/v1/namespaces/{namespace}/deployments/{deployment}"
     if leader_worker_set:
         path = f"{GROUPS}/namespaces/{namespace}/leaderworkersets/{leader_worker_set}"
-    follower = Follower(
+    follower = ScaleFollower(
         server,
         Scale(server, path) if deployment or leader_worker_set else None,
         Costs(server, namespace, costs) if costs else None,

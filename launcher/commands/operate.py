@@ -15,7 +15,7 @@ from launcher.errors import LaunchError, NotServingError
 from launcher.restarts import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from launcher.job.remote import Target
+    from launcher.job.remote import RemoteJob
     from launcher.plan.checkpoints import Checkpoint
     from launcher.plan.rundir import RunDir
     from schema.wire.messages import ProfileStatus
@@ -235,7 +235,7 @@ def _written(profile: ProfileStatus) -> list[str]:
     return [*lines, HOW_TO_OPEN]
 
 
-def _wait_for_profile(target: Target, asked: ProfileStatus, wait: float) -> ProfileStatus:
+def _wait_for_profile(target: RemoteJob, asked: ProfileStatus, wait: float) -> ProfileStatus:
     from controller.client import calls as api
 
     give_up, newest = time.monotonic() + wait, asked
@@ -349,13 +349,13 @@ def _replicas(text: str) -> int | None:
     return int(text)
 
 
-def _find(targets: list[str] | None, set_: list[str] | None) -> Target:
+def _find(targets: list[str] | None, set_: list[str] | None) -> RemoteJob:
     from launcher.job import remote
 
     return remote.find(targets or [], set_ or [], os.environ)
 
 
-def _operate(target: Target, action: Any, as_json: bool, *, silent: bool = False) -> int:
+def _operate(target: RemoteJob, action: Any, as_json: bool, *, silent: bool = False) -> int:
     """Do it, and say so; the steps that are committed."""
     from controller.client import calls as api
 

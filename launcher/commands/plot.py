@@ -57,7 +57,7 @@ def plot(
     if not has_module("matplotlib"):
         raise LaunchError("the package matplotlib is not installed", "pip install matplotlib")
     chosen = [remote.run_below(path, named=bool(runs)).path for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
-    curves_of_runs = [Curves.read(path) for path in chosen]
+    curves_of_runs = [PlottedCurves.read(path) for path in chosen]
     empty = next((curves for curves in curves_of_runs if not curves.course.steps), None)
     if empty is not None:
         raise LaunchError(f"{empty.path} has no step to draw", "wait until the first one is trained")
@@ -93,7 +93,7 @@ def dashboard(
     from launcher.plan.credentials import without_secrets
 
     chosen = [remote.run_below(path, named=bool(runs)) for path in runs or [Path(remote.DEFAULT_OUTPUT)]]
-    target = remote.Target(chosen[0], token=chosen[0].read_token() or "")
+    target = remote.RemoteJob(chosen[0], token=chosen[0].read_token() or "")
     live = target.address() if len(chosen) == 1 else ""
 
     def show(link: str) -> None:
@@ -127,7 +127,7 @@ def dashboard(
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
+class PlottedCurves:
     """The part of one run that is drawn."""
 
     path: Path
@@ -137,7 +137,7 @@ class Curves:
     seconds: float
 
     @classmethod
-    def read(cls, path: Path) -> Curves:
+    def read(cls, path: Path) -> PlottedCurves:
         from launcher.plan.rundir import RunDir
         from schema.wire import event_file
 
@@ -193,7 +193,7 @@ class Curves:
         yield from ((record, later[record.prompt]) for record in first if record.prompt in later)
 
 
-def draw(runs: list[Curves], output: Path) -> None:
+def draw(runs: list[PlottedCurves], output: Path) -> None:
     """Draw the picture. Raises OSError, and ValueError for an ending that matplotlib does not have."""
     import matplotlib as mpl
 
@@ -239,7 +239,7 @@ def draw(runs: list[Curves], output: Path) -> None:
     plt.close(figure)
 
 
-def _held_out(axis: Axes, run: Curves, color: str, *, labelled: bool) -> None:
+def _held_out(axis: Axes, run: PlottedCurves, color: str, *, labelled: bool) -> None:
     known = [(record.version, record.value) for record in run.course.validations]
     points = [(version, score) for version, score in known if score is not None]
     percent = all(record.loss is None for record in run.course.validations)
@@ -271,7 +271,7 @@ def _short(text: str, lines: int) -> str:
     return "\n           ".join(wrapped)
 
 
-def _staleness(axis: Axes, runs: list[Curves]) -> None:
+def _staleness(axis: Axes, runs: list[PlottedCurves]) -> None:
     for number, run in enumerate(runs):
         axis.plot(*run.metric("staleness_mean"), color=f"C{number}")
     axis.set_title("staleness of trained samples (steps)", fontsize=11)

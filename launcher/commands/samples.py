@@ -11,7 +11,7 @@ from launcher.commands.options import AsJson, Overrides, Targets, print_json
 from launcher.errors import LaunchError
 
 if TYPE_CHECKING:
-    from launcher.job.remote import Target
+    from launcher.job.remote import RemoteJob
     from schema.wire.messages import GroupKind, SampleRecord
     from schema.wire.sample_file import Order
 
@@ -65,7 +65,7 @@ def samples(
 
 
 def _find(
-    target: Target, kind: GroupKind | None, step: int | None, order: Order | None, limit: int
+    target: RemoteJob, kind: GroupKind | None, step: int | None, order: Order | None, limit: int
 ) -> list[SampleRecord]:
     from schema.wire import sample_file
 
@@ -77,7 +77,7 @@ def _find(
     return sample_file.find(folder, kind=kind, step=step, order=order, limit=limit)
 
 
-def _nothing(target: Target, kind: GroupKind | None, errors: bool) -> str:
+def _nothing(target: RemoteJob, kind: GroupKind | None, errors: bool) -> str:
     from schema.wire import sample_file
 
     if target.run is not None and not target.run.is_alive() and not (target.run.path / "samples").is_dir():

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LaunchError, NotServingError
-from launcher.job.remote import HOW_TO_GET_IN, Target
+from launcher.job.remote import HOW_TO_GET_IN, RemoteJob
 from launcher.plan.checkpoints import newest_checkpoint
 from launcher.plan.rundir import RunDir
 from launcher.restarts import EXIT_FAILED, EXIT_OK
@@ -37,7 +37,7 @@ ENDED = frozenset({"finished", "stopped", "failed", "killed"})
 BAD = frozenset({"failed", "killed", "leaving"})
 
 
-def find_status(target: Target) -> dict[str, Any]:
+def find_status(target: RemoteJob) -> dict[str, Any]:
     """Everything that is known, as JSON-compatible values. Raises LaunchError if nothing can be found out."""
     facts: dict[str, Any] = dict.fromkeys(
         ("launcher", "checkpoint", "summary", "status", "ledger", "replicas", "autoscale", "error", "history")
@@ -62,7 +62,7 @@ def exit_code(facts: Mapping[str, Any]) -> int:
     return EXIT_FAILED if facts["state"] in BAD else EXIT_OK
 
 
-def _ask(target: Target) -> dict[str, Any]:
+def _ask(target: RemoteJob) -> dict[str, Any]:
     from controller.client import calls as api
 
     return {
@@ -73,7 +73,7 @@ def _ask(target: Target) -> dict[str, Any]:
     }
 
 
-def _local(target: Target, run: RunDir) -> dict[str, Any]:
+def _local(target: RemoteJob, run: RunDir) -> dict[str, Any]:
     checkpoint, config = newest_checkpoint(run.checkpoints), run.written_config() or {}
     answers = (config.get("evaluation") or {}).get("dataset") or {}
     facts: dict[str, Any] = {
@@ -116,7 +116,7 @@ def _history(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _alive(target: Target, ending: bool) -> dict[str, Any]:
+def _alive(target: RemoteJob, ending: bool) -> dict[str, Any]:
     """Return the state of a run with a launcher. The controller of one that ends may be gone, and is not needed."""
     if not target.address():
         return {"state": "ending" if ending else "starting"}

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 
 from launcher.errors import LaunchError
-from launcher.job.remote import Target, no_controller
+from launcher.job.remote import RemoteJob, no_controller
 from launcher.locks import has_open
-from launcher.plan.rundir import Holder, RunDir
+from launcher.plan.rundir import RunDir, RunHolder
 from launcher.restarts import EXIT_FAILED
 
 POLL = 0.1
@@ -34,7 +34,7 @@ KILL_SECONDS = 30.0
 """For killed processes to be gone: only one in an uninterruptible system call takes longer."""
 
 
-def stop(target: Target, *, now: bool, wait: float) -> str:
+def stop(target: RemoteJob, *, now: bool, wait: float) -> str:
     """End the job; what was done, for people. Raises LaunchError if it cannot be, or is not over after `wait` s."""
     if target.run is None:
         return _stop_by_url(target, now=now, wait=wait)
@@ -52,7 +52,7 @@ def stop(target: Target, *, now: bool, wait: float) -> str:
     return f"{done}, and all its processes have left" if wait else f"{done}; its processes are leaving"
 
 
-def _ask_to_stop(target: Target, run: RunDir) -> str:
+def _ask_to_stop(target: RemoteJob, run: RunDir) -> str:
     """Through the controller, else by a Ctrl-C; never by a second one, which would kill what ends in order."""
     from controller.client import calls as api
 
@@ -70,7 +70,7 @@ def _ask_to_stop(target: Target, run: RunDir) -> str:
         return f"its controller does not answer: its launcher (pid {holder.pid}) was signalled to stop"
 
 
-def _stop_without_launcher(target: Target, run: RunDir, now: bool) -> str:
+def _stop_without_launcher(target: RemoteJob, run: RunDir, now: bool) -> str:
     left = run.leaving()
     if not left:
         raise no_controller(target)
@@ -124,7 +124,7 @@ def _not_over(run: RunDir, seconds: float) -> LaunchError:
     )
 
 
-def _stop_by_url(target: Target, *, now: bool, wait: float) -> str:
+def _stop_by_url(target: RemoteJob, *, now: bool, wait: float) -> str:
     from controller.client import calls as api
 
     if now:
@@ -145,7 +145,7 @@ def _stop_by_url(target: Target, *, now: bool, wait: float) -> str:
     return f"{phase}; its processes are leaving"
 
 
-def signal_launcher(run: RunDir, holder: Holder, number: signal.Signals) -> bool:
+def signal_launcher(run: RunDir, holder: RunHolder, number: signal.Signals) -> bool:
     """Signal the launcher of a run; False if it has gone. Raises LaunchError if another process has been named."""
 
     def is_meant() -> bool:

@@ -38,7 +38,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RunResult:
     """How a run ended, for the caller and for `summary.json`. Times are seconds."""
 
     exit_code: int

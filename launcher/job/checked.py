@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from launcher.errors import LaunchError
-from launcher.job.request import Request
+from launcher.job.request import LaunchRequest
 from launcher.plan.machine import Machine, find_machine
 from launcher.preflight.checks import check_all
 from launcher.resolved_config import values
@@ -17,7 +17,7 @@ from schema.config.loading.load import load
 class Checked:
     """A configuration that can run on this machine."""
 
-    request: Request
+    request: LaunchRequest
     config: Config
     machine: Machine
     warnings: list[Problem]
@@ -31,7 +31,7 @@ class Checked:
         return asked and not self.config.is_evaluation
 
 
-def check(request: Request, *, joins: bool = False) -> Checked:
+def check(request: LaunchRequest, *, joins: bool = False) -> Checked:
     """Load and check everything that can be checked before a process starts. Raises ConfigError.
 
     joins: controller and Redis are another machine's.

@@ -45,7 +45,7 @@ def refuse_finished(run: RunDir) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """A start that has its run directory. goes_on: whether an earlier start made it."""
 
     checked: Checked
@@ -55,7 +55,7 @@ class Start:
 
 
 @contextmanager
-def opened(checked: Checked) -> Iterator[Start]:
+def opened(checked: Checked) -> Iterator[RunStart]:
     """Choose and lock the run directory. Raises LaunchError, and FinishedError before anything is changed."""
     config, resumes = checked.config, checked.resumes
     run, goes_on = claim(config, resumes)
@@ -76,7 +76,7 @@ def opened(checked: Checked) -> Iterator[Start]:
             elif resumes:
                 screen.event(f"nothing to resume in {config.train.output_dir}: starting afresh")
             screen.event(f"{'continuing' if goes_on else 'run directory'} {run.path}")
-            yield Start(checked, run, goes_on, screen)
+            yield RunStart(checked, run, goes_on, screen)
             run.sweep()
         finally:
             screen.close()

@@ -16,8 +16,8 @@ from typing import Any
 
 from launcher.display.screen import Screen
 from launcher.display.summary import FORMAT
-from launcher.job.directory import Start
-from launcher.plan.placement import Replica, evaluation
+from launcher.job.directory import RunStart
+from launcher.plan.placement import PlacedReplica, evaluation
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.host import Folders
 from launcher.processes.logs import tail
@@ -55,7 +55,7 @@ async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: 
 
 
 async def _step(
-    supervisor: Supervisor, replica: Replica, interrupts: asyncio.Queue[int], screen: Screen
+    supervisor: Supervisor, replica: PlacedReplica, interrupts: asyncio.Queue[int], screen: Screen
 ) -> int:
     """One process to its end, its last line shown whenever it changes."""
     supervised = supervisor.launch(replica)
@@ -100,7 +100,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def run_evaluation(start: Start) -> int:
+def run_evaluation(start: RunStart) -> int:
     """Run an evaluation in its run directory; the exit code."""
     began, run, screen, config = time.monotonic(), start.run, start.screen, start.checked.config
     run.write_config(config)

@@ -25,15 +25,15 @@ from typing import Any
 from controller.client import ControllerError
 from controller.client import calls as api
 from launcher.display.screen import Screen
-from launcher.display.summary import Collected, Result
+from launcher.display.summary import Collected, RunResult
 from launcher.display.view import View, duration
 from launcher.job.controller_link import BRIEF, ControllerLink
-from launcher.job.event_log import EventLog
-from launcher.job.plan import Outcome, Plan
+from launcher.job.launcher_log import LauncherLog
+from launcher.job.plan import JobOutcome, JobPlan
 from launcher.job.redis_pulse import RedisPulse
 from launcher.job.scaling import LocalScaling
 from launcher.job.trackers import Trackers
-from launcher.job.watch import Watch, blame
+from launcher.job.watch import JobWatch, blame
 from launcher.plan import placement, redis_server
 from launcher.plan.credentials import environment, withheld
 from launcher.plan.placement import ProcessSpec
@@ -62,7 +62,11 @@ class Job:
     """One start of `cosmos-launch`."""
 
     def __init__(
-        self, plan: Plan, screen: Screen, early: Sequence[int] = (), hosts: Mapping[int, Host] | None = None
+        self,
+        plan: JobPlan,
+        screen: Screen,
+        early: Sequence[int] = (),
+        hosts: Mapping[int, Host] | None = None,
     ) -> None:
         """early: signals that came before this; read when the job begins to handle them itself. hosts: the other
         machines, by the number of the node."""
@@ -76,8 +80,8 @@ class Job:
         self.supervisor, self._grace = Supervisor(setting, self), setting.grace
         self.link = ControllerLink(plan.site.url, plan.tokens.user, config.controller.tls_ca or None)
         self._started = time.monotonic()
-        self.event_log = EventLog(run.launcher_json, run.logs / "launcher.log")
-        self.watch = Watch(plan, self.link, self.supervisor, self.view, self.event)
+        self.event_log = LauncherLog(run.launcher_json, run.logs / "launcher.log")
+        self.watch = JobWatch(plan, self.link, self.supervisor, self.view, self.event)
         self.redis = RedisPulse(plan.redis, lambda: self.supervisor.kill("redis"), self.event)
         self.trackers = Trackers(config, run.path, plan.env, self.event)
         rollouts = [*plan.workers, *plan.reserve]
@@ -88,7 +92,7 @@ class Job:
 
     # ---- the whole ----------------------------------------------------------------------------------------
 
-    async def run(self) -> Result:
+    async def run(self) -> RunResult:
         """Run the job to its end, whatever that is; leaves no process behind."""
         ask = partial(self._send, self._ask_for_checkpoint)
         try:
@@ -111,7 +115,7 @@ class Job:
                 signal.signal(number, signal.SIG_IGN)
         return self._result(outcome, collected)
 
-    async def _until_over(self, interrupts: asyncio.Queue[int]) -> Outcome:
+    async def _until_over(self, interrupts: asyncio.Queue[int]) -> JobOutcome:
         drive = asyncio.create_task(self._drive())
         over: set[asyncio.Future[Any]] = {drive, self.supervisor.ended}
         number = await attended(asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED), interrupts)
@@ -125,9 +129,9 @@ class Job:
         if self.supervisor.ended.done():
             return _blamed(self.supervisor.ended.result())
         assert number is not None
-        return Outcome("stopped", 128 + number, f"by {signal.Signals(number).name}")
+        return JobOutcome("stopped", 128 + number, f"by {signal.Signals(number).name}")
 
-    async def _unless_killed(self, outcome: Outcome, interrupts: asyncio.Queue[int]) -> Collected:
+    async def _unless_killed(self, outcome: JobOutcome, interrupts: asyncio.Queue[int]) -> Collected:
         """End the job in order; the second Ctrl-C ends it at once."""
         self.view.stopping = outcome.name == "stopped"
         self.event_log.ending = outcome.name + (f": {outcome.reason}" if outcome.reason else "")
@@ -144,11 +148,11 @@ class Job:
         await self.supervisor.kill_all()
         return Collected(status=self.view.status)
 
-    def _result(self, outcome: Outcome, collected: Collected) -> Result:
+    def _result(self, outcome: JobOutcome, collected: Collected) -> RunResult:
         restarts = {name: kept.restarts.total for name, kept in self.supervisor.replicas.items()}
         elapsed, run = time.monotonic() - self._started, self.plan.run
         how = outcome.exit_code, outcome.name, outcome.reason
-        result = Result(*how, run.path, elapsed, collected, restarts, run.earlier())
+        result = RunResult(*how, run.path, elapsed, collected, restarts, run.earlier())
         result.write()
         if outcome.lines:
             self.screen.write(f"last lines of {outcome.blame}:" if outcome.blame else "the error in full:")
@@ -157,7 +161,7 @@ class Job:
 
     # ---- start --------------------------------------------------------------------------------------------
 
-    async def _drive(self) -> Outcome:
+    async def _drive(self) -> JobOutcome:
         plan, config, logs = self.plan, self.plan.config, self.plan.run.logs
         if names := withheld(config, plan.env):
             self.event(
@@ -191,7 +195,7 @@ class Job:
         self.trackers.start()  # the controller has made the job's id
         self.view.stage = "waiting for replicas"
         if plan.continued and not await self._reopen():
-            return Outcome("finished", EXIT_OK, "it was finished before")
+            return JobOutcome("finished", EXIT_OK, "it was finished before")
         if plan.continued:
             self._launch_workers()
         if config.is_grpo:
@@ -220,7 +224,7 @@ class Job:
         self.event(f"going on after {status.step} of {status.total_steps} steps")
         return status.phase is not Phase.FINISHED
 
-    async def _prepare_data(self, data: Supervised) -> Outcome | None:
+    async def _prepare_data(self, data: Supervised) -> JobOutcome | None:
         """Wait for the preparation; the supervisor's verdict if it failed, which ends the job."""
         log_file = self.plan.run.logs / "data.log"
         while not data.done.is_set():
@@ -314,7 +318,7 @@ class Job:
 
     # ---- end ----------------------------------------------------------------------------------------------
 
-    async def _finish(self, outcome: Outcome) -> Collected:
+    async def _finish(self, outcome: JobOutcome) -> Collected:
         self.scaling.over = True
         services = (Role.CONTROLLER, Role.REDIS)
         workers = [
@@ -399,8 +403,8 @@ class Job:
             self.event(f"SIGUSR1: a checkpoint is saved after step {done.step}")
 
 
-def _blamed(ending: Ending) -> Outcome:
+def _blamed(ending: Ending) -> JobOutcome:
     verdict: EndJob = ending.verdict
     exit_ = ending.exit
     lines, blame = (exit_.lines, exit_.log_file) if exit_ else ((), None)
-    return Outcome("failed", verdict.exit_code, verdict.reason, lines, blame)
+    return JobOutcome("failed", verdict.exit_code, verdict.reason, lines, blame)

@@ -20,22 +20,22 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from launcher.job.checked import check, check_start
-from launcher.job.directory import FinishedError, Start, opened, refuse_finished
-from launcher.job.request import Cluster, Request
+from launcher.job.directory import FinishedError, RunStart, opened, refuse_finished
+from launcher.job.request import Cluster, LaunchRequest
 from launcher.nodes.announcement import HeadAddress
 from launcher.plan.addresses import Site, free_port, reachable_elsewhere, url_of
-from launcher.plan.rundir import Tokens, named_or_newest
+from launcher.plan.rundir import RunTokens, named_or_newest
 from launcher.processes.signals import note_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_OK
 from schema.config.chat_template import changed_since
 from schema.util.tls import server_context
 
 if TYPE_CHECKING:
-    from launcher.display.summary import Result
+    from launcher.display.summary import RunResult
     from launcher.nodes.head import NodeServer
 
 
-def launch(request: Request) -> int:
+def launch(request: LaunchRequest) -> int:
     """Run what is requested, or this machine's part of it, to its end; the exit code.
 
     Raises ConfigError, LaunchError before anything starts.
@@ -48,7 +48,7 @@ def launch(request: Request) -> int:
         return EXIT_OK
 
 
-def lead(request: Request) -> int:
+def lead(request: LaunchRequest) -> int:
     """Run a job, or an evaluation, from here."""
     request = request.continued()
     if request.run is not None:
@@ -63,7 +63,7 @@ def lead(request: Request) -> int:
         return train(start)
 
 
-def follow(request: Request, cluster: Cluster) -> int:
+def follow(request: LaunchRequest, cluster: Cluster) -> int:
     """Join the job of another machine as a node, until that job has ended."""
     checked = check(request, joins=True)
     check_start(checked)
@@ -83,7 +83,7 @@ def follow(request: Request, cluster: Cluster) -> int:
         screen.close()
 
 
-def train(start: Start) -> int:
+def train(start: RunStart) -> int:
     """Plan the job, run it, and show how it ended."""
     early = note_signals()
     import asyncio
@@ -105,7 +105,7 @@ def train(start: Start) -> int:
     return result.exit_code
 
 
-async def _run(start: Start, tokens: Tokens, reuse_data: bool, early: Sequence[int]) -> Result:
+async def _run(start: RunStart, tokens: RunTokens, reuse_data: bool, early: Sequence[int]) -> RunResult:
     """Run the job on this machine, or on all of its cluster. early: signals that arrive before it handles them."""
     from launcher.job.job import Job
     from launcher.job.plan import plan
@@ -124,7 +124,7 @@ async def _run(start: Start, tokens: Tokens, reuse_data: bool, early: Sequence[i
 
 @asynccontextmanager
 async def _nodes(
-    start: Start, head: HeadAddress, early: Sequence[int]
+    start: RunStart, head: HeadAddress, early: Sequence[int]
 ) -> AsyncIterator[tuple[NodeServer, Site]]:
     """Wait for the other machines at the address of the head. Raises LaunchError: some do not come."""
     from launcher.nodes.agreement import facts

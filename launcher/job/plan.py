@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from launcher.job.directory import Start
+from launcher.job.directory import RunStart
 from launcher.plan import redis_server
 from launcher.plan.addresses import Site
 from launcher.plan.needs import PlacementError
-from launcher.plan.placement import Replica, place_elastic
+from launcher.plan.placement import PlacedReplica, place_elastic
 from launcher.plan.redis_server import RedisServer
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.plan.rundir import RunDir, RunTokens
 from schema.config import Config, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """Why the job ended. `blame` is a log file whose last lines explain it."""
 
     name: Literal["finished", "failed", "stopped"]
@@ -29,24 +29,24 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """Everything that was decided before the first process starts."""
 
     config: Config
     run: RunDir
-    tokens: Tokens
+    tokens: RunTokens
     site: Site
     redis: RedisServer
-    workers: list[Replica]
+    workers: list[PlacedReplica]
     reuse_data: bool
     continued: bool
     """Whether an earlier start of this run left its state in Redis."""
     env: Mapping[str, str]
-    reserve: Sequence[Replica] = ()
+    reserve: Sequence[PlacedReplica] = ()
     """Rollout replicas that there is room for, started when they are needed."""
 
 
-def plan(start: Start, site: Site, tokens: Tokens, reuse_data: bool) -> Plan:
+def plan(start: RunStart, site: Site, tokens: RunTokens, reuse_data: bool) -> JobPlan:
     """Decide what runs where. Raises ConfigError: the job does not fit the machines."""
     checked, run = start.checked, start.run
     config, request = checked.config, checked.request
@@ -55,7 +55,7 @@ def plan(start: Start, site: Site, tokens: Tokens, reuse_data: bool) -> Plan:
     except PlacementError as error:  # of what other machines have, which nobody knew before
         raise ConfigError([error.problem]) from None
     redis = redis_server.named(config.redis, request.env) or redis_server.embedded(run.redis)
-    return Plan(
+    return JobPlan(
         config=config, run=run, tokens=tokens, site=site, redis=redis, workers=workers, reserve=reserve,
         reuse_data=reuse_data, continued=start.goes_on, env=request.env,
     )  # fmt: skip

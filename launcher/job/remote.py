@@ -33,7 +33,7 @@ HOW_TO_GET_IN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RemoteJob:
     """A job: known by its run directory, or only by the address of its controller."""
 
     run: RunDir | None
@@ -92,7 +92,7 @@ class Target:
         return LaunchError(str(error), hint, EXIT_FAILED)
 
 
-def no_controller(target: Target) -> LaunchError:
+def no_controller(target: RemoteJob) -> LaunchError:
     """Why no controller can be asked."""
     assert target.run is not None
     if target.run.is_alive():
@@ -115,7 +115,7 @@ def no_controller(target: Target) -> LaunchError:
     )
 
 
-def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> Target:
+def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> RemoteJob:
     """Find the job. Raises LaunchError (nothing there, no token) or ConfigError (a broken configuration)."""
     target = targets[0] if targets else None
     is_url = target is not None and target.startswith(("http://", "https://"))
@@ -129,9 +129,9 @@ def find(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str
     if target is not None and is_url:
         if not token:
             raise LaunchError(f"COSMOS_TOKEN is not set: {target} requires a token", HOW_TO_GET_IN)
-        return Target(None, target, token)
+        return RemoteJob(None, target, token)
     run = _run_of(targets, overrides, env)
-    return Target(run, token=run.read_token() or (token if run.is_own else ""))
+    return RemoteJob(run, token=run.read_token() or (token if run.is_own else ""))
 
 
 def _run_of(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, str]) -> RunDir:

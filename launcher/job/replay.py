@@ -28,7 +28,7 @@ from launcher.paths import leaves, resolved
 from launcher.plan import nsight, placement
 from launcher.plan.machine import find_machine
 from launcher.plan.needs import PlacementError
-from launcher.plan.placement import Replica
+from launcher.plan.placement import PlacedReplica
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
 from launcher.processes.share import until_left
@@ -57,7 +57,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReplayOptions:
     """The steps to train again. first, count: None is from the oldest recorded step, and all that follow."""
 
     run: RunDir
@@ -69,7 +69,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Changes:
+class ConfigChanges:
     """The keys that differ from the run's config.toml; `settings_digest` of the file, and with them."""
 
     keys: list[str]
@@ -77,7 +77,7 @@ class Changes:
     now: str
 
 
-def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
+def replay(wanted: ReplayOptions, env: Mapping[str, str]) -> int:
     """Train, show, and answer the exit code; an interrupt ends it. Logs of a failure stay.
 
     Raises ConfigError, LaunchError before anything starts, see `read_config`, `survey`, `placement.replay`.
@@ -106,7 +106,7 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
             replica = placement.replay(config, find_machine(env), ranks, [str(run.path), *spelled])
         except PlacementError as error:
             raise ConfigError([error.problem]) from None
-        screen = Screen(str(run.path), recorded, changes, wanted.as_json)
+        screen = ReplayScreen(str(run.path), recorded, changes, wanted.as_json)
         setting = Setting(
             Folders(directory, directory, run.profiles),
             nsight.grace(config),
@@ -124,7 +124,9 @@ def replay(wanted: Wanted, env: Mapping[str, str]) -> int:
 # ---- what is replayed -----------------------------------------------------------------------------------------
 
 
-def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -> tuple[Config, Changes]:
+def read_config(
+    run: RunDir, overrides: Sequence[str], env: Mapping[str, str]
+) -> tuple[Config, ConfigChanges]:
     """The run's configuration with `--set` and the environment on top, and what these change.
 
     Raises ConfigError: it is wrong, or was already; LaunchError: there is none, or a changed key would not be read.
@@ -147,7 +149,7 @@ def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -
             f"{unread[0]} is not read by a replay: it trains recorded batches, and nothing else runs",
             "keys of [train], [policy], [profiler], [placement] and [launcher] may change",
         )
-    return config, Changes(changed, settings_digest(written), settings_digest(config))
+    return config, ConfigChanges(changed, settings_digest(written), settings_digest(config))
 
 
 def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts]:
@@ -196,7 +198,7 @@ def sweep(profiles: Path) -> None:
 
 
 @dataclass
-class Follower:
+class RecordFollower:
     """The records that are appended to a file, each once it is a whole line."""
 
     path: Path
@@ -212,12 +214,14 @@ class Follower:
                 yield json.loads(line)
 
 
-async def run_ranks(replica: Replica, output: Path, setting: Setting, show: Callable[[Record], None]) -> int:
+async def run_ranks(
+    replica: PlacedReplica, output: Path, setting: Setting, show: Callable[[Record], None]
+) -> int:
     """All ranks to their end, and what they report meanwhile; the exit code. Leaves no process behind.
 
     The first signal asks the ranks to leave, so that they write what they have recorded; the second one kills them.
     """
-    supervisor, reported = Supervisor(setting, Always(ONCE)), Follower(output)
+    supervisor, reported = Supervisor(setting, Always(ONCE)), RecordFollower(output)
 
     def show_new() -> None:
         for record in reported.new():
@@ -258,12 +262,12 @@ def _complain(text: str) -> None:
 
 
 @dataclass
-class Screen:
+class ReplayScreen:
     """Shows what the ranks report. recorded: of each step, what its file says of the run then."""
 
     run: str
     recorded: Mapping[int, Facts]
-    changes: Changes
+    changes: ConfigChanges
     as_json: bool
     _steps: list[Record] = field(default_factory=list)
 
@@ -289,7 +293,7 @@ class Screen:
             typer.echo(visible(text_of(record)), err=record["event"] == "warning")
 
 
-def differences(begin: Mapping[str, Any], recorded: Mapping[int, Facts], changes: Changes) -> list[str]:
+def differences(begin: Mapping[str, Any], recorded: Mapping[int, Facts], changes: ConfigChanges) -> list[str]:
     """Why the numbers of a replay are not those of the run; empty: they are.
 
     recorded: of each step. One that was trained after a resume may have been trained otherwise.

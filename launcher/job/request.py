@@ -37,7 +37,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LaunchRequest:
     """A start that is requested.
 
     resume: None for a run of its own, else what follows `--resume`. cluster: where this machine is one of several.
@@ -52,7 +52,7 @@ class Request:
     rollouts: bool = True
     run: RunDir | None = None
 
-    def continued(self) -> Request:
+    def continued(self) -> LaunchRequest:
         """The request with the run that it names, whose configuration counts where no other is given.
 
         Raises LaunchError: the run does not exist, it is alive, or its configuration is missing.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from controller.client import ControllerError
 from controller.client import calls as api
 from launcher.job.controller_link import ControllerLink
-from launcher.plan.placement import Replica
+from launcher.plan.placement import PlacedReplica
 from launcher.processes.supervisor import Supervisor
 from launcher.restarts import Role
 from schema.wire.messages import ReplicaInfo
@@ -28,7 +28,7 @@ LOOK = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ReplicaChange:
     """Names to start, and to end."""
 
     start: Sequence[str] = ()
@@ -41,7 +41,7 @@ def changes(
     running: Collection[str],
     leaving: Collection[str],
     leases: Mapping[str, int],
-) -> Change:
+) -> ReplicaChange:
     """Choose what to start and to end for `desired` replicas of ours. Pure.
 
     names: all that there is room for, those of the start first. running: whose processes are up or about to be.
@@ -52,7 +52,7 @@ def changes(
     staying = [name for name in names if name in running and name not in leaving]
     free = [name for name in names if name not in running]
     order = sorted(staying, key=lambda name: (leases.get(name, -1), -names.index(name)))
-    return Change(free[: max(0, desired - len(staying))], order[: max(0, len(staying) - desired)])
+    return ReplicaChange(free[: max(0, desired - len(staying))], order[: max(0, len(staying) - desired)])
 
 
 class LocalScaling:
@@ -60,7 +60,7 @@ class LocalScaling:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[PlacedReplica],
         link: ControllerLink,
         supervisor: Supervisor,
         event: Callable[[str], None],

@@ -46,7 +46,7 @@ class Trackers:
         self._command = command(config, run_dir)
         self._run_dir, self._event = run_dir, event
         self._env = given_to_trackers(config.logging.logger, env)
-        self._settings = keeper.Settings(
+        self._settings = keeper.KeeperSettings(
             os.getpid(), CLOSE_SECONDS, str(run_dir / ".locks" / "trackers.lock")
         )
         self._process: asyncio.subprocess.Process | None = None

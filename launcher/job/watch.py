@@ -13,7 +13,7 @@ from controller.client import ControllerError, NotServing, Unauthorized
 from controller.client import calls as api
 from launcher.display.view import View, sample_line
 from launcher.job.controller_link import ControllerLink
-from launcher.job.plan import Outcome, Plan
+from launcher.job.plan import JobOutcome, JobPlan
 from launcher.plan import nsight
 from launcher.processes.logs import tail
 from launcher.processes.supervisor import Supervisor
@@ -32,12 +32,12 @@ HUNG_AFTER = 60.0
 """Seconds without any answer after which a controller whose process lives is killed and restarted."""
 
 
-class Watch:
+class JobWatch:
     """Keeps the view up to date until the job is over."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: JobPlan,
         link: ControllerLink,
         supervisor: Supervisor,
         view: View,
@@ -50,7 +50,7 @@ class Watch:
         self._unseen = {replica.name for replica in plan.workers}
         """Replicas that have not registered yet."""
 
-    async def until_over(self) -> Outcome:
+    async def until_over(self) -> JobOutcome:
         """Follow the controller until the job is over."""
         silent_since: float | None = None
         while True:
@@ -125,24 +125,24 @@ class Watch:
             )
             self._supervisor.kill(info.name)
 
-    def _judge(self) -> Outcome | None:
+    def _judge(self) -> JobOutcome | None:
         status = self._view.status
         if status is None or status.phase not in TERMINAL_PHASES:
             return None
         if status.phase is Phase.FINISHED:
-            return Outcome("finished", EXIT_OK, status.note)
+            return JobOutcome("finished", EXIT_OK, status.note)
         if status.phase is Phase.STOPPED:
-            return Outcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
+            return JobOutcome("stopped", 128 + signal.SIGINT, "by `cosmos-launch stop` or the API")
         if status.traceback:
             lines = visible(status.traceback).split("\n")
-            return Outcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
+            return JobOutcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
         culprit = min(self._unseen, default="controller")  # one that did not register has written why
         return blame(
             self._logs, culprit, status.last_error or "the controller reports that the job has failed"
         )
 
 
-def blame(logs: Path, process: str, reason: str) -> Outcome:
+def blame(logs: Path, process: str, reason: str) -> JobOutcome:
     """A failure that the end of a process's log explains."""
     log_file = next(iter(sorted(logs.glob(f"{process}*.log"))), logs / f"{process}.log")
-    return Outcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)
+    return JobOutcome("failed", EXIT_FAILED, reason, tuple(tail(log_file)), log_file)

@@ -26,14 +26,14 @@ from launcher.nodes.announcement import (
     place_of,
     shared_directories,
 )
-from launcher.nodes.link import BUFFER, PROVE, Link, LinkClosedError, RefusedError
+from launcher.nodes.link import BUFFER, PROVE, LinkClosedError, NodeLink, RefusedError
 from launcher.nodes.orders import OrderError, Orders, run_of
 from launcher.plan import nsight
 from launcher.plan.credentials import trust
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
-from launcher.processes.host import End, Folders, LocalHost, LocalProcess, Order, escalation
+from launcher.processes.host import Folders, LocalHost, LocalProcess, ProcessEnd, ProcessOrder, escalation
 from launcher.processes.share import attended
 from launcher.processes.signals import queued_signals
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, SIGNALLED
@@ -181,7 +181,7 @@ async def _proven(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     place: Path,
-) -> Link:
+) -> NodeLink:
     """The link, once what listens has proven that it is the announced head. Raises LinkClosedError: it has not."""
     head, why = joining.head, f"it has not proven anything for {PROVE:g} s"
     try:
@@ -192,7 +192,7 @@ async def _proven(
         try:
             async with asyncio.timeout(PROVE):
                 silence = joining.config.controller.heartbeat_timeout
-                return await Link.to_head(reader, writer, silence, announced.token, head)
+                return await NodeLink.to_head(reader, writer, silence, announced.token, head)
         except (ProofError, TimeoutError) as error:
             why = str(error) or why
         raise LinkClosedError(
@@ -235,7 +235,7 @@ class Node:
     """A machine that was taken in."""
 
     def __init__(
-        self, joining: Joining, link: Link, run: RunDir, number: int, event: Callable[[str], None]
+        self, joining: Joining, link: NodeLink, run: RunDir, number: int, event: Callable[[str], None]
     ) -> None:
         self._joining, self._link, self._event = joining, link, event
         self._grace = nsight.grace(joining.config)
@@ -305,7 +305,7 @@ class Node:
                 raise OrderError(f"{spec.name}, number {message.number} of this connection, runs already")
             name = spec.name
             self._names.add(name)
-            process = await self._host.spawn(Order(spec, {}))
+            process = await self._host.spawn(ProcessOrder(spec, {}))
         except (OSError, OrderError) as error:
             self._names.discard(name)
             verb = "refuses" if isinstance(error, OrderError) else "cannot start a process"
@@ -316,7 +316,7 @@ class Node:
         self._processes[message.number] = process
         self._event(f"{spec.name} is started (pid {process.pid})")
         self._link.send(m.Started(number=message.number, pid=process.pid))
-        end: End = await process.wait()
+        end: ProcessEnd = await process.wait()
         del self._processes[message.number]
         self._names.discard(name)
         self._event(f"{spec.name} has ended (exit code {end.code})")

@@ -26,13 +26,13 @@ from launcher.nodes.announcement import (
     place_of,
     shared_directories,
 )
-from launcher.nodes.link import Link, LinkClosedError
+from launcher.nodes.link import LinkClosedError, NodeLink
 from launcher.nodes.listener import NodeListener
 from launcher.nodes.orders import SENT
 from launcher.plan.machine import Machine
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
-from launcher.processes.host import End, HostLostError, Order
+from launcher.processes.host import HostLostError, ProcessEnd, ProcessOrder
 from launcher.processes.supervisor import LOST
 from schema.config import Config
 
@@ -52,20 +52,20 @@ class NodeProcess:
         self._host, self._number, self.pid = host, number, 0
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
-        self._end: asyncio.Future[End] = loop.create_future()
+        self._end: asyncio.Future[ProcessEnd] = loop.create_future()
 
     @property
     def ended(self) -> bool:
         return self._end.done()
 
-    async def wait(self) -> End:
+    async def wait(self) -> ProcessEnd:
         return await asyncio.shield(self._end)
 
     def send_signal(self, number: signal.Signals) -> None:
         if not self.ended:
             self._host.send(m.Signal(number=self._number, signal=int(number)))
 
-    def has_ended(self, end: End) -> None:
+    def has_ended(self, end: ProcessEnd) -> None:
         for future, result in ((self.started, None), (self._end, end)):
             if not future.done():
                 future.set_result(result)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ class NodeHost:
     def __init__(self, number: int, patience: float, event: Callable[[str], None]) -> None:
         self.number, self._patience, self._event = number, patience, event
         self.name, self.machine = f"node {number}", Machine(1)
-        self._link: Link | None = None
+        self._link: NodeLink | None = None
         self._came, self.gone = asyncio.Event(), asyncio.Event()
         self.gone.set()
         self._numbers = itertools.count(1)
@@ -104,7 +104,7 @@ class NodeHost:
                 f"{self.name} did not come back in {self._patience:g} s (controller.start_timeout)"
             ) from None
 
-    async def spawn(self, order: Order) -> NodeProcess:
+    async def spawn(self, order: ProcessOrder) -> NodeProcess:
         process = NodeProcess(self, next(self._numbers))
         if self._link is None:
             process.has_ended(self._loss("it is gone"))
@@ -117,11 +117,11 @@ class NodeHost:
         await process.started
         return process
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.NodeMessage) -> None:
         if self._link is not None:
             self._link.send(message)
 
-    async def serve(self, link: Link, hello: m.Hello) -> None:
+    async def serve(self, link: NodeLink, hello: m.Hello) -> None:
         """Everything that a node says, until it is gone."""
         self.name, self.machine, self._link = f"node {self.number} ({hello.host})", hello.machine, link
         self._came.set()
@@ -154,13 +154,13 @@ class NodeHost:
             return
         if isinstance(message, m.Ended):
             del self._processes[message.number]
-            process.has_ended(End(message.code, message.lines, message.out_of_memory))
+            process.has_ended(ProcessEnd(message.code, message.lines, message.out_of_memory))
         elif not process.started.done():
             process.pid = message.pid
             process.started.set_result(None)
 
-    def _loss(self, why: str) -> End:
-        return End(LOST, lost=f"{self.name} is lost: {why}")
+    def _loss(self, why: str) -> ProcessEnd:
+        return ProcessEnd(LOST, lost=f"{self.name} is lost: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,14 +270,14 @@ class NodeServer:
 
     # ---- one machine that comes -----------------------------------------------------------------------------
 
-    async def _serve(self, link: Link) -> None:
+    async def _serve(self, link: NodeLink) -> None:
         """A machine that has proven the token, until it is gone."""
         try:
             await self._admit(link)
         except (LinkClosedError, TimeoutError) as error:
             self._event(f"a connection from {link.peer} has ended: {error or 'it did not say who it is'}")
 
-    async def _admit(self, link: Link) -> None:
+    async def _admit(self, link: NodeLink) -> None:
         async with asyncio.timeout(HANDSHAKE):
             hello = await link.expect(m.Hello)
         number, refusal = self._number_for(hello)
@@ -299,7 +299,7 @@ class NodeServer:
         finally:
             self._taken.discard(number)
 
-    def _refuse(self, link: Link, hello: m.Hello, refusal: m.Refusal) -> None:
+    def _refuse(self, link: NodeLink, hello: m.Hello, refusal: m.Refusal) -> None:
         link.send(refusal)
         if not refusal.again:
             self._event(
@@ -336,7 +336,7 @@ class NodeServer:
             )
         return None
 
-    async def _prove(self, link: Link) -> m.Refusal | None:
+    async def _prove(self, link: NodeLink) -> m.Refusal | None:
         """Whether what must be shared is: the machine writes a file into each directory, and we see it."""
         name, terms = f".node-{secrets.token_hex(16)}", self._terms
         directories = shared_directories(terms.config, terms.run)

@@ -17,7 +17,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from launcher.nodes.announcement import HeadAddress
-from launcher.nodes.messages import ADAPTER, AnyMessage, Beat, Message, Refusal
+from launcher.nodes.messages import ADAPTER, AnyMessage, Beat, NodeMessage, Refusal
 from schema.util.proof import Handshake, Speaker
 from schema.util.proof_exchange import (
     ANSWER_BYTES,
@@ -30,7 +30,7 @@ from schema.util.proof_exchange import (
     ServerProof,
 )
 
-T = TypeVar("T", bound=Message)
+T = TypeVar("T", bound=NodeMessage)
 
 PURPOSE = "cosmos-launch: head and node"
 PROVE = 10.0
@@ -56,7 +56,7 @@ class RefusedError(LinkClosedError):
         self.refusal = refusal
 
 
-class Link:
+class NodeLink:
     """A connection whose two ends are proven. Made by `to_head` and `to_node`."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Link:
         silence: float,
         token: str,
         head: HeadAddress,
-    ) -> Link:
+    ) -> NodeLink:
         """Prove this node to the head, once that has proven itself. Raises `ProofError`; the caller closes `writer`.
 
         head: as it was dialled.
@@ -100,7 +100,7 @@ class Link:
         silence: float,
         token: str,
         head: HeadAddress,
-    ) -> Link:
+    ) -> NodeLink:
         """Prove this head to a node, and wait for its proof. Raises `ProofError`; the caller closes `writer`."""
         prover = ServerProof(PURPOSE, token, await _exactly(reader, OPENING_BYTES), (str(head),))
         writer.write(prover.answer)
@@ -117,7 +117,7 @@ class Link:
         """Our own, by which the other side reaches us."""
         return str((self._writer.get_extra_info("sockname") or ("?",))[0])
 
-    def send(self, message: Message) -> None:
+    def send(self, message: NodeMessage) -> None:
         """Put a message on its way; what cannot be sent is noticed by `receive`."""
         if not self._writer.is_closing():
             body = message.model_dump_json().encode()

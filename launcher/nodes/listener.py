@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from launcher.nodes.announcement import HeadAddress
-from launcher.nodes.link import BUFFER, PROVE, Link
+from launcher.nodes.link import BUFFER, PROVE, NodeLink
 from schema.util.proof_exchange import ProofError
 
 MOST_UNPROVEN = 64
@@ -44,7 +44,7 @@ class NodeListener:
         token: str,
         silence: float,
         tls: ssl.SSLContext | None,
-        serve: Callable[[Link], Awaitable[None]],
+        serve: Callable[[NodeLink], Awaitable[None]],
         event: Callable[[str], None],
     ) -> None:
         self._head, self._token, self._silence, self._tls = head, token, silence, tls
@@ -123,7 +123,7 @@ class NodeListener:
             async with asyncio.timeout(PROVE):
                 transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
                 writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-                link = await Link.to_node(reader, writer, self._silence, self._token, self._head)
+                link = await NodeLink.to_node(reader, writer, self._silence, self._token, self._head)
         except (ProofError, OSError, TimeoutError) as error:
             self._count_stranger(address, str(error) or f"it has not proven anything for {PROVE:g} s")
             return

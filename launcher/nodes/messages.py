@@ -16,13 +16,13 @@ Paths = Annotated[dict[str, Text], Field(max_length=64)]
 Facts = Annotated[dict[str, Annotated[str, Field(max_length=256)]], Field(max_length=4096)]
 
 
-class Message(BaseModel):
+class NodeMessage(BaseModel):
     """Base of all."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Hello(Message):
+class Hello(NodeMessage):
     """A machine that wants to be a node. node: its number; None: any that is free. clock: Unix seconds."""
 
     kind: Literal["hello"] = "hello"
@@ -35,7 +35,7 @@ class Hello(Message):
     facts: Facts
 
 
-class Challenge(Message):
+class Challenge(NodeMessage):
     """Write a file of this name into each directory that must be shared, and see whether a port can be reached.
 
     The node has the directories from its own configuration. run: the run's directory.
@@ -47,14 +47,14 @@ class Challenge(Message):
     controller: tuple[Text, int]
 
 
-class Proof(Message):
+class Proof(NodeMessage):
     """faults: by the key of a directory why it cannot be written; `controller` for its port."""
 
     kind: Literal["proof"] = "proof"
     faults: Paths
 
 
-class Refusal(Message):
+class Refusal(NodeMessage):
     """Why this machine is not taken. again: it may try again, its number is still held by a node that is leaving."""
 
     kind: Literal["refusal"] = "refusal"
@@ -63,14 +63,14 @@ class Refusal(Message):
     again: bool = False
 
 
-class Welcome(Message):
+class Welcome(NodeMessage):
     """It is a node. node: its number."""
 
     kind: Literal["welcome"] = "welcome"
     node: int
 
 
-class Layout(Message):
+class Layout(NodeMessage):
     """The basis of placement. machines: of all nodes, the head's first. rollouts: as for `place_elastic`."""
 
     kind: Literal["layout"] = "layout"
@@ -78,7 +78,7 @@ class Layout(Message):
     rollouts: bool
 
 
-class Start(Message):
+class Start(NodeMessage):
     """Start a process of a replica; the node makes its command line itself (`launcher.nodes.orders`).
 
     number: of the process on this connection. replica: number among those of its role. env: `orders.SENT`.
@@ -92,7 +92,7 @@ class Start(Message):
     env: Annotated[dict[Text, Text], Field(max_length=16)]
 
 
-class Signal(Message):
+class Signal(NodeMessage):
     """Send a process one of the signals by which a supervisor ends processes: SIGINT, SIGKILL or SIGTERM."""
 
     kind: Literal["signal"] = "signal"
@@ -100,7 +100,7 @@ class Signal(Message):
     signal: Literal[2, 9, 15]
 
 
-class Started(Message):
+class Started(NodeMessage):
     """pid: of the keeper; 0 where it could not be started, which an `Ended` follows."""
 
     kind: Literal["started"] = "started"
@@ -108,8 +108,8 @@ class Started(Message):
     pid: int
 
 
-class Ended(Message):
-    """See `launcher.processes.host.End`."""
+class Ended(NodeMessage):
+    """See `launcher.processes.host.ProcessEnd`."""
 
     kind: Literal["ended"] = "ended"
     number: int
@@ -124,20 +124,20 @@ class Ended(Message):
         return cls(number=number, code=code, lines=cut, out_of_memory=out_of_memory[:MOST_TEXT])
 
 
-class Beat(Message):
+class Beat(NodeMessage):
     """A sign of life."""
 
     kind: Literal["beat"] = "beat"
 
 
-class Leave(Message):
+class Leave(NodeMessage):
     """The node leaves, on purpose."""
 
     kind: Literal["leave"] = "leave"
     reason: Text
 
 
-class Finish(Message):
+class Finish(NodeMessage):
     """The job is over."""
 
     kind: Literal["finish"] = "finish"

@@ -16,7 +16,7 @@ from launcher.nodes import messages as m
 from launcher.paths import absolute
 from launcher.plan.machine import Machine
 from launcher.plan.needs import PlacementError
-from launcher.plan.placement import ProcessSpec, Replica, place_elastic, process_of
+from launcher.plan.placement import PlacedReplica, ProcessSpec, place_elastic, process_of
 from launcher.plan.rundir import RunDir
 from launcher.restarts import Role
 from schema.config import Config
@@ -49,7 +49,7 @@ class Orders:
 
     def __init__(self, config: Config, machine: Machine, number: int) -> None:
         self._config, self._machine, self._number = config, machine, number
-        self._replicas: list[Replica] = []
+        self._replicas: list[PlacedReplica] = []
 
     def place(self, layout: m.Layout) -> None:
         """Place the job's processes as the head does. Raises OrderError: they are not placed over this machine."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.paths import absolute
-from launcher.plan.rundir import Tokens
+from launcher.plan.rundir import RunTokens
 from launcher.restarts import Role
 from schema.config import Config
 from schema.config.secrets import found_in
@@ -70,7 +70,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def environment(
-    role: Role, tokens: Tokens, url: str, redis_url: str, password: str, tls_ca: str = ""
+    role: Role, tokens: RunTokens, url: str, redis_url: str, password: str, tls_ca: str = ""
 ) -> dict[str, str]:
     """The secrets and addresses that a role gets: its own and no other. `tls_ca`: whom callers of `url` trust."""
     if role is Role.CONTROLLER:

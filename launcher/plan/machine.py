@@ -131,7 +131,7 @@ def count_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class MachineMemory:
     """Bytes. gpus: by the name that CUDA_VISIBLE_DEVICES gives them; missing where it is unknown."""
 
     host_total: int
@@ -139,12 +139,12 @@ class Capacity:
     gpus: Mapping[str, int] = field(default_factory=dict)
 
 
-def find_capacity(gpus: tuple[str, ...]) -> Capacity:
+def find_capacity(gpus: tuple[str, ...]) -> MachineMemory:
     """How much memory there is. gpus: those that the job may use; none needs the driver."""
     total, free = host_memory(
         Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     )
-    return Capacity(total, free, parse_gpus(_query_driver("index,uuid,memory.total")) if gpus else {})
+    return MachineMemory(total, free, parse_gpus(_query_driver("index,uuid,memory.total")) if gpus else {})
 
 
 def host_memory(meminfo: Path, limit: Path, used: Path) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class PlacedReplica:
     """Processes that live and die together. `rendezvous`: its ranks meet anew at each start.
 
     devices: its GPUs by the numbers that `[placement]` uses, those of reference model and critic last; empty on CPU.
@@ -95,7 +95,7 @@ def usable_gpus(config: Config, machine: Machine, node: int = 0) -> tuple[str, .
     raise PlacementError(Problem(key, f"{wanted} GPUs are requested, {where} has {present}", wanted, hint))
 
 
-def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Replica]:
+def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[PlacedReplica]:
     """Policy and rollout replicas with their devices and threads, over these nodes. Raises PlacementError.
 
     rollouts: see `needs`.
@@ -132,7 +132,7 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Rep
 
 def place_elastic(
     config: Config, *machines: Machine, rollouts: bool = True
-) -> tuple[list[Replica], list[Replica]]:
+) -> tuple[list[PlacedReplica], list[PlacedReplica]]:
     """The replicas of the start, and further rollout replicas that there is room for, up to `autoscale.max_replicas`.
 
     There is none where `dp_shard_size = -1` takes what the start leaves, or where `placement.rollout` lists devices.
@@ -153,7 +153,7 @@ def place_elastic(
     return first, []
 
 
-def process_of(replicas: Iterable[Replica], role: Role, replica: int, rank: int) -> ProcessSpec | None:
+def process_of(replicas: Iterable[PlacedReplica], role: Role, replica: int, rank: int) -> ProcessSpec | None:
     """The process of a replica, by their numbers: what a head and a node mean by them is the same."""
     processes = (spec for candidate in replicas for spec in candidate.processes)
     wanted = (role, replica, rank)
@@ -229,7 +229,7 @@ def _check_nearness(
                 )
 
 
-def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> Replica:
+def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> PlacedReplica:
     """The ranks of a trainer alone, on the devices of the first replica in the job, and with as many threads.
 
     ranks: where `dp_shard_size = -1` leaves it open. arguments: of `policy_worker.replay`.
@@ -332,7 +332,7 @@ def _policy(
     profiled: bool,
     argv: tuple[str, ...] = (),
     index: int = 0,
-) -> Replica:
+) -> PlacedReplica:
     """nodes: of each rank. envs: of each node. index: of the replica among those of its role."""
     ranks, on_node = len(nodes), Counter(nodes)
     processes = tuple(
@@ -355,19 +355,19 @@ def _policy(
         )
         for rank, node in enumerate(nodes)
     )
-    return Replica(name, Role.POLICY, processes, rendezvous=True, devices=devices)
+    return PlacedReplica(name, Role.POLICY, processes, rendezvous=True, devices=devices)
 
 
 def _rollout(
     name: str, env: dict[str, str], devices: tuple[int, ...], node: int, profiled: bool, index: int = 0
-) -> Replica:
+) -> PlacedReplica:
     """index: of the replica among those of its role."""
     env, argv = {**env, "COSMOS_REPLICA_NAME": name}, _module("rollout_worker")
     spec = ProcessSpec(name, Role.ROLLOUT, argv, env, replica=index, node=node, profiled=profiled)
-    return Replica(name, Role.ROLLOUT, (spec,), devices=devices)
+    return PlacedReplica(name, Role.ROLLOUT, (spec,), devices=devices)
 
 
-def another_policy(config: Config, name: str, *machines: Machine) -> Replica:
+def another_policy(config: Config, name: str, *machines: Machine) -> PlacedReplica:
     """A policy replica of its own on all GPUs of these machines, whichever it is. Raises PlacementError."""
     mesh = config.policy.parallelism.model_copy(update={"n_init_replicas": 1})
     bare: dict[str, Any] = {"nodes": len(machines), "gpus_per_node": None, "policy": [], "rollout": []}
@@ -387,29 +387,29 @@ def another_policy(config: Config, name: str, *machines: Machine) -> Replica:
     return replace(placed, name=name, processes=processes)
 
 
-def joined(config: Config, name: str) -> Replica:
+def joined(config: Config, name: str) -> PlacedReplica:
     """A rollout replica that joins a job, on the GPUs that it sees."""
     env = {"COSMOS_CPU_THREADS": str(config.launcher.cpu_threads)} if config.launcher.cpu_threads else {}
     return _rollout(name, env, (), 0, profiled=False)
 
 
-def follower(name: str) -> Replica:
+def follower(name: str) -> PlacedReplica:
     """A further machine of an engine, whose replica is that of the first."""
     argv = _module("rollout_worker.engines.vllm.follower")
-    return Replica(name, Role.ROLLOUT, (ProcessSpec(name, Role.ROLLOUT, argv),))
+    return PlacedReplica(name, Role.ROLLOUT, (ProcessSpec(name, Role.ROLLOUT, argv),))
 
 
-def controller(run_dir: str, host: str, port: int | str) -> Replica:
+def controller(run_dir: str, host: str, port: int | str) -> PlacedReplica:
     """The controller; its secrets and the address of Redis come with the environment."""
     return _service("controller", Role.CONTROLLER, "controller", run_dir, "--host", host, "--port", str(port))
 
 
-def data_preparation(run_dir: str) -> Replica:
+def data_preparation(run_dir: str) -> PlacedReplica:
     """The process that tokenises the datasets and ends."""
     return _service("data", Role.DATA, "controller.data.prepare", run_dir)
 
 
-def evaluation(run_dir: str) -> list[Replica]:
+def evaluation(run_dir: str) -> list[PlacedReplica]:
     """The two processes of an evaluation, one after the other."""
     return [
         _service("answers", Role.DATA, "controller.data.evaluation", run_dir),
@@ -417,8 +417,8 @@ def evaluation(run_dir: str) -> list[Replica]:
     ]
 
 
-def _service(name: str, role: Role, module: str, run_dir: str, *arguments: str) -> Replica:
+def _service(name: str, role: Role, module: str, run_dir: str, *arguments: str) -> PlacedReplica:
     """One process around the workers, without a GPU."""
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     argv = _module(module, "--run-dir", run_dir, *arguments)
-    return Replica(name, role, (ProcessSpec(name, role, argv, env),))
+    return PlacedReplica(name, role, (ProcessSpec(name, role, argv, env),))

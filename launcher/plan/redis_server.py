@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.placement import PlacedReplica, ProcessSpec
 from launcher.restarts import Role
 from schema.util.atomic_file import write_text
 from schema.util.host import short_directory
@@ -43,7 +43,7 @@ class RedisServer:
 
     url: str
     password: str = ""
-    replica: Replica | None = None
+    replica: PlacedReplica | None = None
     directory: str = ""
 
 
@@ -100,7 +100,7 @@ def embedded(data_dir: Path) -> RedisServer:
     write_text(note, directory + "\n", mode=0o600)
     argv = command(binary, socket, data_dir)
     spec = ProcessSpec("redis", Role.REDIS, argv)
-    return RedisServer(f"unix://{socket}", "", Replica("redis", Role.REDIS, (spec,)), directory)
+    return RedisServer(f"unix://{socket}", "", PlacedReplica("redis", Role.REDIS, (spec,)), directory)
 
 
 TLS_HINT = (

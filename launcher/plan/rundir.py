@@ -6,7 +6,7 @@
         .tokens/user, rollout      0600, in a directory of 0700
         .locks/<role>.lock         held by the living processes of a role (see launcher.processes.keeper)
         .locks/launcher.lock       held by the launcher, and names that process: the run is alive
-        launcher.json              the launcher's record: processes, restarts, what died (launcher.job.event_log)
+        launcher.json              the launcher's record: processes, restarts, what died (launcher.job.launcher_log)
         starts.json                time and restarts of the starts before this one
         events.jsonl, samples/     what happened, and what the model wrote (schema.wire.event_file, .sample_file)
         redis/, data/, weights/, checkpoints/, profiles/, final/, final_ema/, controller.json, summary.json
@@ -57,7 +57,7 @@ OUTCOMES = ("finished", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class RunTokens:
     """One bearer token per role of the API."""
 
     user: str
@@ -70,7 +70,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class RunHolder:
     """The launcher of a living run."""
 
     pid: int
@@ -150,18 +150,18 @@ class RunDir:
         """config.json of an earlier start, or None."""
         return read_json(self.config_json)
 
-    def write_start(self, config: Config, origins: Mapping[str, str]) -> tuple[Tokens, bool]:
+    def write_start(self, config: Config, origins: Mapping[str, str]) -> tuple[RunTokens, bool]:
         """Write the configuration, where its keys come from, and fresh tokens.
 
         Returns the tokens, and whether the data that an earlier start prepared can be used again.
         """
         before, now = self.written_config(), self.write_config(config)
         self.write_origins(origins)
-        tokens = Tokens.fresh()
+        tokens = RunTokens.fresh()
         self.write_tokens(tokens, trainers=config.policy.parallelism.n_init_replicas > 1)
         return tokens, before is not None and _same_data(before, now) and self.prompts.exists()
 
-    def write_tokens(self, tokens: Tokens, *, trainers: bool = False) -> None:
+    def write_tokens(self, tokens: RunTokens, *, trainers: bool = False) -> None:
         """Leave the tokens that people need: `user` to look and operate, the others to join a replica by hand.
 
         trainers: whether policy replicas may join.
@@ -209,18 +209,18 @@ class RunDir:
         """Whether a launcher runs in this directory."""
         return held_alone(self.locks / "launcher.lock")
 
-    def holder(self) -> Holder | None:
+    def holder(self) -> RunHolder | None:
         """The launcher that holds the lock; None if none does, or it has not written its id yet."""
         holder = read_json(self.locks / "launcher.lock")
         if holder is None or not self.is_alive():
             return None
         try:
-            return Holder(int(holder["pid"]), str(holder["host"]), float(holder["since"]))
+            return RunHolder(int(holder["pid"]), str(holder["host"]), float(holder["since"]))
         except (KeyError, TypeError, ValueError):
             return None
 
     def launcher(self) -> dict[str, Any]:
-        """Read the record of the launcher (`launcher.job.event_log`): of the one that lives, else of the last."""
+        """Read the record of the launcher (`launcher.job.launcher_log`): of the one that lives, else of the last."""
         record, holder = read_json(self.launcher_json) or {}, self.holder()
         earlier = self.is_alive() if holder is None else record.get("pid") != holder.pid
         return {} if earlier else record

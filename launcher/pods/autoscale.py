@@ -63,7 +63,7 @@ def wanted(status: AutoscaleStatus) -> tuple[int | None, str]:
     return status.desired, status.reason
 
 
-async def until_a_signal(follower: Follower, url: str, token: str, interval: float) -> None:
+async def until_a_signal(follower: ScaleFollower, url: str, token: str, interval: float) -> None:
     """Raises LaunchError."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +81,7 @@ async def until_a_signal(follower: Follower, url: str, token: str, interval: flo
 
 
 @dataclass
-class Follower:
+class ScaleFollower:
     """scale, costs: what follows the controller. kept_at: monotonic time of the last look at the costs."""
 
     server: ApiServer

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from launcher.plan.placement import ProcessSpec, Replica
-from launcher.processes.host import End, Folders, Order
+from launcher.plan.placement import PlacedReplica, ProcessSpec
+from launcher.processes.host import Folders, ProcessEnd, ProcessOrder
 from launcher.processes.share import attended
 from launcher.processes.signals import queued_signals
 from launcher.processes.supervisor import ONCE, Always, Setting, Supervisor
@@ -31,7 +31,7 @@ Environment = Callable[[ProcessSpec], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedChildren:
     """How the processes ended. signalled: the first signal that asked all to leave; 0: none did."""
 
     code: int
@@ -50,7 +50,7 @@ class Child:
     def ended(self) -> bool:
         return self._process.returncode is not None
 
-    async def wait(self) -> End:
+    async def wait(self) -> ProcessEnd:
         return await asyncio.shield(self._ending)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -58,7 +58,7 @@ class Child:
             kills = number in (signal.SIGINT, signal.SIGKILL)  # see `launcher.processes.host.Process`
             self._process.send_signal(signal.SIGKILL if kills else number)
 
-    async def _pass_on(self) -> End:
+    async def _pass_on(self) -> ProcessEnd:
         """Pass the output on until it is over; how the process ended."""
         lines: deque[str] = deque(maxlen=REMEMBERED)
         assert self._process.stdout is not None
@@ -67,7 +67,7 @@ class Child:
             sys.stdout.buffer.flush()
             lines.append(line.decode(errors="replace").rstrip())
         code = await self._process.wait()
-        return End(SIGNALLED - code if code < 0 else code, tuple(lines))
+        return ProcessEnd(SIGNALLED - code if code < 0 else code, tuple(lines))
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
@@ -89,7 +89,7 @@ class PodHost:
     async def ready(self) -> None:
         """It always is."""
 
-    async def spawn(self, order: Order) -> Child:
+    async def spawn(self, order: ProcessOrder) -> Child:
         process = await asyncio.create_subprocess_exec(
             *order.spec.argv,
             env={**self.environment(order.spec), "COSMOS_PARENT_PID": str(os.getpid())},
@@ -105,12 +105,12 @@ async def run(
     processes: tuple[ProcessSpec, ...],
     environment: Environment,
     hung: Coroutine[None, None, str] | None = None,
-) -> Ended:
+) -> EndedChildren:
     """Run the processes to their end. When one fails the others are asked to leave.
 
     hung: ends when all must be killed, and says why.
     """
-    replica = Replica("pod", processes[0].role, processes)
+    replica = PlacedReplica("pod", processes[0].role, processes)
     hosts = dict.fromkeys((spec.node for spec in processes), PodHost(environment))
     nowhere = Folders(Path(), Path())
     setting = Setting(nowhere, inf, NO_RESTARTS, environment, hosts, peer_grace=inf)
@@ -141,8 +141,10 @@ async def run(
     if exit_ is None:  # it was asked to leave, or failed, before all were started
         code = SIGNALLED + number if number else EXIT_FAILED
         reason = supervisor.ended.result().verdict.reason if supervisor.ended.done() else describe_exit(code)
-        return Ended(code, reason, number or 0)
+        return EndedChildren(code, reason, number or 0)
     if exit_.code == EXIT_OK:
-        return Ended(EXIT_OK, "ended in order", number or 0)
+        return EndedChildren(EXIT_OK, "ended in order", number or 0)
     said = [why] if exit_.hung else exit_.lines
-    return Ended(exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *said]), number or 0)
+    return EndedChildren(
+        exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *said]), number or 0
+    )

@@ -49,7 +49,7 @@ from launcher.plan.placement import ProcessSpec
 from launcher.plan.pods import EnginePod
 from launcher.plan.rundir import RunDir, read_json
 from launcher.pods import children
-from launcher.pods.children import Ended
+from launcher.pods.children import EndedChildren
 from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, SIGNALLED, Role, is_hung
 from schema.config import Config
 from schema.config.chat_template import changed_since
@@ -238,7 +238,7 @@ def _is_over(status: JobStatus | None) -> bool:
     return status is not None and (status.phase in TERMINAL_PHASES or status.phase is Phase.FINISHING)
 
 
-def _verdict(role: Role, ended: Ended, status: JobStatus | None) -> tuple[int, str]:
+def _verdict(role: Role, ended: EndedChildren, status: JobStatus | None) -> tuple[int, str]:
     """Exit code and reason of a pod. status: of the job, where its processes have left in order and it is known."""
     if ended.code != EXIT_OK or role is Role.ROLLOUT:
         return ended.code, ended.reason

@@ -59,7 +59,7 @@ CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """One line of an estimate. device: where it is, if not on the device of its process."""
 
     name: str
@@ -95,7 +95,7 @@ def trainer(
     data_ranks: int,
     apart: Mapping[str, str] = NOWHERE,
     teachers: Mapping[str, LocalModel] = MappingProxyType({}),
-) -> tuple[Part, ...]:
+) -> tuple[MemoryPart, ...]:
     """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own.
 
     apart: role to its device, of `reference` and `critic`, where they have devices of their own. teachers: local ones
@@ -114,11 +114,11 @@ def trainer(
         extra = whole - (0 if on_host else learns * BYTES[keys.master_dtype] // shards)
         if extra > 0:
             words = f"{whole:,} B" + ("" if on_host else " in the place of gradients")
-            parts.append(Part("gradients before reduction", extra, words))
+            parts.append(MemoryPart("gradients before reduction", extra, words))
     where = HOST if keys.fsdp_offload else ""
     if keys.ema_decay is not None:
         words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
-        parts.append(Part("moving average of the weights", learns * 4 // shards, words, where))
+        parts.append(MemoryPart("moving average of the weights", learns * 4 // shards, words, where))
     if config.has_critic:
         cut = _cut_of(config, "critic", shards, fsdp_ranks)
         differs = config.critic.model_name_or_path not in (None, config.policy.model_name_or_path)
@@ -136,7 +136,7 @@ def trainer(
     if reference_is_within(config):
         master = BYTES[config.train.master_dtype]
         words = f"{learns:,} x {master} B" + (f" / {shards}" if shards > 1 else "")
-        parts.append(Part("adapters of the reference", learns * master // shards, words, where))
+        parts.append(MemoryPart("adapters of the reference", learns * master // shards, words, where))
     elif config.has_reference:
         alone = apart.get("reference", "")
         differs = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
@@ -147,21 +147,23 @@ def trainer(
             + (", if as large" if differs else "")
         )
         place = HOST if config.reference.offload else alone
-        parts.append(Part("reference model", n * param // parted, words, place))
+        parts.append(MemoryPart("reference model", n * param // parted, words, place))
     for teacher in config.local_teachers:
         known = teachers.get(teacher.name)
         count = (known or model).parameters
         words = f"{count:,} x {param} B" + (f" / {shards}" if shards > 1 else "")
         place = HOST if teacher.offload else ""
         size = count * param // shards
-        parts.append(Part(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
+        parts.append(
+            MemoryPart(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place)
+        )
     kept = _activations(config, model, param, data_ranks)
     return (*parts, *_back_for_a_step(keys, learns, model, shards, kept), *kept)
 
 
 def _back_for_a_step(
-    keys: TrainingConfig, learns: int, model: LocalModel, shards: int, kept: list[Part]
-) -> Iterator[Part]:
+    keys: TrainingConfig, learns: int, model: LocalModel, shards: int, kept: list[MemoryPart]
+) -> Iterator[MemoryPart]:
     """Count what comes from host memory for an optimizer step, beyond what a backward has in its place.
 
     learns: how many numbers train.
@@ -178,7 +180,7 @@ def _back_for_a_step(
         back += state * min(of_rank, STEPPED + min(matrix, learns) // shards) // max(of_rank, 1)
     back -= sum(part.bytes for part in kept if not part.device)
     if back > 0:
-        yield Part("gradients and moments in a step", back, f"{back:,} B more than activations")
+        yield MemoryPart("gradients and moments in a step", back, f"{back:,} B more than activations")
 
 
 def _of(model: LocalModel, learns: int) -> LocalModel:
@@ -243,7 +245,7 @@ def _trained(
     shards: int,
     fsdp_ranks: int,
     lora: LoraConfig | None,
-) -> list[Part]:
+) -> list[MemoryPart]:
     """Weights, gradients and optimizer of a model that learns. gathered: see `_gathered_on`."""
     n, master, param = _learning(model, lora), BYTES[keys.master_dtype], BYTES[keys.param_dtype]
     by = f" / {shards}" if shards > 1 else ""
@@ -252,8 +254,8 @@ def _trained(
     of_gradients = HOST if keys.fsdp_gradient_offload else where
     of_state = HOST if keys.optimizer_offload else where
     parts = [
-        Part("weights that are updated", n * master // shards, each, where),
-        Part("gradients", n * master // shards, each, of_gradients),
+        MemoryPart("weights that are updated", n * master // shards, each, where),
+        MemoryPart("gradients", n * master // shards, each, of_gradients),
         *(
             replace(part, device=of_state)
             for part in _optimizer(keys, model if lora is None else _of(model, n), master, shards)
@@ -261,11 +263,11 @@ def _trained(
     ]
     if lora is not None:
         words = f"{model.parameters:,} x {param} B{by}"
-        parts.append(Part("weights of the base", model.parameters * param // shards, words, where))
+        parts.append(MemoryPart("weights of the base", model.parameters * param // shards, words, where))
     return [*parts, _gathered(keys, gathered, param)] if _is_cast(keys, fsdp_ranks) else parts
 
 
-def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int) -> Iterator[Part]:
+def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int) -> Iterator[MemoryPart]:
     """Count the optimizer's state. Outside the layers Muon keeps what AdamW does; in 8 bits blocks have scales."""
     n, name = model.parameters, keys.optm_name
     layers = n - model.rest
@@ -277,23 +279,23 @@ def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int)
     }.get(name, (2 * n, float(master)))
     words = f"{numbers:,} x {size:g} B" if numbers != 2 * n else f"2 x {n:,} x {size:g} B"
     if numbers:
-        yield Part(
+        yield MemoryPart(
             f"optimizer ({name})",
             int(numbers * size) // shards,
             words + (f" / {shards}" if shards > 1 else ""),
         )
 
 
-def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> Part:
+def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> MemoryPart:
     if keys.fsdp_reshard_after_forward == "never":
-        return Part("gathered weights", model.parameters * param, f"{model.parameters:,} x {param} B")
+        return MemoryPart("gathered weights", model.parameters * param, f"{model.parameters:,} x {param} B")
     unit, words = model.layer, "(outside the layers + two layers)"
     if keys.fsdp_wrap_min_params > unit:
         unit, words = keys.fsdp_wrap_min_params, "(outside the layers + two units)"
     elif keys.fsdp_wrap_layers:
         words = "(outside the layers + two layers, if units are as large)"
     held = model.rest + min(2 * unit, model.parameters - model.rest)
-    return Part("gathered weights", held * param, f"{words} {held:,} x {param} B")
+    return MemoryPart("gathered weights", held * param, f"{words} {held:,} x {param} B")
 
 
 def micro_batch_tokens(config: Config, data_ranks: int) -> int:
@@ -322,7 +324,7 @@ def _micro_batches(config: Config, data_ranks: int) -> int:
     return -(-tokens // micro_batch_tokens(config, data_ranks))
 
 
-def _activations(config: Config, model: LocalModel, param: int, data_ranks: int) -> list[Part]:
+def _activations(config: Config, model: LocalModel, param: int, data_ranks: int) -> list[MemoryPart]:
     shape = model.shape
     if shape is None:
         return []
@@ -343,20 +345,22 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     chunk = min(LOGIT_CHUNK, tokens * shape.vocabulary)
     matrix = shape.vocabulary * hidden if lora is None or "lm_head" in (lora.modules_to_save or ()) else 0
     each = f"{tokens:,} tokens x {param} B"
-    of_layers = Part(
+    of_layers = MemoryPart(
         "activations", tokens * param * (here * kept + again), f"{each} x ({here} x {kept} + {again})"
     )
-    away = Part("offloaded activations", tokens * param * layers * kept, f"{each} x {layers} x {kept}", HOST)
+    away = MemoryPart(
+        "offloaded activations", tokens * param * layers * kept, f"{each} x {layers} x {kept}", HOST
+    )
     return [
         of_layers,
         *([away] if keys.activation_offload else []),
-        Part(
+        MemoryPart(
             "output layer", 4 * (chunk + matrix) // mesh.tp_size, f"4 B x ({chunk:,} logits + {matrix:,}){by}"
         ),
     ]
 
 
-def rollout_weights(config: Config, model: LocalModel, ranks: int) -> Part:
+def rollout_weights(config: Config, model: LocalModel, ranks: int) -> MemoryPart:
     """The weights of a replica on each of its devices: copies share experts alone.
 
     Quantised weights count 1 B, as do embeddings then, which stay as they are.
@@ -372,7 +376,7 @@ def rollout_weights(config: Config, model: LocalModel, ranks: int) -> Part:
         words = f"{model.parameters:,} x {of_rest} B" + (f" / {parts}" if parts > 1 else "")
     else:
         words = f"{rest:,} x {of_rest} B / {parts} + {model.experts:,} of experts x {of_experts} B / {ranks}"
-    return Part("weights", n_bytes, words)
+    return MemoryPart("weights", n_bytes, words)
 
 
 def rollout_cache(
@@ -397,19 +401,19 @@ def rollout_cache(
     return Cache(per_token, max(0, room), sequences, config.engine_max_len)
 
 
-def host_copy(config: Config, model: LocalModel) -> Part:
+def host_copy(config: Config, model: LocalModel) -> MemoryPart:
     """The copy of the newest weights that all rollout replicas of a host share (`weight_sync.host_cache`)."""
     n_bytes, words = _published(config, model)
-    return Part("weights that the rollout replicas share", n_bytes, words)
+    return MemoryPart("weights that the rollout replicas share", n_bytes, words)
 
 
-def snapshots(config: Config, model: LocalModel) -> Part:
+def snapshots(config: Config, model: LocalModel) -> MemoryPart:
     """Count what the ranks of a policy replica keep in host memory together: the version that is being published
     while training goes on and, for deltas, the one before.
     """
     n_bytes, words = _published(config, model)
     copies = 2 if config.weight_sync.encoding == "delta" else 1
-    return Part(
+    return MemoryPart(
         "snapshots that the trainer publishes from",
         copies * n_bytes,
         f"{copies} x {words}" if copies > 1 else words,

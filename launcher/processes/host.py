@@ -39,7 +39,7 @@ OF_KEEPERS = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR")
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ProcessEnd:
     """How a process ended. Codes above 128 are signals, as in a shell."""
 
     code: int
@@ -60,14 +60,14 @@ class Process(Protocol):
     @property
     def ended(self) -> bool: ...
 
-    async def wait(self) -> End: ...
+    async def wait(self) -> ProcessEnd: ...
 
     def send_signal(self, number: signal.Signals) -> None:
         """SIGTERM asks it to end, SIGINT kills its whole tree, SIGKILL kills the keeper too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProcessOrder:
     """A process to start. env: what its replica's processes agree on at each start.
 
     after: role that must be gone before it ends without a launcher. Each start makes two directories where they are
@@ -97,7 +97,7 @@ class Host(Protocol):
     async def ready(self) -> None:
         """Wait until it is there. Raises `HostLostError` if that takes too long."""
 
-    async def spawn(self, order: Order) -> Process:
+    async def spawn(self, order: ProcessOrder) -> Process:
         """Start a process. Raises OSError."""
 
 
@@ -133,7 +133,7 @@ class LocalHost:
     async def ready(self) -> None:
         """It always is."""
 
-    async def spawn(self, order: Order) -> LocalProcess:
+    async def spawn(self, order: ProcessOrder) -> LocalProcess:
         spec, folders = order.spec, self.folders
         role = "workers" if spec.role not in ("redis", "controller") else str(spec.role)
         # Somebody may have removed what the process needs.
@@ -142,7 +142,7 @@ class LocalHost:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if order.private:
             make_private(Path(order.private))
-        settings = keeper.Settings(
+        settings = keeper.KeeperSettings(
             parent=os.getpid(),
             grace=self.grace,
             hold=str(folders.locks / f"{role}.lock"),
@@ -182,7 +182,7 @@ class LocalProcess:
     def ended(self) -> bool:
         return self._process.returncode is not None
 
-    async def wait(self) -> End:
+    async def wait(self) -> ProcessEnd:
         code = self._process.returncode
         while code is None:
             self._kills.look()
@@ -196,7 +196,7 @@ class LocalProcess:
             await _sweep(self.pid)
             code = 128 - code
         memory = self._kills.cause() if code != EXIT_OK else ""
-        return End(code, tuple(tail(self._log_file, since=self._begins)), memory)
+        return ProcessEnd(code, tuple(tail(self._log_file, since=self._begins)), memory)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.ended:
@@ -220,7 +220,7 @@ class LocalProcess:
 
 
 async def start_kept(
-    settings: keeper.Settings, argv: Sequence[str], env: Mapping[str, str], **files: Any
+    settings: keeper.KeeperSettings, argv: Sequence[str], env: Mapping[str, str], **files: Any
 ) -> asyncio.subprocess.Process:
     """Start a keeper and its process. files: stdin, stdout and stderr of both. Raises OSError."""
     with _in_memory(json.dumps(dict(env)).encode()) as values:

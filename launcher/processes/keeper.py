@@ -7,14 +7,14 @@
     SIGINT                    kill the whole tree at once
     SIGHUP                    nothing
     worker ended              give its children a moment, kill what is left, exit with the worker's code
-    worker stopped            (SIGSTOP, or one of its session) continue it after `Settings.stopped` seconds
+    worker stopped            (SIGSTOP, or one of its session) continue it after `KeeperSettings.stopped` seconds
     keeper stopped            the launcher continues it (`launcher.processes.host`)
     keeper killed             the worker is killed by the kernel (PR_SET_PDEATHSIG)
 
-A profiler may stand in between (`Settings.under`): it is the child then, and starts the worker. SIGTERM still goes to
-the worker itself, so it ends as ever, and the profiler, which gets no signal, writes its report and exits with the
-worker's code; `grace` is for both. Killed is the whole tree. If the keeper is killed, the kernel kills the profiler,
-and the worker, which has lost the keeper among its ancestors, leaves.
+A profiler may stand in between (`KeeperSettings.under`): it is the child then, and starts the worker. SIGTERM still
+goes to the worker itself, so it ends as ever, and the profiler, which gets no signal, writes its report and exits
+with the worker's code; `grace` is for both. Killed is the whole tree. If the keeper is killed, the kernel kills the
+profiler, and the worker, which has lost the keeper among its ancestors, leaves.
 
 A stopped process is continued and not killed: nothing is lost by it, and whatever the others have decided about a
 process that was silent holds. Processes with a session of their own (those of rewards, and what they start) are the
@@ -24,8 +24,8 @@ It is a sub-reaper: a grandchild that lost its parent stays in this tree, even f
 `hold` is a lock file held (shared) for as long as the keeper lives; `after` is one that must be free first. So
 workers end before the controller, and the controller before Redis, without anybody left to conduct them.
 
-The environment of the worker comes through a file in memory (`Settings.environment`, a descriptor): a keeper has no
-use for the secrets in it.
+The environment of the worker comes through a file in memory (`KeeperSettings.environment`, a descriptor): a keeper
+has no use for the secrets in it.
 
 Run as a script with `python -I -S`, standard library only: it starts in 20 ms and stays at 10 MB.
 """
@@ -64,7 +64,7 @@ KILL_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class KeeperSettings:
     """The launcher's settings for a keeper; times are seconds."""
 
     parent: int
@@ -84,7 +84,7 @@ class Settings:
         return json.dumps(self.__dict__)
 
     @classmethod
-    def from_json(cls, text: str) -> Settings:
+    def from_json(cls, text: str) -> KeeperSettings:
         values = json.loads(text)
         return cls(**{**values, "under": tuple(values.get("under", ()))})
 
@@ -184,7 +184,7 @@ def _stat(pid: int) -> list[str] | None:
 class Keeper:
     """Runs one command until its end; see the module's picture."""
 
-    def __init__(self, settings: Settings, argv: list[str]) -> None:
+    def __init__(self, settings: KeeperSettings, argv: list[str]) -> None:
         self.settings, self.argv = settings, argv
         self.worker = 0
         self.exit_code: int | None = None
@@ -387,7 +387,7 @@ def say(text: str) -> None:
 
 def main() -> NoReturn:
     """`keeper.py SETTINGS ARGV…`"""
-    sys.exit(Keeper(Settings.from_json(sys.argv[1]), sys.argv[2:]).run())
+    sys.exit(Keeper(KeeperSettings.from_json(sys.argv[1]), sys.argv[2:]).run())
 
 
 if __name__ == "__main__":

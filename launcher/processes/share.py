@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from launcher.plan.placement import Replica
+from launcher.plan.placement import PlacedReplica
 from launcher.processes.supervisor import Supervisor
 
 POLL = 0.5
@@ -49,7 +49,7 @@ async def attended(
 
 async def until_left(
     supervisor: Supervisor,
-    replica: Replica,
+    replica: PlacedReplica,
     interrupts: asyncio.Queue[int],
     leaving: Callable[[int | None], None],
     look: Callable[[], Any] = bool,

@@ -18,18 +18,18 @@ from typing import Literal, Protocol
 
 from launcher.plan import nsight
 from launcher.plan.addresses import free_port
-from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.placement import PlacedReplica, ProcessSpec
 from launcher.plan.rundir import RunDir
 from launcher.processes import keeper
 from launcher.processes.host import (
     KEEPER_MARGIN,
-    End,
     Folders,
     Host,
     HostLostError,
     LocalHost,
-    Order,
     Process,
+    ProcessEnd,
+    ProcessOrder,
     escalation,
 )
 from launcher.restarts import (
@@ -37,10 +37,10 @@ from launcher.restarts import (
     EXIT_OK,
     EXIT_UNLIKE,
     SIGNALLED,
-    Budget,
     EndJob,
     Left,
     Restart,
+    RestartBudget,
     Restarts,
     Role,
     describe_exit,
@@ -64,7 +64,7 @@ State = Literal["starting", "up", "waiting", "ended", "stopped"]
 class Exit:
     """A replica that went down: its exit code, the process that was first, and that one's last lines."""
 
-    replica: Replica
+    replica: PlacedReplica
     process: str
     code: int
     lines: tuple[str, ...]
@@ -74,9 +74,9 @@ class Exit:
     hung: bool = False
     """Whether it was killed here because it did not answer."""
     out_of_memory: str = ""
-    """See `End`."""
+    """See `ProcessEnd`."""
     lost: str = ""
-    """See `End`."""
+    """See `ProcessEnd`."""
 
     @property
     def how(self) -> str:
@@ -152,7 +152,7 @@ class Setting:
 
     folders: Folders
     grace: float
-    budget: Budget
+    budget: RestartBudget
     environment: Callable[[ProcessSpec], Mapping[str, str]]
     """Gives a process of this machine its whole environment, secrets included."""
     hosts: Mapping[int, Host] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Setting:
         rendezvous: Callable[[], Mapping[str, str]] = _loopback,
     ) -> Setting:
         """The setting that the configuration of a job gives."""
-        folders, budget = Folders.of_run(run), Budget.of_config(config)
+        folders, budget = Folders.of_run(run), RestartBudget.of_config(config)
         return cls(folders, nsight.grace(config), budget, environment, hosts or {}, rendezvous)
 
 
@@ -180,7 +180,7 @@ class Setting:
 class Supervised:
     """One replica under care."""
 
-    replica: Replica
+    replica: PlacedReplica
     restarts: Restarts
     after: str = ""
     keeps: str = ""
@@ -209,8 +209,10 @@ class Supervisor:
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    def launch(self, replica: Replica, *, after: str = "", keeps: str = "", private: str = "") -> Supervised:
-        """Start a replica and keep it alive. after, keeps, private: see `Order`."""
+    def launch(
+        self, replica: PlacedReplica, *, after: str = "", keeps: str = "", private: str = ""
+    ) -> Supervised:
+        """Start a replica and keep it alive. after, keeps, private: see `ProcessOrder`."""
         restarts = Restarts(replica.name, replica.role, self.setting.budget)
         supervised = Supervised(replica, restarts, after, keeps, private)
         self.replicas[replica.name] = supervised
@@ -322,7 +324,7 @@ class Supervisor:
         shared = self.setting.rendezvous() if replica.rendezvous else {}
         try:
             for spec in replica.processes:
-                order = Order(spec, shared, supervised.after, supervised.keeps, supervised.private)
+                order = ProcessOrder(spec, shared, supervised.after, supervised.keeps, supervised.private)
                 supervised.processes[spec.name] = await hosts[spec.name].spawn(order)
         except OSError:  # the ranks that were started would wait for this one, and would never end
             await self._end_peers(supervised)
@@ -330,7 +332,7 @@ class Supervisor:
         supervised.state = "up"
         if supervised.stopping:  # asked to stop between two spawns
             self._signal(supervised, signal.SIGTERM)
-        culprit, end = replica.processes[0], End(EXIT_OK)
+        culprit, end = replica.processes[0], ProcessEnd(EXIT_OK)
         waits = {
             asyncio.create_task(supervised.processes[spec.name].wait()): spec for spec in replica.processes
         }

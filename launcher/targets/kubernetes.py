@@ -29,12 +29,12 @@ import yaml
 from launcher.errors import LaunchError
 from launcher.paths import absolute, resolved
 from launcher.plan.pods import pods
-from launcher.plan.rundir import Tokens
+from launcher.plan.rundir import RunTokens
 from launcher.restarts import EXIT_OK
 from launcher.targets.manifests import scaling, services, workers
 from launcher.targets.manifests.base import ClusterJob, Manifest, manifest
 from schema.config import Config
-from schema.config.loading.load import Loaded
+from schema.config.loading.load import LoadedConfig
 from schema.config.rules.named import unread_models
 from schema.util.atomic_file import write_text
 from schema.util.text import visible
@@ -190,12 +190,12 @@ def _as_pods_read(config: Config, name: str) -> dict[str, Any]:
     return data
 
 
-def _tokens(earlier: Mapping[str, Any]) -> Tokens:
+def _tokens(earlier: Mapping[str, Any]) -> RunTokens:
     tokens = [str(earlier.get(name, "")) for name in ("user", "rollout", "policy")]
-    return Tokens.fresh() if any(fault(token) for token in tokens) else Tokens(*tokens)
+    return RunTokens.fresh() if any(fault(token) for token in tokens) else RunTokens(*tokens)
 
 
-def write(loaded: Loaded, directory: Path | None, env: Mapping[str, str], *, applies: bool) -> int:
+def write(loaded: LoadedConfig, directory: Path | None, env: Mapping[str, str], *, applies: bool) -> int:
     """Write the manifests; the exit code. Raises ConfigError, LaunchError.
 
     directory: None is kubernetes/<name of the job>. applies: whether they are given to the cluster.

@@ -176,7 +176,7 @@ OURS = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SlurmOptions:
     """The options of the command. directory: None is <train.output_dir>/slurm. options: of sbatch. array: rollout
     replicas as jobs of their own. apply: submit what was written."""
 
@@ -188,7 +188,7 @@ class Wanted:
     apply: bool
 
 
-def write(wanted: Wanted, env: Mapping[str, str]) -> int:
+def write(wanted: SlurmOptions, env: Mapping[str, str]) -> int:
     """Write the scripts; the exit code. Raises ConfigError, LaunchError."""
     config = load(wanted.configs, wanted.overrides, env).config
     if config.is_evaluation:
@@ -213,7 +213,7 @@ def write(wanted: Wanted, env: Mapping[str, str]) -> int:
         raise LaunchError(f"{script} cannot be run: {error.strerror}") from None
 
 
-def _job(config: Config, wanted: Wanted) -> SlurmJob:
+def _job(config: Config, wanted: SlurmOptions) -> SlurmJob:
     placement, nodes = config.placement, config.placement.nodes
     gpus, overrides = placement.gpus_per_node or 0, [*wanted.overrides]
     rollouts = rollout_layout(config) if wanted.array else None

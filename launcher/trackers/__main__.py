@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from launcher.trackers.follow import Follower, Sent
+from launcher.trackers.follow import Sent, TrackerFollower
 from launcher.trackers.sinks import SINKS, Run, Sink
 from schema.util.atomic_file import write_text
 from schema.util.text import one_line
@@ -42,7 +42,7 @@ class Feeder(threading.Thread):
         self._state = directory / "trackers" / f"{name}.json"
         self._failing = False
         self._tail = event_file.Tail(event_file.path_of(directory))
-        self._follower = Follower(self._known(), self._open, self._save)
+        self._follower = TrackerFollower(self._known(), self._open, self._save)
 
     def run(self) -> None:
         """Until the job is over, and what is left is sent."""

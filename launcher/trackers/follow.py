@@ -27,7 +27,7 @@ class Sent:
     event: int = -1
 
 
-class Follower:
+class TrackerFollower:
     """One tracker's way through the events. open_sink: anew, or where it was left. save: stores what it has."""
 
     def __init__(

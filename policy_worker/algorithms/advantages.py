@@ -18,10 +18,10 @@ from torch import Tensor
 
 from policy_worker.algorithms.estimators import (
     STD_EPSILON,
-    Estimator,
     Formula,
     Options,
     Outcomes,
+    RegisteredEstimator,
     TokenOutcomes,
     _means,
     _std,
@@ -104,7 +104,7 @@ Reduce = Callable[[list[float]], list[float]]
 class AdvantageConfig:
     """How the advantages of a step are made. whiten: None: as the estimator is defined. clip: to ± this, at last."""
 
-    estimator: Estimator
+    estimator: RegisteredEstimator
     options: Options = Options()  # noqa: RUF009
     shaping: Shaping = Shaping()
     whiten: bool | None = None

@@ -86,7 +86,7 @@ TokenEstimator = Callable[[TokenOutcomes, Options], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Estimator:
+class RegisteredEstimator:
     """A registered estimator, over outcomes or over tokens. whitens: its definition ends with whitening."""
 
     over_outcomes: OutcomeEstimator | None = None
@@ -94,7 +94,7 @@ class Estimator:
     whitens: bool = False
 
 
-ESTIMATORS: dict[str, Estimator] = {}
+ESTIMATORS: dict[str, RegisteredEstimator] = {}
 """`train.train_policy.advantage_estimator` to its functions."""
 
 
@@ -102,7 +102,7 @@ def outcome_estimator(name: str, *, whitens: bool = False) -> Callable[[OutcomeE
     """Register a function over outcomes as the advantage estimator of this name."""
 
     def register(estimate: OutcomeEstimator) -> OutcomeEstimator:
-        ESTIMATORS[name] = Estimator(over_outcomes=estimate, whitens=whitens)
+        ESTIMATORS[name] = RegisteredEstimator(over_outcomes=estimate, whitens=whitens)
         return estimate
 
     return register
@@ -112,17 +112,17 @@ def token_estimator(name: str, *, whitens: bool = False) -> Callable[[TokenEstim
     """Register a function over tokens as the advantage estimator of this name."""
 
     def register(estimate: TokenEstimator) -> TokenEstimator:
-        ESTIMATORS[name] = Estimator(over_tokens=estimate, whitens=whitens)
+        ESTIMATORS[name] = RegisteredEstimator(over_tokens=estimate, whitens=whitens)
         return estimate
 
     return register
 
 
-def estimator_of(name: str) -> Estimator:
+def estimator_of(name: str) -> RegisteredEstimator:
     """Raises `SettingsError` for a name that is not registered, or a user's function that cannot be loaded."""
     if is_own(name):
         try:
-            return Estimator(over_outcomes=_checked(load_function(name), name))
+            return RegisteredEstimator(over_outcomes=_checked(load_function(name), name))
         except OwnCodeError as error:
             raise SettingsError(f"train.train_policy.advantage_estimator = {name!r}: {error}") from error
     if name not in ESTIMATORS:

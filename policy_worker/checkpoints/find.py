@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from policy_worker.checkpoints.layout import (
     LATEST,
     LEDGER,
-    Found,
+    FoundCheckpoint,
     Manifest,
     checkpoints_of,
     faults,
@@ -29,7 +29,7 @@ from policy_worker.checkpoints.layout import (
     share_of,
 )
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from schema.config import Config
 from schema.wire.messages import LedgerSnapshot
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Candidates:
     """Checkpoints to try, in order. own: of the run that continues. strict: the first one or none."""
 
-    found: list[Found]
+    found: list[FoundCheckpoint]
     own: bool = False
     strict: bool = False
     damage: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def is_ancestor(older: Manifest, newer: Manifest) -> bool:
     return older.timeline in ends and older.step <= ends[older.timeline]
 
 
-def complete_in(directory: Path, steps: range | None = None) -> tuple[list[Found], list[str]]:
+def complete_in(directory: Path, steps: range | None = None) -> tuple[list[FoundCheckpoint], list[str]]:
     """All checkpoints in a directory by (timeline, step), newest first, and what is wrong with others there.
 
     steps: look at no others."""
@@ -73,13 +73,13 @@ def complete_in(directory: Path, steps: range | None = None) -> tuple[list[Found
     return complete, damage
 
 
-def newest_in(directory: Path) -> Found | None:
+def newest_in(directory: Path) -> FoundCheckpoint | None:
     """The checkpoint that `latest` names, else the newest that is there."""
     chain = chain_in(directory)[0]
     return chain[0] if chain else None
 
 
-def chain_in(directory: Path) -> tuple[list[Found], list[str]]:
+def chain_in(directory: Path) -> tuple[list[FoundCheckpoint], list[str]]:
     """The newest checkpoint and those that led to it, newest first; and the damage that was seen."""
     complete, damage = complete_in(directory)
     name = _pointer(directory)
@@ -97,7 +97,7 @@ def _pointer(directory: Path) -> str:
         return ""
 
 
-def chain_of(newest: Found, complete: Iterable[Found]) -> list[Found]:
+def chain_of(newest: FoundCheckpoint, complete: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
     """`newest`, then its ancestors among `found`, newest first."""
     older = [each for each in complete if each != newest and is_ancestor(each.manifest, newest.manifest)]
     return [newest, *sorted(older, key=lambda checkpoint: checkpoint.age, reverse=True)]
@@ -128,7 +128,7 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
     return Candidates([])
 
 
-def found_at(path: Path) -> Found:
+def found_at(path: Path) -> FoundCheckpoint:
     """The checkpoint that a path means: itself, or the newest in a directory of them, or of a run.
 
     Raises `CheckpointError`: there is none. `DamagedCheckpointError`: it does not show any more which one is the
@@ -150,7 +150,7 @@ class Resumption:
     step: committed steps of this run that its weights stand for: the checkpoint's, or 0 where only the weights are
     taken along (see `contents`). own: of the run that continues."""
 
-    found: Found
+    found: FoundCheckpoint
     step: int
     own: bool
 
@@ -159,7 +159,7 @@ class Resumption:
         return self.found.path
 
 
-def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
+def choose(group: RankGroup, config: Config, run_dir: Path) -> Resumption | None:
     """The checkpoint to resume from, if any, every byte verified; the ranks share the reading. A collective.
 
     Raises `SettingsError`: the configured path holds no complete checkpoint; `DamagedCheckpointError`: an explicit
@@ -180,7 +180,7 @@ def choose(group: Group, config: Config, run_dir: Path) -> Resumption | None:
     return None
 
 
-def first_whole(group: Group, paths: Iterable[str], damage: list[str]) -> Found | None:
+def first_whole(group: RankGroup, paths: Iterable[str], damage: list[str]) -> FoundCheckpoint | None:
     """The first of these checkpoints of which every byte is as written; the ranks share the reading. A collective.
 
     damage: what was seen before, if anything; what is wrong with those that are passed over is added to it."""
@@ -206,14 +206,14 @@ def _listed(choice: Candidates) -> dict[str, object]:
     }
 
 
-def _resumption(found: Found, config: Config, own: bool) -> Resumption:
+def _resumption(found: FoundCheckpoint, config: Config, own: bool) -> Resumption:
     wanted = config.train.ckpt.load_contents
     keeps_position = own or wanted is None or "extra" in wanted
     return Resumption(found, found.step if keeps_position else 0, own)
 
 
 def before_step(
-    group: Group, config: Config, run_dir: Path, step: int, timeline: int, began_from: str
+    group: RankGroup, config: Config, run_dir: Path, step: int, timeline: int, began_from: str
 ) -> Resumption | None:
     """The checkpoint with the weights that training step `step` of a timeline was begun with, or the nearest before
     them that is there and whole; None: the configured model. A collective.
@@ -252,7 +252,7 @@ def _first_of_run(config: Config, run_dir: Path, began_from: str, step: int) -> 
     return [str(path)] if begun.step <= step else []
 
 
-def snapshot_of(checkpoint: Found) -> LedgerSnapshot | None:
+def snapshot_of(checkpoint: FoundCheckpoint) -> LedgerSnapshot | None:
     """The ledger of a checkpoint; None if it holds none.
 
     Raises `DamagedCheckpointError`: the file is not what a controller has written."""

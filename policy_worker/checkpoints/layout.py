@@ -124,7 +124,7 @@ class Manifest(_Facts):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that has its name and a readable manifest; its other files may still be damaged."""
 
     path: Path
@@ -141,7 +141,7 @@ class Found:
         return self.manifest.timeline, self.manifest.step
 
 
-def template_of(checkpoint: Found) -> str | None:
+def template_of(checkpoint: FoundCheckpoint) -> str | None:
     """The job's own chat template that a checkpoint was trained with; None: none. Raises OSError, ValueError."""
     if TEMPLATE not in checkpoint.manifest.files:
         return None
@@ -212,9 +212,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpointError(f"{path} is not a manifest of a checkpoint: {error}") from error
 
 
-def look(directory: Path) -> Found:
+def look(directory: Path) -> FoundCheckpoint:
     """The checkpoint in a directory. Raises as `read_manifest`."""
-    return Found(directory, read_manifest(directory))
+    return FoundCheckpoint(directory, read_manifest(directory))
 
 
 def hash_of_file(path: Path) -> FileFacts:

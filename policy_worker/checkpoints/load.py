@@ -33,7 +33,7 @@ from policy_worker.checkpoints.state import (
 )
 from policy_worker.errors import CheckpointError
 from policy_worker.model.model import Backbone, PolicyModel
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import TrainedModel
@@ -50,7 +50,7 @@ KEY = "train.ckpt.load_contents"
 
 
 @dataclass(frozen=True)
-class Parts:
+class CheckpointParts:
     """The parts that are read. weights: from the state files, or from the export."""
 
     weights: Literal["state", "export"]
@@ -58,7 +58,7 @@ class Parts:
     extra: bool
 
 
-def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
+def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> CheckpointParts:
     """Choose what to read of a checkpoint. wanted: `load_contents`; None: all that was saved.
 
     Raises `CheckpointError`: it does not hold what is wanted, or no weights at all."""
@@ -67,14 +67,16 @@ def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Parts:
         if not held & {"model", "hf_model"}:
             raise CheckpointError("it holds no weights: it was saved without model and without export")
         weights: Literal["state", "export"] = "state" if "model" in held else "export"
-        return Parts(weights, "optimizer" in held, "extra" in held)
+        return CheckpointParts(weights, "optimizer" in held, "extra" in held)
     missing = [name for name in wanted if name not in held]
     if missing:
         raise CheckpointError(
             f"{KEY} asks for {', '.join(missing)}, and it holds {', '.join(sorted(held)) or 'nothing'}: "
             f"leave {missing[0]} out"
         )
-    return Parts("export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted)
+    return CheckpointParts(
+        "export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted
+    )
 
 
 def schedule_facts(schedule: Schedule, peak_lr: float, *further_lrs: float) -> ScheduleFacts:
@@ -138,7 +140,7 @@ def data_facts(config: Config, reply: m.RegisterReply) -> DataFacts | None:
     )
 
 
-def parts_of(resumption: Resumption, config: Config) -> Parts:
+def parts_of(resumption: Resumption, config: Config) -> CheckpointParts:
     """Choose what is read of a resumption. Raises `CheckpointError` naming the checkpoint."""
     wanted = None if resumption.own else config.train.ckpt.load_contents
     try:
@@ -259,7 +261,7 @@ def _check_model(manifest: Manifest, trainer: Trainer) -> None:
 
 
 def check_base(
-    role: str, manifest: Manifest, model: Backbone, config: Config, group: Group | None = None
+    role: str, manifest: Manifest, model: Backbone, config: Config, group: RankGroup | None = None
 ) -> None:
     """Adapters go on next to the weights that they were trained with. A collective of the group.
 
@@ -291,7 +293,7 @@ def _restore_schedule(section: str, saved: ScheduleFacts | None, trained: Traine
         trained.optimizer.set_peak_lrs((saved.peak_lr, *saved.further_lrs))
 
 
-def _say(resumption: Resumption, parts: Parts, trainer: Trainer) -> None:
+def _say(resumption: Resumption, parts: CheckpointParts, trainer: Trainer) -> None:
     manifest, group = resumption.found.manifest, trainer.group
     log.info("resumed from %s (%d committed steps)", resumption.path, manifest.step)
     left_out = [

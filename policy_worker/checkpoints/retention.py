@@ -13,18 +13,20 @@ from pathlib import Path
 
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import complete_in, is_ancestor
-from policy_worker.checkpoints.layout import BEST, Found
+from policy_worker.checkpoints.layout import BEST, FoundCheckpoint
 from policy_worker.checkpoints.uploads import Uploader
 from schema.config.sections.train import CheckpointConfig
 from schema.util.atomic_file import write_text
 
 log = logging.getLogger(__name__)
 
-Scored = tuple[Found, float]
+Scored = tuple[FoundCheckpoint, float]
 """A checkpoint and the mean validation score of its weights."""
 
 
-def scored(complete: Sequence[Found], newest: Found, scores: Mapping[int, float]) -> list[Scored]:
+def scored(
+    complete: Sequence[FoundCheckpoint], newest: FoundCheckpoint, scores: Mapping[int, float]
+) -> list[Scored]:
     """The checkpoints that were validated. scores: by weight version, of the way that led to the newest one."""
     way = [checkpoint for checkpoint in complete if is_ancestor(checkpoint.manifest, newest.manifest)]
     return [(checkpoint, scores[checkpoint.step]) for checkpoint in way if checkpoint.step in scores]
@@ -36,8 +38,12 @@ def best(candidates: Sequence[Scored]) -> Scored | None:
 
 
 def expired(
-    complete: Sequence[Found], newest: Found, preferred: Found | None, held: Collection[Found], max_keep: int
-) -> list[Found]:
+    complete: Sequence[FoundCheckpoint],
+    newest: FoundCheckpoint,
+    preferred: FoundCheckpoint | None,
+    held: Collection[FoundCheckpoint],
+    max_keep: int,
+) -> list[FoundCheckpoint]:
     """List what to delete.
 
     complete: all complete checkpoints. newest: the one that `latest` names. preferred: the best validated one. held:
@@ -50,7 +56,7 @@ def expired(
     return others[max(max_keep - len(protected), 0) :]
 
 
-def order(checkpoint: Found, newest: Found) -> tuple[bool, int, int]:
+def order(checkpoint: FoundCheckpoint, newest: FoundCheckpoint) -> tuple[bool, int, int]:
     """Sort what led to the newest before what is of timelines that were left; then by age."""
     return is_ancestor(checkpoint.manifest, newest.manifest), *checkpoint.age
 
@@ -68,14 +74,14 @@ class Housekeeper:
         if self._settings.delete_after_load:
             self._resumed_from = path
 
-    def tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
+    def tidy(self, newest: FoundCheckpoint, scores: Mapping[int, float]) -> None:
         """newest: the checkpoint that has just become complete. scores: see `keep.scored`."""
         try:
             self._tidy(newest, scores)
         except OSError as error:
             log.warning("old checkpoints in %s could not be deleted: %s", self._root, error)
 
-    def _tidy(self, newest: Found, scores: Mapping[int, float]) -> None:
+    def _tidy(self, newest: FoundCheckpoint, scores: Mapping[int, float]) -> None:
         complete = complete_in(self._root)[0]
         preferred = self._preferred(complete, newest, scores)
         held = [checkpoint for checkpoint in complete if self.uploader.holds(checkpoint.path)]
@@ -89,7 +95,9 @@ class Housekeeper:
                 directory.remove(path)
                 log.info("deleted checkpoint %s: delete_after_load = true", path)
 
-    def _preferred(self, complete: list[Found], newest: Found, scores: Mapping[int, float]) -> Found | None:
+    def _preferred(
+        self, complete: list[FoundCheckpoint], newest: FoundCheckpoint, scores: Mapping[int, float]
+    ) -> FoundCheckpoint | None:
         """The best validated one, by what the controller knows and, where that has begun anew, by the note."""
         noted = self._noted(complete)
         known = scored(complete, newest, scores)
@@ -104,7 +112,7 @@ class Housekeeper:
             write_text(self._root / BEST, json.dumps(body), durable=True)
         return preferred[0]
 
-    def _noted(self, complete: list[Found]) -> Scored | None:
+    def _noted(self, complete: list[FoundCheckpoint]) -> Scored | None:
         """Return what the note says, if it speaks of a checkpoint that is there: not of one that took its name."""
         try:
             body = json.loads((self._root / BEST).read_text())

@@ -20,7 +20,13 @@ from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import Found, Manifest, ScheduleFacts, checkpoints_of, template_of
+from policy_worker.checkpoints.layout import (
+    FoundCheckpoint,
+    Manifest,
+    ScheduleFacts,
+    checkpoints_of,
+    template_of,
+)
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.source_files import Files
@@ -33,7 +39,7 @@ from policy_worker.checkpoints.state import (
     loss_scales,
     state_to_save,
 )
-from policy_worker.checkpoints.storage import Piece, Staging, pieces_of
+from policy_worker.checkpoints.storage import Staging, TensorPiece, pieces_of
 from policy_worker.checkpoints.uploads import Uploader, make_uploader
 from policy_worker.checkpoints.write import Draft, Exporter, write
 from policy_worker.errors import CheckpointSaveError
@@ -48,21 +54,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rhythm:
-    """`[train.ckpt]`'s frequencies. epochs 0: by steps only."""
+    """`[train.ckpt]`'s frequencies. data_passes 0: by steps only."""
 
     enabled: bool
     steps: int
-    epochs: int = 0
+    data_passes: int = 0
 
-    def due(self, step: int, *, last: bool, epochs: int, epochs_before: int) -> bool:
+    def due(self, step: int, *, last: bool, data_passes: int, data_passes_before: int) -> bool:
         """Whether to save after `step` committed steps.
 
-        last: no step follows. epochs, epochs_before: passes over the data that are complete now, and were when this
-        was asked last."""
+        last: no step follows. data_passes, data_passes_before: passes over the data that are complete now, and were
+        when this was asked last."""
         if not self.enabled:
             return False
-        by_epoch = self.epochs > 0 and epochs // self.epochs > epochs_before // self.epochs
-        return last or by_epoch or step % self.steps == 0
+        by_data_pass = (
+            self.data_passes > 0 and data_passes // self.data_passes > data_passes_before // self.data_passes
+        )
+        return last or by_data_pass or step % self.steps == 0
 
 
 def _schedule_of(trained: TrainedModel) -> ScheduleFacts:
@@ -89,7 +97,7 @@ class Checkpointer:
         self._timeline = reply.timeline
         self._saved: int | None = None
         self._bases: dict[str, str] | None = None
-        self._epochs = 0
+        self._data_passes = 0
         self._background = Background()
         asynchronous = self._settings.save_mode == "async"
         self._staging = Staging(trainer.group.device) if asynchronous else None
@@ -155,7 +163,7 @@ class Checkpointer:
             )
         manifest = resumption.found.manifest
         if resumption.step == manifest.step:
-            self._epochs = manifest.epochs
+            self._data_passes = manifest.epochs
             self._saved = resumption.step if resumption.own else None
             self._lineage = [*manifest.lineage, (self._timeline, resumption.step)]
         self._housekeeper.resumed_from(resumption.path)
@@ -163,17 +171,17 @@ class Checkpointer:
 
     # ---- save -------------------------------------------------------------------------------------------------
 
-    def due(self, step: int, *, last: bool, epochs: int | None = None) -> bool:
+    def due(self, step: int, *, last: bool, data_passes: int | None = None) -> bool:
         """Whether to save now: by frequency, at the end, or because it was asked for. A collective.
 
-        epochs: passes over the data that are complete after `step` committed steps; None: as many as so many batches
-        of rows make."""
-        if epochs is None:
-            epochs = 0 if self._data is None else self._data.at(step).position // self._data.rows
-        before, self._epochs = self._epochs, max(self._epochs, epochs)
+        data_passes: passes over the data that are complete after `step` committed steps; None: as many as so many
+        batches of rows make."""
+        if data_passes is None:
+            data_passes = 0 if self._data is None else self._data.at(step).position // self._data.rows
+        before, self._data_passes = self._data_passes, max(self._data_passes, data_passes)
         if self._trainer.group.any(self._shutdown.checkpoint_asked):
             return True
-        return self._rhythm.due(step, last=last, epochs=self._epochs, epochs_before=before)
+        return self._rhythm.due(step, last=last, data_passes=self._data_passes, data_passes_before=before)
 
     def save(self, step: int) -> None:
         """Save after `step` committed steps, once. A collective; returns as soon as training may go on.
@@ -208,7 +216,7 @@ class Checkpointer:
             step=step,
             timeline=self._timeline,
             lineage=self._lineage,
-            epochs=self._epochs,
+            epochs=self._data_passes,
             world=group.world,
             written_at=0.0,
             architecture=type(trainer.model.lm).__name__.removeprefix("FSDP"),
@@ -233,7 +241,7 @@ class Checkpointer:
             exporter=self._exporter() if group.leads and manifest.exported else None,
         )
 
-    def _copied(self, pieces: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
+    def _copied(self, pieces: dict[str, list[TensorPiece]]) -> dict[str, list[TensorPiece]]:
         if self._staging is None:
             return pieces
         copies = iter(self._staging.copy([piece for of_kind in pieces.values() for piece in of_kind]))
@@ -271,7 +279,7 @@ class Checkpointer:
         if complete is not None:
             self._announce(complete)
 
-    def _announce(self, complete: Found) -> None:
+    def _announce(self, complete: FoundCheckpoint) -> None:
         """Rank 0: the controller may forget payloads now, older checkpoints may go, this one may be uploaded."""
         assert self._session is not None
         assert self._caller is not None

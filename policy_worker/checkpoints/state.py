@@ -44,7 +44,7 @@ from policy_worker.errors import CheckpointError, DamagedCheckpointError
 from policy_worker.memory.offload import local_of
 from policy_worker.model.lora import adapters_of
 from policy_worker.model.model import Backbone
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.model import TrainedModel
 from policy_worker.trained.trainer import Trainer
@@ -87,7 +87,7 @@ def base_state(model: Backbone) -> State:
     return {f"{BASE}.{name}": p.detach() for name, p in model.named_parameters() if name in names}
 
 
-def base_digest(model: Backbone, group: Group | None = None) -> str | None:
+def base_digest(model: Backbone, group: RankGroup | None = None) -> str | None:
     """A digest of `base_state`, the same on any mesh; None: there is none. A collective of the group.
 
     It is made of the sum of each tensor's bits, read as whole numbers: whichever ranks add up the parts, it is exact.
@@ -187,7 +187,7 @@ def state_to_save(trainer: Trainer, contents: Collection[str]) -> dict[str, Stat
     return written
 
 
-def _is_first(model: Backbone, group: Group | None, key: str, tensor: Tensor) -> bool:
+def _is_first(model: Backbone, group: RankGroup | None, key: str, tensor: Tensor) -> bool:
     """Whether this rank is the first of those that hold this piece of a tensor; group None: it is alone."""
     stages = model.stages
     if stages is not None and stages.has_elsewhere(key.partition(".")[2]):

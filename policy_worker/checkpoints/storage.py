@@ -47,7 +47,7 @@ CHUNKS = "chunks"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The piece of one tensor that this rank holds: `data` lies at `offsets` in a tensor of shape `size`."""
 
     key: str
@@ -67,7 +67,7 @@ def piece_name(key: str, offsets: tuple[int, ...]) -> str:
 # ---- write ----------------------------------------------------------------------------------------------------
 
 
-def pieces_of(state: State) -> list[Piece]:
+def pieces_of(state: State) -> list[TensorPiece]:
     """List what this rank has to write, by torch's plan. Nothing is copied or communicated."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
@@ -75,16 +75,16 @@ def pieces_of(state: State) -> list[Piece]:
     return [piece for piece in pieces if piece.data.numel()]
 
 
-def _piece(item: WriteItem, planner: DefaultSavePlanner) -> Piece:
+def _piece(item: WriteItem, planner: DefaultSavePlanner) -> TensorPiece:
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor: only tensors are kept in a checkpoint")
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor)
     offsets, size = tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.size)
-    return Piece(item.index.fqn, offsets, size, data.detach())
+    return TensorPiece(item.index.fqn, offsets, size, data.detach())
 
 
-def write_pieces(path: Path, pieces: list[Piece]) -> FileFacts:
+def write_pieces(path: Path, pieces: list[TensorPiece]) -> FileFacts:
     """One safetensors file, forced to disk; one tensor at a time passes through host memory. Raises `OSError`."""
     ordered = sorted(pieces, key=lambda piece: (-piece.data.dtype.itemsize, piece.name))  # all stay aligned
     chunks = {piece.name: [piece.key, piece.offsets, piece.size] for piece in ordered}
@@ -119,7 +119,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._pin, self._copies = device.type == "cuda", dict[str, Tensor]()
 
-    def copy(self, pieces: list[Piece]) -> list[Piece]:
+    def copy(self, pieces: list[TensorPiece]) -> list[TensorPiece]:
         """The same pieces in host memory; those of an earlier call are overwritten."""
         kept, self._copies = self._copies, {}
         for piece in pieces:
@@ -131,7 +131,7 @@ class Staging:
             self._copies[piece.name] = copy.copy_(piece.data, non_blocking=self._pin)
         if self._pin:
             torch.cuda.synchronize()
-        return [Piece(p.key, p.offsets, p.size, self._copies[p.name]) for p in pieces]
+        return [TensorPiece(p.key, p.offsets, p.size, self._copies[p.name]) for p in pieces]
 
 
 # ---- read -----------------------------------------------------------------------------------------------------

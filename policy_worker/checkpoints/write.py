@@ -26,7 +26,7 @@ from policy_worker.checkpoints.layout import (
     EXPORT,
     LEDGER,
     FileFacts,
-    Found,
+    FoundCheckpoint,
     Manifest,
     faults,
     hash_of_file,
@@ -36,9 +36,9 @@ from policy_worker.checkpoints.layout import (
     write_manifest,
 )
 from policy_worker.checkpoints.state import BASE, MODEL, RngStates, weights_from, write_rng
-from policy_worker.checkpoints.storage import Piece, StateFiles, write_pieces
+from policy_worker.checkpoints.storage import StateFiles, TensorPiece, write_pieces
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from schema.config.chat_template import FILE as TEMPLATE
 from schema.util.atomic_file import sync
 
@@ -58,7 +58,7 @@ class Draft:
 
     unfinished: Path
     lock: IO[bytes]
-    pieces: Mapping[str, list[Piece]]
+    pieces: Mapping[str, list[TensorPiece]]
     states: RngStates
     manifest: Manifest
     ledger: str | None
@@ -66,7 +66,7 @@ class Draft:
     exporter: Exporter | None
 
 
-def write(draft: Draft, group: Group) -> Found | None:
+def write(draft: Draft, group: RankGroup) -> FoundCheckpoint | None:
     """Write it, whole or not at all; on rank 0 the complete checkpoint. A collective.
 
     Raises `CheckpointSaveError`: on every rank, if one of them could not write; nothing complete was touched."""
@@ -76,12 +76,12 @@ def write(draft: Draft, group: Group) -> Found | None:
         draft.lock.close()
 
 
-def _write(draft: Draft, group: Group) -> Found | None:
+def _write(draft: Draft, group: RankGroup) -> FoundCheckpoint | None:
     began = time.monotonic()
     files, fault = _attempt(lambda: _write_own(draft, group.rank))
     together = group.gather([files, fault])
     failed = [f"rank {rank}: {of_rank[1]}" for rank, of_rank in enumerate(together) if of_rank[1] is not None]
-    complete: Found | None = None
+    complete: FoundCheckpoint | None = None
     if not failed and group.leads:
         complete, fault = _attempt(lambda: _complete(draft, [of_rank[0] for of_rank in together]))
         failed = [] if fault is None else [fault]
@@ -129,7 +129,7 @@ def _write_own(draft: Draft, rank: int) -> dict[str, Any]:
     return {name: facts.model_dump() for name, facts in written.items()}
 
 
-def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> Found:
+def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> FoundCheckpoint:
     """Rank 0's part, once all ranks have written theirs."""
     unfinished = draft.unfinished
     files = {name: FileFacts(**facts) for written in of_ranks for name, facts in written.items()}
@@ -151,7 +151,7 @@ def _complete(draft: Draft, of_ranks: list[dict[str, Any]]) -> Found:
     write_manifest(unfinished, manifest)
     target = directory.place(unfinished, manifest.step)
     directory.point_at(target)
-    return Found(target, manifest)
+    return FoundCheckpoint(target, manifest)
 
 
 def _check_all_there(unfinished: Path, files: dict[str, FileFacts]) -> None:

@@ -8,8 +8,8 @@ again with it, and so is every exchange within it (of tokens between experts, sa
 the same operations see the same inputs, and random states are those of the forward.
 
 Copies to and from the host run on streams of their own. A layer's activations leave the device while the next layers
-compute, `AHEAD` of them; those of the layer before come back while a layer's backward computes. Without a GPU they
-are copied within host memory.
+compute, `LEAVING_LAYERS` of them; those of the layer before come back while a layer's backward computes. Without a
+GPU they are copied within host memory.
 
 Source: arXiv 2205.05198 (section 5, selective recomputation).
 """
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 LEAST_BYTES = 1024
 """Smaller tensors stay: a copy costs more than they take."""
-AHEAD = 1
+LEAVING_LAYERS = 1
 """Layers whose activations may still be leaving the device while one computes."""
 
 
@@ -113,7 +113,7 @@ class _Kept:
         self._lane = _lane(given[0].device)
         self._before = self._lane.last
         self._lane.last = ref(self)
-        self._lane.make_room(AHEAD)
+        self._lane.make_room(LEAVING_LAYERS)
         self._open: dict[tuple[int, int], tuple[_Stored, Tensor]] = {}
         """By address and version, in the forward: what is stored, and its source."""
         self._stored: list[ReferenceType[_Stored]] = []

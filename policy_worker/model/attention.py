@@ -9,8 +9,8 @@ positions are padded to the longest of their block for the attention alone. It c
 mask over the whole row would cost the square of the row. A layer with a sliding window of n sees the last n positions
 of a sample alone, itself among them.
 
-Where several processes share the rows, each with a piece of their positions, a `Context` gives the attention whole
-rows of some heads and takes its outputs back: blocks are of whole rows whoever computes them.
+Where several processes share the rows, each with a piece of their positions, a `AttentionContext` gives the attention
+whole rows of some heads and takes its outputs back: blocks are of whole rows whoever computes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAST_FILL = 0.75
 Outputs = TypeVar("Outputs")
 
 
-class Context(Protocol):
+class AttentionContext(Protocol):
     """One process' share of rows that n processes have: a piece of their positions, and in the attention some
     heads (see `policy_worker.parallel.context`)."""
 
@@ -141,7 +141,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     blocks: Blocks | None = None,
-    context: Context | None = None,
+    context: AttentionContext | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend, as transformers calls it in a layer: query [R, H, L, D], key and value [R, H', L, D] → [R, L, H, D].

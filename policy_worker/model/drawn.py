@@ -63,7 +63,7 @@ class KeptSets(NamedTuple):
     ids: Ints
 
 
-class Answer(NamedTuple):
+class AnswerSpan(NamedTuple):
     """Tokens `first` to `last` of the K: one uninterrupted answer; its prompt and itself in `Drawn.ids`.
 
     begin: where among the K it would begin if all of it were there: `first`, or before. held: ids that may not be
@@ -86,7 +86,7 @@ class Drawn:
     first_id: what the first column of the logits is of; see `among`."""
 
     reshaping: Reshaping
-    answers: Sequence[Answer]
+    answers: Sequence[AnswerSpan]
     ids: Tensor
     kept_ids: Tensor
     kept_rows: Tensor
@@ -97,7 +97,7 @@ class Drawn:
     def among(self, first: int, count: int) -> Drawn:
         """The same for logits of `count` ids from `first` on."""
 
-        def held_here(answer: Answer) -> Answer:
+        def held_here(answer: AnswerSpan) -> AnswerSpan:
             if answer.held is None:
                 return answer
             places, here = places_of(answer.held, first, count)
@@ -203,7 +203,7 @@ def places_of(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Context:
+class DrawnContext:
     """One segment as `drawn_of` needs it: its sample's row, its tokens, the positions of those that are learned
     (rising), their kept sets, and the ids held back at the beginning of an answer."""
 
@@ -215,7 +215,7 @@ class Context:
 
 
 def drawn_of(
-    contexts: Sequence[Context], reshaping: Reshaping, vocabulary: int, device: torch.device | str
+    contexts: Sequence[DrawnContext], reshaping: Reshaping, vocabulary: int, device: torch.device | str
 ) -> Drawn | None:
     """Describe what the learned tokens of these segments were drawn from; None: the softmax alone.
 
@@ -224,7 +224,7 @@ def drawn_of(
     contexts = [context for context in contexts if len(context.learned)]
     if reshaping == Reshaping() or not contexts:
         return None
-    answers: list[Answer] = []
+    answers: list[AnswerSpan] = []
     first = offset = 0
     counts, kept_ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for context in contexts:
@@ -244,7 +244,7 @@ def drawn_of(
             held = _held(context, run, reshaping.min_tokens, vocabulary)
             on_device = None if held is None else torch.from_numpy(held.astype(np.int64)).to(device)
             last = first + len(run)
-            answers.append(Answer(first, last, first, offset, offset + int(run[0]), on_device))
+            answers.append(AnswerSpan(first, last, first, offset, offset + int(run[0]), on_device))
             first = last
         offset += len(context.token_ids)
     all_counts, ids = np.concatenate(counts), np.concatenate(kept_ids)
@@ -265,7 +265,7 @@ def drawn_of(
     )
 
 
-def _held(context: Context, run: npt.NDArray[np.int64], min_tokens: int, vocabulary: int) -> Ints | None:
+def _held(context: DrawnContext, run: npt.NDArray[np.int64], min_tokens: int, vocabulary: int) -> Ints | None:
     """The ids that may not be among an answer's first tokens, and are not. Raises `BadBatchError`."""
     if context.held is None or not min_tokens:
         return None

@@ -30,8 +30,8 @@ from transformers import (
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention, lora
 from policy_worker.model.model import DTYPES, AnyModel, PolicyModel, ValueModel
-from policy_worker.model.prepare import Lead, alone, prepare_model, replay_in
-from policy_worker.model.pretrained import Weights, skeleton, weight_files
+from policy_worker.model.prepare import Lead, alone, prepare_model, replay_routing
+from policy_worker.model.pretrained import StoredWeights, skeleton, weight_files
 from policy_worker.model.trainable import freeze
 from schema.config import Config, overrides
 from schema.config.layout import mesh_of
@@ -57,7 +57,7 @@ def load_model(
 
     Raises `SettingsError`: it cannot be loaded, or is of an architecture that this trainer would get wrong."""
     attention.use_flash(config.train.fa_version)
-    source = Source.of_policy(config)
+    source = ModelSource.of_policy(config)
     if weights is not None:
         what = f"the export {weights} as a model of {source.what}"
         source = replace(source, what=what, weights=weights)
@@ -78,7 +78,7 @@ def load_model(
     if adapters is not None:
         lora.widen(model, master)
     if config.replays_routing and config.grpo.routing_replay != "none":
-        replay_in(model, config.grpo.routing_replay, lead)
+        replay_routing(model, config.grpo.routing_replay, lead)
     return model
 
 
@@ -86,10 +86,10 @@ def load_reference(config: Config, policy: PolicyModel, *, lead: Lead = alone) -
     """The frozen model of `[reference]`, in `train.param_dtype`. lead: as for `load_model`.
 
     Raises `SettingsError`: as `load_model`, or its vocabulary is not that of the policy."""
-    source = Source.of_policy(config)
+    source = ModelSource.of_policy(config)
     if config.reference.model_name_or_path not in (None, source.name):
         name = str(config.reference.model_name_or_path)
-        source = Source(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
+        source = ModelSource(f"reference.model_name_or_path = {name!r}", name, None, source.trust)
     model = _load_frozen(config, source, mesh_of(config, "reference"), lead)
     if model.vocabulary != policy.vocabulary:
         raise SettingsError(
@@ -108,7 +108,7 @@ def load_teacher(
     Raises `SettingsError`: as `load_model`, or its tokens are not those of the policy."""
     name = str(teacher.model)
     what = f"teacher {teacher.name}: model = {name!r}"
-    source = Source(what, name, None, config.policy.trust_remote_code)
+    source = ModelSource(what, name, None, config.policy.trust_remote_code)
     model = _load_frozen(config, source, config.policy.parallelism, lead)
     for problem in tokens_are_those_of_the_policy(config):  # which could not be read before they were fetched
         raise SettingsError(problem.render())
@@ -131,7 +131,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     lead: as for `load_model`.
 
     Raises `SettingsError`: as `load_model`, or it reads other tokens than the policy writes."""
-    critic, source = config.critic, Source.of_policy(config)
+    critic, source = config.critic, ModelSource.of_policy(config)
     override = {"critic.override_config": critic.override_config}
     if critic.model_name_or_path in (None, source.name):
         source = replace(
@@ -143,7 +143,7 @@ def load_critic(config: Config, policy: PolicyModel, *, lead: Lead = alone) -> V
     else:
         name = str(critic.model_name_or_path)
         what = f"critic.model_name_or_path = {name!r}"
-        source = Source(what, name, critic.model_revision, critic.trust_remote_code, override)
+        source = ModelSource(what, name, critic.model_revision, critic.trust_remote_code, override)
     _import_modules("critic", critic, source.name)
     master = DTYPES[critic.master_dtype]
     dtype = master if critic.lora is None else DTYPES[critic.param_dtype]
@@ -185,7 +185,7 @@ def _is_whole(adapters: LoraConfig | None) -> bool:
     return adapters is not None and adapters.begins_with_base
 
 
-def _load_frozen(config: Config, source: Source, mesh: ParallelismConfig, lead: Lead) -> PolicyModel:
+def _load_frozen(config: Config, source: ModelSource, mesh: ParallelismConfig, lead: Lead) -> PolicyModel:
     _import_modules("policy", config.policy, config.policy.model_name_or_path)
     dtype = DTYPES[config.train.param_dtype]
     loaded = source.load(AutoModelForCausalLM, dtype)
@@ -201,7 +201,7 @@ def kept_activations(model: CheckpointingKeys, keys: PrecisionKeys) -> dict[str,
 
 
 def _policy_like(
-    loaded: Loaded, config: Config, mesh: ParallelismConfig, lead: Lead, **kept: Any
+    loaded: LoadedModel, config: Config, mesh: ParallelismConfig, lead: Lead, **kept: Any
 ) -> PolicyModel:
     _choose_experts(loaded.lm, config.policy)
     model = PolicyModel(loaded.lm, loaded.dropout)
@@ -232,16 +232,16 @@ def _choose_experts(lm: PreTrainedModel, keys: PolicyConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A transformers model, and the dropout that its configuration had. weights: see `Backbone.weights`."""
 
     lm: PreTrainedModel
     dropout: dict[str, float]
-    weights: Weights | None
+    weights: StoredWeights | None
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model comes from. what: its key and its value, for messages. trust: whether its own code may run.
     overrides: entries of its config.json that are replaced, by the key that has them. weights: where they are, and no
     others, if not where the configuration is."""
@@ -254,9 +254,9 @@ class Source:
     weights: str | None = None
 
     @staticmethod
-    def of_policy(config: Config) -> Source:
+    def of_policy(config: Config) -> ModelSource:
         policy = config.policy
-        return Source(
+        return ModelSource(
             f"policy.model_name_or_path = {policy.model_name_or_path!r}",
             policy.model_name_or_path,
             policy.model_revision,
@@ -266,7 +266,7 @@ class Source:
 
     def load(
         self, auto: type[AutoModel | AutoModelForCausalLM], dtype: torch.dtype, *, whole: bool = False
-    ) -> Loaded:
+    ) -> LoadedModel:
         """The model on the meta device; with its weights, on the CPU, where they cannot be read in parts.
 
         whole: its weights are needed before it is sharded. Raises `SettingsError`: it cannot be loaded."""
@@ -279,7 +279,7 @@ class Source:
             weights = None
             if files and not quantized and not whole:
                 lm = skeleton(auto, config, dtype, revision, self.trust)
-                weights = Weights(self.what, lm, files, dtype)
+                weights = StoredWeights(self.what, lm, files, dtype)
                 missing, surplus = weights.missing, weights.surplus
             else:
                 lm, report = auto.from_pretrained(
@@ -310,7 +310,7 @@ class Source:
                 "%s: its files hold tensors that %s has no place for, neither trained nor exported (%d): %s%s",
                 self.what, type(lm).__name__, len(surplus), ", ".join(surplus[:5]), ", …" * (len(surplus) > 5),
             )  # fmt: skip
-        return Loaded(lm, dropout, weights)
+        return LoadedModel(lm, dropout, weights)
 
     def _config(self) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust)

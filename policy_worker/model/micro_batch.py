@@ -28,7 +28,7 @@ from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.attention import LEAST_FILL, Block, block_of
-from policy_worker.model.drawn import Context, Drawn, KeptSets, Reshaping, drawn_of
+from policy_worker.model.drawn import Drawn, DrawnContext, KeptSets, Reshaping, drawn_of
 from schema.wire.sample import Sample
 
 Ints = npt.NDArray[np.int32]
@@ -52,7 +52,7 @@ class Mixtures(NamedTuple):
     experts: int
 
 
-class Routing(NamedTuple):
+class RoutingRecord(NamedTuple):
     """Choices of experts for the positions of rows: ids int16 [R, L, M, k] of k experts in each of M mixtures,
     and their weights float32 [R, L, M, k], if they are known."""
 
@@ -199,7 +199,7 @@ class MicroBatch:
     drawn: Drawn | None = None
     pieces: Sequence[Tensor] = ()
     piece: int = 0
-    routing: Routing | None = None
+    routing: RoutingRecord | None = None
 
     @property
     def n_samples(self) -> int:
@@ -211,7 +211,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """packed: the layout. vocabulary: token ids are below it. device: where the tensors go.
 
     least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
@@ -238,7 +238,7 @@ Columns = Mapping[str, Mapping[int, Tensor]]
 def collate(
     samples: Sequence[TrainSample],
     rows: Sequence[int],
-    layout: Layout,
+    layout: BatchLayout,
     columns: Columns = MappingProxyType({}),
 ) -> MicroBatch:
     """Lay samples out. Without any, it is an empty micro-batch: one position that predicts nothing.
@@ -279,7 +279,7 @@ def collate(
         old.append(np.zeros(len(picked)) if segment.logprobs is None else segment.logprobs[1:][picked])
         owner.append(np.full(len(picked), number))
         contexts.append(
-            Context(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held)
+            DrawnContext(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held)
         )
     _check_ids(segments, layout.vocabulary)
     at, of_pieces = _in_pieces(_joined(index, np.int64), shape[1], layout.pieces)
@@ -307,8 +307,8 @@ def collate(
 
 
 def _routing_of(
-    segments: Sequence[Segment], places: Sequence[Ints64], shape: tuple[int, int], layout: Layout
-) -> Routing | None:
+    segments: Sequence[Segment], places: Sequence[Ints64], shape: tuple[int, int], layout: BatchLayout
+) -> RoutingRecord | None:
     """Return the choices for the positions of rows [R, L]; None: none is known, or they are not asked for.
 
     Raises `BadBatchError`: the engine's model has other mixtures of experts."""
@@ -333,7 +333,7 @@ def _routing_of(
         if weights is not None:
             weights[place] = its_weights
     arrays = [None if array is None else array.reshape(*shape, *ids.shape[1:]) for array in (ids, weights)]
-    return Routing(*(None if array is None else _tensor(array, layout.device) for array in arrays))
+    return RoutingRecord(*(None if array is None else _tensor(array, layout.device) for array in arrays))
 
 
 def _in_pieces(index: Ints64, length: int, pieces: int) -> tuple[Ints64, list[Ints64]]:

@@ -14,13 +14,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention, sequence
-from policy_worker.model.attention import Block, Blocks, Context, Outputs
+from policy_worker.model.attention import AttentionContext, Block, Blocks, Outputs
 from policy_worker.model.head import Head, VocabularyShard
 from policy_worker.model.logprobs import Beside, TokenOutputs, token_logprobs
-from policy_worker.model.micro_batch import MicroBatch, Routing
-from policy_worker.model.pretrained import Weights
-from policy_worker.model.routing import Replay
-from policy_worker.model.stages import Entry, Stages
+from policy_worker.model.micro_batch import MicroBatch, RoutingRecord
+from policy_worker.model.pretrained import StoredWeights
+from policy_worker.model.routing import RoutingReplay
+from policy_worker.model.stages import StageInput, Stages
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ class Backbone(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
-        self.weights: Weights | None = None
+        self.weights: StoredWeights | None = None
         """Where they are to be read; None: it has them."""
-        self.context: Context | None = None
+        self.context: AttentionContext | None = None
         """The piece of the rows that this process has; None: they are whole."""
         self.stages: Stages | None = None
         """The stages of a pipeline that are left of the model; None: it is whole."""
         self.gather: sequence.Exchange | None = None
         """Makes all positions of this process' part of the last hidden states (see `sequence`); None: it has them."""
-        self.replay: Replay | None = None
+        self.routing_replay: RoutingReplay | None = None
         """The replay of what the engine's routers chose; None: those of the model choose."""
         self.reduces_late = False
         """Whether gradients are reduced after backward, and not within it (see `fsdp`)."""
@@ -69,7 +69,7 @@ class Backbone(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         blocks: Sequence[Block] = (),
-        entry: Entry | None = None,
+        entry: StageInput | None = None,
     ) -> Tensor:
         """[R, L, D], or of this process' piece of the rows [R, L / n, D].
 
@@ -92,7 +92,7 @@ class Backbone(nn.Module):
         last = cast(Tensor, outputs.last_hidden_state)
         return last if self.gather is None else self.gather(last)
 
-    def _of_batch(self, batch: MicroBatch, entry: Entry | None) -> Tensor:
+    def _of_batch(self, batch: MicroBatch, entry: StageInput | None) -> Tensor:
         """The states that predict the batch's labels, [K, D], of this process' piece [k, D]; those behind a stage
         before the last, see `_hidden`."""
         if entry is not None:
@@ -108,13 +108,15 @@ class Backbone(nn.Module):
 
     def recall(self, batch: MicroBatch, *, again: bool = False) -> None:
         """Let what is computed next be of this micro-batch. again: its backward, where others came between."""
-        if self.replay is None:
+        if self.routing_replay is None:
             return
         routing = batch.routing
         if routing is not None and self.context is not None:
             cut = self.context.cut
-            routing = Routing(cut(routing.ids), None if routing.weights is None else cut(routing.weights))
-        self.replay.begin(routing, again=again)
+            routing = RoutingRecord(
+                cut(routing.ids), None if routing.weights is None else cut(routing.weights)
+            )
+        self.routing_replay.begin(routing, again=again)
 
     def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
         """Make outputs of the batch's K labels from those of the picked states."""
@@ -166,7 +168,7 @@ class Backbone(nn.Module):
         return [p for layer in self.decoder_layers() for p in layer.parameters() if p.ndim == 2]
 
 
-def goes_to_head(entry: Entry | None) -> bool:
+def goes_to_head(entry: StageInput | None) -> bool:
     """Whether a forward ends with the head: that of a whole model, or of the last stage."""
     return entry is None or entry.is_last
 
@@ -180,7 +182,7 @@ class ValueModel(Backbone):
         width = lm.config.get_text_config().hidden_size
         self.value_head = nn.Parameter(torch.zeros(width, dtype=embeddings.dtype))
 
-    def forward(self, batch: MicroBatch, entry: Entry | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, entry: StageInput | None = None) -> Tensor:
         """The value of what stands before each of the batch's K labels, [K], float32 (float64 for float64).
 
         entry: see `PolicyModel.forward`."""
@@ -209,7 +211,7 @@ class PolicyModel(Backbone):
         compared: Beside | None = None,
         with_hidden: bool = False,
         more: More | None = None,
-        entry: Entry | None = None,
+        entry: StageInput | None = None,
     ) -> TokenOutputs | Tensor:
         """Log-prob, entropy and correctness of the batch's K labels under softmax(logits / temperature), or what
         `MicroBatch.drawn` makes of it.

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.memory import activations
 from policy_worker.model import attention, probe, sequence
-from policy_worker.model.micro_batch import Routing
+from policy_worker.model.micro_batch import RoutingRecord
 from policy_worker.model.model import AnyModel, Backbone, PolicyModel
-from policy_worker.model.routing import Replay, Replayed
+from policy_worker.model.routing import ReplayedRouting, RoutingReplay
 
 log = logging.getLogger(__name__)
 
@@ -253,20 +253,21 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0))
 
 
-def replay_in(model: AnyModel, wanted: Replayed, lead: Lead = alone) -> AnyModel:
-    """Let the mixtures of a model choose as recorded, from the next `Replay.begin` on. lead: proves for all ranks.
+def replay_routing(model: AnyModel, wanted: ReplayedRouting, lead: Lead = alone) -> AnyModel:
+    """Let the mixtures of a model choose as recorded, from the next `RoutingReplay.begin` on. lead: proves for all
+    ranks.
 
     Raises `SettingsError`: it has no mixtures of experts, or one whose choice cannot be answered."""
-    model.replay = Replay(model.lm, wanted)
+    model.routing_replay = RoutingReplay(model.lm, wanted)
     if model.weights is None:
-        _prove_replay(model, model.replay)
+        _prove_routing_replay(model, model.routing_replay)
     else:
-        lead(lambda: on_copy(model, lambda copy: _prove_replay(copy, Replay(copy.lm, wanted))))
+        lead(lambda: on_copy(model, lambda copy: _prove_routing_replay(copy, RoutingReplay(copy.lm, wanted))))
     return model
 
 
 @torch.no_grad()
-def _prove_replay(model: Backbone, replay: Replay) -> bool:
+def _prove_routing_replay(model: Backbone, replay: RoutingReplay) -> bool:
     """Experts get what a record says, which is not what their routers choose; and weights of these, which a router
     that leaves out groups of experts before its top k does not have."""
     ids, _ = probe_of(model, 8)
@@ -275,7 +276,7 @@ def _prove_replay(model: Backbone, replay: Replay) -> bool:
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:])) for layer in replay.layers
     ]
 
-    def entered(record: Routing | None) -> list[Tensor]:
+    def entered(record: RoutingRecord | None) -> list[Tensor]:
         """Return what experts are called with: ids and weights [1, N, M, k]."""
         seen.clear()
         replay.begin(record)
@@ -286,11 +287,11 @@ def _prove_replay(model: Backbone, replay: Replay) -> bool:
 
     try:
         others = (entered(None)[0] + 1).sort(-1).values % replay.mixtures.experts
-        entered_ids, entered_weights = entered(Routing(others, None))
+        entered_ids, entered_weights = entered(RoutingRecord(others, None))
         right = torch.equal(entered_ids, others) and bool((entered_weights.abs() > 0).all())
         if replay.wanted == "weights":
             weights = torch.rand(entered_weights.shape)
-            entered_ids, entered_weights = entered(Routing(others, weights))
+            entered_ids, entered_weights = entered(RoutingRecord(others, weights))
             right &= torch.equal(entered_ids, others)
             right &= torch.equal(entered_weights, weights.to(entered_weights.dtype))
     finally:

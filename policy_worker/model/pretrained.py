@@ -94,7 +94,7 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
     return [Path(path) for path in paths]
 
 
-class Weights:
+class StoredWeights:
     """The stored tensors of a model, and those of its skeleton that they become.
 
     what: the key and value that name the model, for messages.

@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.model.micro_batch import OWN, Mixtures, Routing
+from policy_worker.model.micro_batch import OWN, Mixtures, RoutingRecord
 
 KEY = "train.train_policy.routing_replay"
-Replayed = Literal["ids", "weights"]
+ReplayedRouting = Literal["ids", "weights"]
 
 
 def _is_experts(layer: nn.Module) -> bool:
@@ -36,10 +36,10 @@ def _is_experts(layer: nn.Module) -> bool:
     return type(layer).__name__.endswith("Experts") and hasattr(layer, "num_experts")
 
 
-class Replay:
+class RoutingReplay:
     """The choices that the routers of a model are to make; see the module's docstring."""
 
-    def __init__(self, lm: PreTrainedModel, wanted: Replayed) -> None:
+    def __init__(self, lm: PreTrainedModel, wanted: ReplayedRouting) -> None:
         """Raises `SettingsError`: the model names no layers of experts, or layers of different ones."""
         named = {name: layer for name, layer in lm.named_modules() if _is_experts(layer)}
         names, layers = [*named], [*named.values()]
@@ -56,14 +56,14 @@ class Replay:
         self.mixtures, self.wanted = Mixtures(len(layers), *sizes), wanted
         self.part = (0, 1)
         """Which part of the positions a mixture may see instead of all, and of how many (sequence parallelism)."""
-        self._record: Routing | None = None
+        self._record: RoutingRecord | None = None
         self._off = False
         self._seen: Tensor | None = None
         self._seen_in = set[int]()
         for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
             self._install(number, lm.get_submodule(name.rpartition(".")[0]), layer)
 
-    def begin(self, record: Routing | None, *, again: bool = False) -> None:
+    def begin(self, record: RoutingRecord | None, *, again: bool = False) -> None:
         """From now on the mixtures compute positions of this record. again: as they have before."""
         self._record = None if self._off else record
         self._seen_in = set() if not again else {*range(self.mixtures.layers)}
@@ -150,7 +150,7 @@ class Replay:
 class _Answer(TorchFunctionMode):
     """Answers the call of `torch.topk` by which the router of one mixture chooses."""
 
-    def __init__(self, replay: Replay, number: int) -> None:
+    def __init__(self, replay: RoutingReplay, number: int) -> None:
         super().__init__()
         self._replay, self._number = replay, number
         self.depth = 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Entry:
+class StageInput:
     """A stage in one forward.
 
     received: the states before its layers; None: it begins with the embeddings. passed: those behind its layers, once
@@ -58,7 +58,7 @@ class StageLayers(nn.ModuleList):
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
-        self.entry: Entry | None = None
+        self.entry: StageInput | None = None
         self._others = [Elsewhere(layer, self._through(number)) for number, layer in enumerate(layers)]
 
     def keep(self, own: Collection[int]) -> None:
@@ -115,9 +115,9 @@ class Stages:
         """Whether this rank has the last stage, and with it the output head."""
         return self.rank == self.ranks - 1
 
-    def entry(self, stage: int, received: Tensor | None) -> Entry:
+    def entry(self, stage: int, received: Tensor | None) -> StageInput:
         """For a forward of one of this rank's stages."""
-        return Entry(self.parts[stage], stage == len(self.parts) - 1, received)
+        return StageInput(self.parts[stage], stage == len(self.parts) - 1, received)
 
     @property
     def copies(self) -> list[str]:

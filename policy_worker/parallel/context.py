@@ -39,7 +39,7 @@ def apply_context(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
 
 
 class Ulysses:
-    """This rank's piece of the rows that a group shares: a `policy_worker.model.attention.Context`."""
+    """This rank's piece of the rows that a group shares: a `policy_worker.model.attention.AttentionContext`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)

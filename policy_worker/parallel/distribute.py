@@ -9,15 +9,15 @@ from policy_worker.model.model import AnyModel
 from policy_worker.parallel.context import apply_context
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import Units, apply_fsdp, needs_sharding
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import compile_layers, convert_to_fp8
-from policy_worker.parallel.mesh import EP, TP, MeshSizes
+from policy_worker.parallel.mesh import EP, TP, ParallelDims
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.config.sections.train import TrainingConfig
 
 
-def check_heads(model: AnyModel, sizes: MeshSizes) -> None:
+def check_heads(model: AnyModel, sizes: ParallelDims) -> None:
     """Whether ranks get whole heads, by transformers' own names for their numbers: a config.json may have others, of
     which the rules of the configuration know nothing. Raises `SettingsError`."""
     text = model.lm.config.get_text_config()
@@ -37,7 +37,7 @@ def check_heads(model: AnyModel, sizes: MeshSizes) -> None:
 
 def distribute(
     model: AnyModel,
-    group: Group,
+    group: RankGroup,
     keys: PrecisionKeys,
     device: torch.device | None = None,
     *,
@@ -63,8 +63,8 @@ def distribute(
         apply_context(model, mesh)
         if group.sizes.tp > 1:
             apply_tp(model, mesh[TP], dispatcher if group.sizes.sequence else None)
-            if model.replay is not None:
-                model.replay.part = mesh[TP].get_local_rank(), group.sizes.tp
+            if model.routing_replay is not None:
+                model.routing_replay.part = mesh[TP].get_local_rank(), group.sizes.tp
         elif group.sizes.ep > 1:
             apply_ep(model, mesh[EP], dispatcher)
     if isinstance(keys, TrainingConfig) and keys.fp8.enable_fp8 and not frozen:

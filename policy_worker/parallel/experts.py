@@ -26,7 +26,17 @@ from transformers import PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import AnyModel
 from policy_worker.model.sequence import EXPERTS, pattern
-from policy_worker.parallel.parts import ROWS, Add, Copy, Gather, Scatter, cut, gathered, travel, wrap
+from policy_worker.parallel.collectives import (
+    ROWS,
+    AllGatherRows,
+    AllReduceBackward,
+    AllReduceForward,
+    ReduceScatterRows,
+    cut,
+    gathered,
+    travel,
+    wrap,
+)
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [T, D], ids of their experts [T, k], weights of these [T, k]) → what they say, weighted and added up."""
@@ -65,18 +75,18 @@ def spread_experts(layer: nn.Module, shared: nn.Module | None, mesh: DeviceMesh,
     layer.num_experts = n = count // ranks
     layer._is_expert_parallel = True
 
-    ahead = _Ahead(shared) if dispatcher == "overlapped" and shared is not None else None
+    overlap = _Overlap(shared) if dispatcher == "overlapped" and shared is not None else None
 
     def compute(forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if ahead is None:
+        if overlap is None:
             return dispatch(forward, tokens, ids, weights, n, group)
-        with ahead.of(tokens):
-            return _alltoall(forward, tokens, ids, weights, n, group, ahead.compute)
+        with overlap.of(tokens):
+            return _alltoall(forward, tokens, ids, weights, n, group, overlap.compute)
 
     wrap(layer, compute)
 
 
-class _Ahead:
+class _Overlap:
     """A shared expert, which computes when the layer of experts says so instead of when the model calls it.
 
     A model that calls it before the layer of experts gets what it will say, which is NaN until then; one that calls
@@ -140,8 +150,8 @@ def _of_own(forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor, n: i
 def _shared(
     forward: Forward, tokens: Tensor, ids: Tensor, weights: Tensor, n: int, group: dist.ProcessGroup
 ) -> Tensor:
-    tokens, weights = Copy.apply(tokens, group), Copy.apply(weights, group)
-    return Add.apply(_of_own(forward, tokens, ids, weights, n, group.rank()), group)
+    tokens, weights = AllReduceBackward.apply(tokens, group), AllReduceBackward.apply(weights, group)
+    return AllReduceForward.apply(_of_own(forward, tokens, ids, weights, n, group.rank()), group)
 
 
 def _allgather(
@@ -152,9 +162,11 @@ def _allgather(
     rows = (
         nn.functional.pad(x, (0, 0, 0, longest - count), value=v) for x, v in ((tokens, 0.0), (weights, 0.0))
     )
-    all_tokens, all_weights = (Gather.apply(x, group) for x in rows)
+    all_tokens, all_weights = (AllGatherRows.apply(x, group) for x in rows)
     all_ids = gathered(nn.functional.pad(ids, (0, 0, 0, longest - count), value=-1), group)
-    return Scatter.apply(_of_own(forward, all_tokens, all_ids, all_weights, n, group.rank()), group)[:count]
+    return ReduceScatterRows.apply(
+        _of_own(forward, all_tokens, all_ids, all_weights, n, group.rank()), group
+    )[:count]
 
 
 def _alltoall(

@@ -37,7 +37,7 @@ from schema.config.sections.reference import ReferenceConfig
 
 
 def needs_sharding(ranks: int, keys: PrecisionKeys) -> bool:
-    """Whether there is anything for FSDP2 to do. ranks: `MeshSizes.fsdp_ranks`."""
+    """Whether there is anything for FSDP2 to do. ranks: `ParallelDims.fsdp_ranks`."""
     return ranks > 1 or keys.param_dtype != keys.master_dtype or keys.fsdp_offload
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from policy_worker.errors import NonFiniteGradientError
 from policy_worker.memory.offload import local_of
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from schema.config.sections.optimizer import PrecisionKeys
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class LossScaler:
 
     state: the scale, and how many steps were made since it changed; the same on all ranks."""
 
-    def __init__(self, group: Group, key: str) -> None:
+    def __init__(self, group: RankGroup, key: str) -> None:
         self._group, self._key = group, key
         self.state = FIRST, 0
         self._skipped = 0

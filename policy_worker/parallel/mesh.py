@@ -33,7 +33,7 @@ PP, DP_REPLICATE, DP_SHARD, EP, CP, TP = "pp", "dp_replicate", "dp_shard", "ep",
 
 
 @dataclass(frozen=True)
-class MeshSizes:
+class ParallelDims:
     """Ranks along each dimension, in the order of the mesh. ep: of those of dp_shard, how many share the experts.
 
     sequence: whether those of tp have a part of the positions each between layers."""
@@ -47,13 +47,13 @@ class MeshSizes:
     sequence: bool = False
 
     @staticmethod
-    def of_config(mesh: ParallelismConfig, world: int, section: str = "policy.parallelism") -> MeshSizes:
+    def of_config(mesh: ParallelismConfig, world: int, section: str = "policy.parallelism") -> ParallelDims:
         """The configured sizes on `world` ranks; -1 shards over those that the other sizes leave.
 
         section: that the sizes are from. Raises `SettingsError`: they are of another number of ranks."""
         # Where layers are cut, each of these ranks has some experts anyway.
         ep = 1 if mesh.ep_size == mesh.tp_size else mesh.ep_size
-        unsharded = MeshSizes(
+        unsharded = ParallelDims(
             mesh.pp_size, mesh.dp_replicate_size, 1, mesh.cp_size, mesh.tp_size, ep, mesh.sequence_parallel
         )
         shards = max(world // unsharded.ranks, 1) if mesh.dp_shard_size == -1 else mesh.dp_shard_size
@@ -116,7 +116,7 @@ class MeshSizes:
         return next(other for other in self.unit(rank) if self.stage(other) == self.pp - 1)
 
 
-def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
+def device_mesh(sizes: ParallelDims, device_type: str) -> DeviceMesh:
     """The mesh of all ranks: the dimensions of more than one rank, and `dp_shard` in any case. A collective.
 
     The others are left out, since each would cost as many process groups as there are ranks."""

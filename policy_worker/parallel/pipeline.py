@@ -29,16 +29,16 @@ from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import Backbone
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.fsdp import set_last_micro_batch
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.mesh import PP
 from policy_worker.parallel.pipeline_schedule import Action, Pipe, Tick
 from policy_worker.parallel.pipeline_stages import cut
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from weight_sync.hf_names import Gather
 
 Message = tuple[Callable[..., Any], Tensor, int]
 """`dist.isend` or `dist.irecv`, of a tensor, to or from a rank of the pipeline."""
-AHEAD = 2
+TICKS_IN_FLIGHT = 2
 """Ticks for which what was sent may be on its way: bounds what waits for a rank that is slower."""
 Compute = Callable[..., Any]
 """(micro-batch, entry=a stage) → states for the next stage; of the last one its outputs."""
@@ -47,7 +47,7 @@ Compute = Callable[..., Any]
 class Pipeline:
     """The ranks that have the stages of one replica's models, for as many of these as there are. All call alike."""
 
-    def __init__(self, group: Group, pipe: Pipe) -> None:
+    def __init__(self, group: RankGroup, pipe: Pipe) -> None:
         """A collective."""
         self.pipe, self._device, self._parts = pipe, group.device, group.sizes.cp * group.sizes.parts
         self._ranks, self._lead = group.mesh()[PP].get_group(), group.lead
@@ -227,7 +227,7 @@ class _Run:
             else:
                 self._arriving[needs] = tensor, work
         self._leaving.append(leaving)
-        while len(self._leaving) > AHEAD:
+        while len(self._leaving) > TICKS_IN_FLIGHT:
             self._wait_for_oldest()
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import Backbone
 from policy_worker.model.prepare import PROBE_TOLERANCE, Lead, alone, distance, on_copy, probe_of
-from policy_worker.model.stages import Elsewhere, Entry, StageLayers, Stages, parts_of
+from policy_worker.model.stages import Elsewhere, StageInput, StageLayers, Stages, parts_of
 from weight_sync import HubNames
 from weight_sync.lora import Publishes
 
@@ -171,7 +171,7 @@ def _proven(model: Backbone, form: _Form, layers: StageLayers, parts: Sequence[r
     (ids, positions), others = probe_of(model, LENGTH), torch.arange(2, LENGTH + 2)[None] % model.vocabulary
 
     def run(ids: Tensor, stage: int, received: Tensor | None) -> Tensor:
-        layers.entry = Entry(parts[stage], stage == len(parts) - 1, received)
+        layers.entry = StageInput(parts[stage], stage == len(parts) - 1, received)
         return model._hidden(ids, positions, entry=layers.entry)
 
     model.eval()

@@ -9,7 +9,7 @@ are never cut: each rank has some of them. Whatever is not cut is a copy on each
 
 Every parameter becomes a DTensor of the tp dimension, so that what comes after (FSDP2, optimizer, publishing,
 checkpoints) needs no knowledge of this module. A layer computes with its own part as a plain tensor. Activations are
-exchanged by the functions of `policy_worker.parallel.parts`.
+exchanged by the functions of `policy_worker.parallel.collectives`.
 
 With sequence parallelism (`policy_worker.model.sequence`) what passes between blocks is cut by positions: a block
 gathers them where `copy` stands here, and where `add` stands each rank gets its part of the sum. That is as much to
@@ -41,21 +41,21 @@ from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
 from policy_worker.model.sequence import EXPERTS, blocks_of, gather_into, pattern
 from policy_worker.model.stages import Elsewhere
-from policy_worker.parallel.experts import shared_expert, spread_experts
-from policy_worker.parallel.parts import (
+from policy_worker.parallel.collectives import (
     COLUMNS,
     COPY,
     ROWS,
-    Add,
-    Copy,
-    Gather,
-    Join,
-    Part,
-    Scatter,
-    Unite,
+    AllGatherColumns,
+    AllGatherRows,
+    AllReduceBackward,
+    AllReduceForward,
+    ReduceScatterRows,
+    SplitColumns,
+    UniteRows,
     cut,
     wrap,
 )
+from policy_worker.parallel.experts import shared_expert, spread_experts
 from weight_sync.publishing.gather import box_at
 
 
@@ -68,10 +68,10 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "colwise": Style(ROWS, before=Copy),
-    "colwise_gather_output": Style(ROWS, before=Copy, after=Join),
-    "rowwise": Style(COLUMNS, after=Add),
-    "rowwise_split_input": Style(COLUMNS, before=Part, after=Add),
+    "colwise": Style(ROWS, before=AllReduceBackward),
+    "colwise_gather_output": Style(ROWS, before=AllReduceBackward, after=AllGatherColumns),
+    "rowwise": Style(COLUMNS, after=AllReduceForward),
+    "rowwise_split_input": Style(COLUMNS, before=SplitColumns, after=AllReduceForward),
 }
 """By their names in a plan of transformers, which speaks of Wᵀ."""
 OWN_HEADS = "replicated_with_grad_allreduce"
@@ -190,19 +190,23 @@ class _Ranks:
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy what is alike on all ranks."""
-        return cast(Tensor, Copy.apply(x, self._group))
+        return cast(Tensor, AllReduceBackward.apply(x, self._group))
 
     def add(self, x: Tensor) -> Tensor:
         """The sum over the ranks; with sequence parallelism that of this rank's positions."""
-        return self._by_position(Scatter, x) if self.sequence else cast(Tensor, Add.apply(x, self._group))
+        return (
+            self._by_position(ReduceScatterRows, x)
+            if self.sequence
+            else cast(Tensor, AllReduceForward.apply(x, self._group))
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """All positions, of whose gradient each rank will find a share."""
-        return self._by_position(Gather, x)
+        return self._by_position(AllGatherRows, x)
 
     def unite(self, x: Tensor) -> Tensor:
         """All positions, of which all ranks will compute the same."""
-        return self._by_position(Unite, x)
+        return self._by_position(UniteRows, x)
 
     def _by_position(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
         return function.apply(x.movedim(-2, 0), self._group).movedim(0, -2).contiguous()
@@ -251,10 +255,14 @@ class _Ranks:
 
         def compute(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             if style.before:
-                x = block.copy_of(x) if block and style.before is Copy else style.before.apply(x, self._group)
+                x = (
+                    block.copy_of(x)
+                    if block and style.before is AllReduceBackward
+                    else style.before.apply(x, self._group)
+                )
             y = nn.functional.linear(x, base.weight) if adds_bias and base is layer else forward(x)
             if style.after:
-                y = self.add(y) if style.after is Add else style.after.apply(y, self._group)
+                y = self.add(y) if style.after is AllReduceForward else style.after.apply(y, self._group)
             if adds_bias:
                 bias = local_of(base.bias)
                 y = y + (self.copy(bias) if self.sequence else bias)

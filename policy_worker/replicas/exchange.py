@@ -74,7 +74,7 @@ class Exchange(Protocol):
         """Free what it holds. Idempotent."""
 
 
-class Watch:
+class ExchangeWatch:
     """The end of waiting. stop: why it is to end, "" while it is not. seconds: without news."""
 
     def __init__(self, stop: Callable[[], str], seconds: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.memory.offload import local_of
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.model import TrainedModel
 
 PIECE = 1 << 22
@@ -22,7 +22,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Identity:
     """Fingerprints of a replica's trained models. All ranks call alike."""
 
-    def __init__(self, group: Group, trained: Sequence[TrainedModel]) -> None:
+    def __init__(self, group: RankGroup, trained: Sequence[TrainedModel]) -> None:
         self._group, self._trained = group, trained
         self.known = (-1, "")
         """A step, and the checksum of the weights before it."""

@@ -16,12 +16,12 @@ from typing import Any
 from controller.client import Refused
 from controller.client import calls as api
 from policy_worker.errors import DiffersError, LeftBehindError, UnlikeError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.replicas.identity import Identity
 from policy_worker.session import LeaveRequestedError, Session
 from schema.wire import messages as m
-from schema.wire.messages.members import MemberReply, MemberRequest, Place
+from schema.wire.messages.members import MemberPoint, MemberReply, MemberRequest
 
 NOBODY = MemberReply(action="wait", epoch=0, parts=[], members=[], counts=[], step=-1, leads=False)
 """The order of a replica that is not a member."""
@@ -40,7 +40,7 @@ class Membership:
     """Where this replica stands among the others, as the controller orders. `session` on rank 0 only."""
 
     def __init__(
-        self, group: Group, identity: Identity, session: Session | None, shutdown: ShutdownRequest
+        self, group: RankGroup, identity: Identity, session: Session | None, shutdown: ShutdownRequest
     ) -> None:
         self._leads_since = 0
         self.committed: m.CommitReply | None = None
@@ -71,7 +71,7 @@ class Membership:
             UnlikeError: it is of another kind than the others.
         """
         self._say(WAITING)
-        at: Place = "join"
+        at: MemberPoint = "join"
         self._step = step
         self._own_kind, weights = self._identity.kind(), self._identity.weights()
         while True:
@@ -93,7 +93,7 @@ class Membership:
     def begin(self, step: int, save: Callable[[], None]) -> bool:
         self._say(WAITING)
         weights = self._identity.weights_before(step)
-        at: Place = "begin"
+        at: MemberPoint = "begin"
         while True:
             order = self._ask(at, step=step, weights=weights, kind=self._own_kind)
             at = "begin"
@@ -153,7 +153,7 @@ class Membership:
                 f"numbers than they do, or memory is damaged; it has to load theirs"
             )
 
-    def _agreed(self, at: Place, **more: Any) -> MemberReply:
+    def _agreed(self, at: MemberPoint, **more: Any) -> MemberReply:
         """Report where this replica stands, and return the first order that is not to wait."""
         give_up: float | None = None
         while True:
@@ -167,7 +167,9 @@ class Membership:
 
     # ---- the controller ---------------------------------------------------------------------------------------
 
-    def _ask(self, at: Place, step: int | None = None, wait_s: float = POLL_S, **more: Any) -> MemberReply:
+    def _ask(
+        self, at: MemberPoint, step: int | None = None, wait_s: float = POLL_S, **more: Any
+    ) -> MemberReply:
         """Report where this replica stands. A collective. Raises as `Session.call`."""
         step = self._step if step is None else step
         if at in ("ready", "holds", "broken") and self._identity.known[0] == step:

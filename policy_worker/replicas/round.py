@@ -23,7 +23,7 @@ from policy_worker.errors import ExchangeFailedError, RendezvousError, SettingsE
 from policy_worker.process import Environment, RankEnvironment
 from policy_worker.ranges import span
 from policy_worker.replicas.base import BatchChanged, Find, Lengths, Notes, Registration, Types
-from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
+from policy_worker.replicas.exchange import Exchange, ExchangeEnded, ExchangeWatch, Round
 from policy_worker.replicas.gradients import PartGradients
 from policy_worker.replicas.identity import Identity
 from policy_worker.replicas.membership import Membership, metrics_of
@@ -53,7 +53,7 @@ class Peers(Membership):
         self._environment, self._ranks = environment, ranks
         self._gradients = {model: _gradients(model) for model in trained}
         self._exchange: Exchange = NoExchange()
-        self._exchange_epoch = 0
+        self._exchange_membership_epoch = 0
 
     def begin(self, step: int, save: Callable[[], None]) -> bool:
         for gradients in self._gradients.values():
@@ -148,7 +148,7 @@ class Peers(Membership):
         if not self._group.any(outcome is None):
             return outcome
         self._exchange.close()
-        self._exchange_epoch = 0
+        self._exchange_membership_epoch = 0
         return None
 
     # ---- transports -------------------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ class Peers(Membership):
     def _transport(self) -> Exchange:
         """Return the exchange of this epoch. Raises `ExchangeEnded`, `RendezvousError`: the others do not come."""
         order = self._order
-        if self._exchange_epoch == order.epoch:
+        if self._exchange_membership_epoch == order.epoch:
             return self._exchange
         self._exchange.close()
         self._exchange = NoExchange()
         if len(order.members) > 1:
             self._exchange = self._stored() if self._config.policy.exchange == "store" else self._collective()
-        self._exchange_epoch = order.epoch
+        self._exchange_membership_epoch = order.epoch
         return self._exchange
 
     def _collective(self) -> Exchange:
@@ -194,8 +194,8 @@ class Peers(Membership):
             sweep(store, f"{name}-gradients", self._order.epoch)
         return StoredExchange(store, self._group.rank, self._watch(), f"{name}-gradients")
 
-    def _watch(self) -> Watch:
-        return Watch(self._is_over, self._patience)
+    def _watch(self) -> ExchangeWatch:
+        return ExchangeWatch(self._is_over, self._patience)
 
     def _is_over(self) -> str:
         """Why nothing is to be waited for any more, as far as this rank has heard; "": it is."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policy_worker.replicas.exchange import ExchangeEnded, Round, Watch, cut
+from policy_worker.replicas.exchange import ExchangeEnded, ExchangeWatch, Round, cut
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.layout import digest
 from weight_sync.stores import Store
@@ -53,7 +53,13 @@ class CollectiveExchange:
     """An exchange between the members of one epoch. store: where their ranks of this number meet, and no others."""
 
     def __init__(
-        self, store: dist.Store, me: int, members: int, device: torch.device, watch: Watch, seconds: float
+        self,
+        store: dist.Store,
+        me: int,
+        members: int,
+        device: torch.device,
+        watch: ExchangeWatch,
+        seconds: float,
     ) -> None:
         """seconds: after which the group itself gives up. Raises `ExchangeEnded`: not all came."""
         self._watch, self._me, self._members, self._device = watch, me, members, device
@@ -125,7 +131,7 @@ def _short(error: Exception) -> str:
 class StoredExchange:
     """An exchange of one rank. store: that all members see, for exchanges alone."""
 
-    def __init__(self, store: Store, rank: int, watch: Watch, name: str = "gradients") -> None:
+    def __init__(self, store: Store, rank: int, watch: ExchangeWatch, name: str = "gradients") -> None:
         """name: of the job, in front of all that it writes."""
         self._store, self._rank, self._watch, self._prefix = store, rank, watch, name
         self._written: dict[str, list[str]] = {}

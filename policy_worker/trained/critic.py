@@ -11,12 +11,12 @@ from torch import Tensor
 
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.model.model import ValueModel
-from policy_worker.model.stages import Entry
-from policy_worker.parallel.group import Group
+from policy_worker.model.stages import StageInput
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import TrainedModel
-from policy_worker.trained.place import arranged
+from policy_worker.trained.model_mesh import arranged
 from schema.config import Config
 from schema.config.layout import critic_layout, mesh_of, reference_layout
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Critic(TrainedModel):
     """The value model. With devices of its own (`placement.critic`) it is sharded over those of all data ranks."""
 
-    def __init__(self, model: ValueModel, config: Config, group: Group, schedule: Schedule) -> None:
+    def __init__(self, model: ValueModel, config: Config, group: RankGroup, schedule: Schedule) -> None:
         apart, group = critic_layout(config) is not None, arranged(config, "critic", group)
         super().__init__(
             model,
@@ -58,7 +58,7 @@ class Critic(TrainedModel):
             self.place.score(self.model.stages, laid_out, self.forward, keep)
         return self.place.in_unit(by_row, samples, batches)
 
-    def forward(self, batch: MicroBatch, entry: Entry | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, entry: StageInput | None = None) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""
         with span("critic forward"), self._here():
             values: Tensor = self.model(batch, entry)

@@ -23,7 +23,7 @@ from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.fsdp import Units, whole
 from policy_worker.parallel.pipeline import Pipeline
 from policy_worker.parallel.pipeline_schedule import Pipe
-from policy_worker.trained.place import ModelMesh, arranged, check_experts
+from policy_worker.trained.model_mesh import ModelMesh, arranged, check_experts
 from schema.config import Config
 from schema.config.layout import mesh_of, reference_layout
 

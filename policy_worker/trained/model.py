@@ -23,19 +23,26 @@ from torch import Tensor
 
 from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
-from policy_worker.model.micro_batch import LEAST_SPARED, Columns, Layout, MicroBatch, TrainSample, collate
+from policy_worker.model.micro_batch import (
+    LEAST_SPARED,
+    BatchLayout,
+    Columns,
+    MicroBatch,
+    TrainSample,
+    collate,
+)
 from policy_worker.model.model import Backbone, More
+from policy_worker.parallel.collectives import finish_gradients
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.fsdp import Units, reduce_gradients, set_last_micro_batch
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.loss_scale import LossScaler, scaled_by
-from policy_worker.parallel.parts import finish_gradients
 from policy_worker.parallel.pipeline import Pipeline, copies_in
 from policy_worker.parallel.pipeline_schedule import Pipe
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.trained.lr_schedule import Schedule
+from policy_worker.trained.model_mesh import ModelMesh, numbers_of
 from policy_worker.trained.optim import Optimizer
-from policy_worker.trained.place import ModelMesh, numbers_of
 from schema.config import CriticConfig, TrainingConfig
 from schema.config.sections.policy import ParallelismConfig
 from weight_sync.hf_names import Gather
@@ -57,7 +64,7 @@ class TrainedModel(ABC):
         self,
         model: Backbone,
         keys: TrainingConfig | CriticConfig,
-        group: Group,
+        group: RankGroup,
         schedule: Schedule,
         *,
         mesh: ParallelismConfig,
@@ -73,8 +80,8 @@ class TrainedModel(ABC):
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
         spared, piece = self.least_spared, sizes.piece(group.rank)
-        mixtures = None if model.replay is None else model.replay.mixtures
-        layout = Layout(
+        mixtures = None if model.routing_replay is None else model.routing_replay.mixtures
+        layout = BatchLayout(
             packed, model.vocabulary, device, spared, reshaping, sizes.cp, piece, sizes.parts, mixtures
         )
         section = "critic" if isinstance(keys, CriticConfig) else "train"

@@ -26,10 +26,10 @@ from policy_worker.model.head import Head
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, Segment, TrainSample
 from policy_worker.model.model import Backbone, More, PolicyModel
-from policy_worker.model.stages import Entry
+from policy_worker.model.stages import StageInput
 from policy_worker.parallel.experts import expert_layers
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import use_liger
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.frozen import (
@@ -42,7 +42,7 @@ from policy_worker.trained.frozen import (
 )
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.model import MoreOf, TrainedModel
-from policy_worker.trained.place import NUMBERS, ModelMesh, check_experts, reference_distributions
+from policy_worker.trained.model_mesh import NUMBERS, ModelMesh, check_experts, reference_distributions
 from schema.config import Config
 from schema.config.layout import reference_is_within
 
@@ -57,7 +57,7 @@ class Trainer(TrainedModel):
         self,
         model: PolicyModel,
         config: Config,
-        group: Group,
+        group: RankGroup,
         schedule: Schedule,
         reference: PolicyModel | None = None,
         critic: Critic | None = None,
@@ -80,18 +80,18 @@ class Trainer(TrainedModel):
             mesh=config.policy.parallelism,
             packed=config.train.sequence_packing,
             takes_blocks=all(each.takes_blocks for each in models if each is not None)
-            and (model.replay is None or config.rollout.computes_prompts_once),
+            and (model.routing_replay is None or config.rollout.computes_prompts_once),
             reshaping=Reshaping.of_config(config),
             dispatcher=config.policy.dispatcher,
         )
         self.critic, self.vocabulary = critic, self.place.layout.vocabulary
-        self.reference_place = reference_mesh(config, self.place)
+        self.reference_mesh = reference_mesh(config, self.place)
         self.reference: PolicyModel | EarlierPolicy | None
         if reference_is_within(config):
             self.reference = EarlierPolicy(model)
         else:
             self.reference = reference and frozen_reference(
-                reference, config, self.place, self.reference_place
+                reference, config, self.place, self.reference_mesh
             )
         offloads = {teacher.name: teacher.offload for teacher in config.local_teachers}
         self.teachers = {
@@ -142,7 +142,7 @@ class Trainer(TrainedModel):
         if self.critic is not None:
             models.append((self.critic.model, self.critic.place))
         if isinstance(self.reference, PolicyModel):
-            models.append((self.reference, self.reference_place))
+            models.append((self.reference, self.reference_mesh))
         ids = np.arange(1, 17, dtype=np.int32) % self.vocabulary
         probe = TrainSample([Segment(ids, np.ones(len(ids), np.uint8), None)])
         for model, place in models:
@@ -155,11 +155,11 @@ class Trainer(TrainedModel):
 
             use_liger(model, compute)
 
-    def place_of(self, model: PolicyModel | EarlierPolicy) -> ModelMesh:
+    def mesh_of(self, model: PolicyModel | EarlierPolicy) -> ModelMesh:
         """Where the policy, or a frozen model next to it, is computed: these choose experts for themselves."""
         if model is self.model:
             return self.place
-        place = self.reference_place if model is self.reference else self.place
+        place = self.reference_mesh if model is self.reference else self.place
         return place._replace(layout=replace(place.layout, mixtures=None))
 
     @torch.no_grad()
@@ -198,9 +198,9 @@ class Trainer(TrainedModel):
         `more`; those of several numbers a token only where the last stage of a pipeline is. columns, head, more: see
         `forward`."""
         by_field: list[dict[int, Tensor]] = [{} for _ in fields]
-        place = self.place_of(model)
+        place = self.mesh_of(model)
 
-        def compute(batch: MicroBatch, entry: Entry | None = None) -> Any:
+        def compute(batch: MicroBatch, entry: StageInput | None = None) -> Any:
             with torch.accelerator.device_index(place.layout.device.index):
                 return model(
                     batch, temperature, reference_distributions(batch, head), "hidden" in fields, more, entry
@@ -230,7 +230,7 @@ class Trainer(TrainedModel):
         temperature: float = 1.0,
         head: Head | None = None,
         more_of: MoreOf = lambda _: None,
-        entry: Entry | None = None,
+        entry: StageInput | None = None,
     ) -> TokenOutputs:
         """Log-probs and entropy of the batch's K labels, with gradient.
 

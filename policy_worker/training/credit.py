@@ -78,7 +78,7 @@ class CreditAssignment:
             table.group,
             table.response_tokens,
             samples,
-            lambda sums: self._trainer.group.reduce(sums, "sum"),
+            lambda sums: self._trainer.group.all_reduce(sums, "sum"),
             self._token_rewards(samples, kl),
             table.baseline,
             table.source,
@@ -97,7 +97,7 @@ class CreditAssignment:
             return {}
         beta = trainer.kl_coefficient
         means = [float(values.mean()) for row, values in kl_of_rows.items() if lesson.plan.counts_here(row)]
-        total, samples = trainer.group.reduce([math.fsum(means), float(len(means))], "sum")
+        total, samples = trainer.group.all_reduce([math.fsum(means), float(len(means))], "sum")
         kl = total / max(samples, 1)
         if trainer.adapts_kl:
             trainer.kl_coefficient = adapted(beta, kl, term.target, int(samples), term.horizon)
@@ -169,4 +169,4 @@ class CreditAssignment:
         columns[LEFT_OUT] = marks
         if not by_tokens:
             return unmasked
-        return [int(value) for value in self._trainer.group.reduce(left, "sum")]
+        return [int(value) for value in self._trainer.group.all_reduce(left, "sum")]

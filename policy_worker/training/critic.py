@@ -21,7 +21,7 @@ from torch import Tensor
 
 from policy_worker.algorithms.objective import Normalizers, token_weights, value_loss
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Replicas
 from policy_worker.trained.model import LossOf
@@ -64,7 +64,7 @@ def batching_of(config: Config, batching: Batching) -> Batching:
 class NoCritic:
     """The critic of a step that has none."""
 
-    def others(self, plan: StepPlan) -> list[tuple[Group, Sequence[Collection[int]]]]:
+    def others(self, plan: StepPlan) -> list[tuple[RankGroup, Sequence[Collection[int]]]]:
         return []
 
     def values(self, plan: StepPlan, samples: Samples) -> None:
@@ -90,7 +90,7 @@ class CriticTraining:
         """Whether the critic's shares of a batch are others than the policy's."""
         return self._critic.group is not self._policy
 
-    def others(self, plan: StepPlan) -> list[tuple[Group, Sequence[Collection[int]]]]:
+    def others(self, plan: StepPlan) -> list[tuple[RankGroup, Sequence[Collection[int]]]]:
         """See `step_plan.Others`: where its shares are others than the policy's."""
         if not self._is_own:
             return []
@@ -190,7 +190,9 @@ class CriticTraining:
         value, gain = (torch.cat([torch.zeros(0), *parts]).double() for parts in (values, returns))
         error = gain - value
         parts = (value, gain, gain.square(), error, error.square())
-        return fit(self._critic.group.reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum"))
+        return fit(
+            self._critic.group.all_reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum")
+        )
 
 
 def fit(sums: Sequence[float]) -> Metrics:

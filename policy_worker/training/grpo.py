@@ -87,5 +87,5 @@ class Grpo:
         metrics = scores.metrics | self._critic.learn(lesson)
         metrics |= self._update.learn(lesson)
         metrics |= self._credit.adapt(lesson) | self.teachers.metrics(lesson.own)
-        prefetched = self._source.ahead_fraction
+        prefetched = self._source.prefetched_fraction
         return metrics | ({} if prefetched is None else {"ahead_fraction": prefetched})

@@ -27,14 +27,14 @@ from controller.client import calls as api
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.errors import LeftBehindError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Alone, BatchChanged, Registration, Replicas
 from policy_worker.session import Session
 from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.profiles import Profiles
-from policy_worker.training.turns import Turns
+from policy_worker.training.time_share import TimeShare
 from policy_worker.weights.publisher import Publisher
 from schema.wire import messages as m
 
@@ -89,11 +89,11 @@ class Loop:
         self,
         registration: Registration,
         checkpointer: Checkpointer,
-        turns: Turns | None = None,
+        time_share: TimeShare | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         """replicas: this one and others; None: it trains alone."""
-        self._registration, self._checkpointer, self._turns = registration, checkpointer, turns
+        self._registration, self._checkpointer, self._time_share = registration, checkpointer, time_share
         config, reply, trainer, session, shutdown = registration
         self._config, self._reply, self._trainer = config, reply, trainer
         self._session, self._shutdown = session, shutdown
@@ -173,7 +173,7 @@ class Loop:
         if reply is None:
             return None
         if not self._overlaps:
-            saves = self._checkpointer.due(step, last=reply.finished or last, epochs=reply.epochs)
+            saves = self._checkpointer.due(step, last=reply.finished or last, data_passes=reply.epochs)
         return reply.finished, saves
 
     def _begin(self, step: int) -> bool:
@@ -214,18 +214,18 @@ class Loop:
                 metrics = algorithm.train_on(batch)
         if self._clock is not None:
             metrics |= self._clock.metrics(waiting_since - self._waited_before, began, time.monotonic())
-        if self._turns is not None:
-            metrics |= self._turns.metrics
+        if self._time_share is not None:
+            metrics |= self._time_share.metrics
         return metrics | self._replicas.metrics
 
     def _wait(self, algorithm: Algorithm, step: int) -> Any:
         """The batch of a step, or the `StepEnd` that comes first. Where devices are taken in turns, they are those of
         rollout replicas meanwhile. A collective."""
-        if self._turns is None:
+        if self._time_share is None:
             return self._next(algorithm, step)
-        self._turns.give()
+        self._time_share.give()
         batch = self._next(algorithm, step)
-        self._turns.take()
+        self._time_share.take()
         return batch
 
     def _next(self, algorithm: Algorithm, step: int) -> Any:
@@ -238,7 +238,7 @@ class Loop:
             signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()
             flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
             flags += self._profiles.signals()
-            leaves, saves, failed, publishes, wanted, *profile = self._trainer.group.reduce(flags, "max")
+            leaves, saves, failed, publishes, wanted, *profile = self._trainer.group.all_reduce(flags, "max")
             self._profiles.reach(step, profile)
             if leaves or saves:
                 return StepEnd.SHUTDOWN if leaves else StepEnd.SAVE
@@ -353,7 +353,7 @@ class Commits:
     neither, so there a commit is on its way while the next step is trained; commits stay in order, one at a time, and
     each is awaited before the next is sent, so a crash loses at most the step whose commit had not been answered."""
 
-    def __init__(self, group: Group, session: Session | None) -> None:
+    def __init__(self, group: RankGroup, session: Session | None) -> None:
         self._group, self._session = group, session
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._sent: Future[m.CommitReply] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policy_worker.algorithms.mismatch import mismatch_metrics
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.batches.source import counts
 from schema.wire import sample_file
 from schema.wire.batch import StepTable
@@ -63,7 +63,7 @@ class PartSums:
         self._grad_norms.append(grad_norm)
         self._open = {}
 
-    def take(self, group: Group) -> Metrics:
+    def take(self, group: RankGroup) -> Metrics:
         """Return what was added since the last step, or the last call, over all ranks. A collective."""
         part = PartSums()
         part._steps, part._grad_norms, self._open = [self._open], [0.0], {}
@@ -78,7 +78,7 @@ class PartSums:
             values = [part[name] for part in parts]
             self._whole[-1][name] = max(values) if _is_max(name) else math.fsum(values)
 
-    def reduce(self, group: Group) -> list[Metrics]:
+    def reduce(self, group: RankGroup) -> list[Metrics]:
         """Return the sums of each optimizer step, over all ranks; and its `grad_norm`. A collective."""
         if not self._steps:
             return []
@@ -91,7 +91,7 @@ class PartSums:
             ("max", [name for name in names if _is_max(name)]),
             ("sum", [name for name in names if not _is_max(name)]),
         ):
-            reduced = iter(group.reduce([step[name] for step in steps for name in chosen], operation))
+            reduced = iter(group.all_reduce([step[name] for step in steps for name in chosen], operation))
             for step in steps:
                 step.update({name: next(reduced) for name in chosen})
         return [{**step, "grad_norm": norm} for step, norm in zip(steps, self._grad_norms, strict=True)]
@@ -108,7 +108,7 @@ class PartSums:
 class SumNotes:
     """Sums of a batch's parts, which policy replicas exchange (`Notes`). All ranks call alike."""
 
-    def __init__(self, sums: PartSums, group: Group) -> None:
+    def __init__(self, sums: PartSums, group: RankGroup) -> None:
         self._sums, self._group = sums, group
 
     def begin(self, part: int) -> None:
@@ -157,7 +157,7 @@ class StepMetrics:
         """`mismatch_sums` of some tokens. Each rank adds some, if any does."""
         self._mismatch.add(sums)
 
-    def take(self, group: Group) -> list[Metrics]:
+    def take(self, group: RankGroup) -> list[Metrics]:
         """See `PartSums.take`: of the step, and of its mismatch. A collective."""
         return [self._sums.take(group), self._mismatch.take(group)]
 
@@ -172,9 +172,9 @@ class StepMetrics:
         self._sums.end_step(grad_norm)
         self._tokens.append(tokens)
 
-    def reduce(self, group: Group) -> Metrics:
+    def reduce(self, group: RankGroup) -> Metrics:
         """All metrics of the step, the same on every rank. A collective."""
-        ages = group.reduce(list(self._ages), "sum")
+        ages = group.all_reduce(list(self._ages), "sum")
         steps = self._sums.reduce(group)
         if self._tokens:
             self._mismatch.end_step(0.0)
@@ -309,7 +309,7 @@ def age_metrics(sums: Sequence[float], bound: int) -> Metrics:
     return {**shares, "staleness_tokens_mean": ages / total}
 
 
-class KeptSamples:
+class SampleCollector:
     """Collects them while a step is trained. Nothing happens in steps without a chosen group.
 
     Nothing shown stops a training: samples with a number that is not finite are left out, it could not travel; and so
@@ -355,7 +355,7 @@ class KeptSamples:
             self._shared.add(row)
 
     def gather(
-        self, group: Group, advantages: Sequence[float], idle: Collection[int] = ()
+        self, group: RankGroup, advantages: Sequence[float], idle: Collection[int] = ()
     ) -> list[TrainedSample]:
         """Gather the samples of all ranks, on the first one; empty on the others. A collective if there are any.
 

@@ -23,11 +23,11 @@ from policy_worker.model.head import Head
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.routing import KEY
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Replicas
 from policy_worker.trained.frozen import EarlierPolicy
-from policy_worker.trained.place import HIDDEN
+from policy_worker.trained.model_mesh import HIDDEN
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import Batching, Rows, plan_pass
 from policy_worker.training.columns import FRESH, OLD, REFERENCE, REWARD_KL, Scores
@@ -86,9 +86,9 @@ class Passes:
         }
         return Scores(columns, self._values(plan, samples), head, metrics)
 
-    def others(self, plan: StepPlan) -> list[tuple[Group, Sequence[Collection[int]]]]:
+    def others(self, plan: StepPlan) -> list[tuple[RankGroup, Sequence[Collection[int]]]]:
         """See `step_plan.Others`: of a reference model with a mesh of its own."""
-        group = self._trainer.reference_place.group
+        group = self._trainer.reference_mesh.group
         if group is self._trainer.group:
             return []
         return [(group, [set(chain(*batches)) for batches in self._reference_pass(plan)])]
@@ -173,7 +173,7 @@ class Passes:
             **arguments: Any,
         ) -> None:
             """names: columns and what of `TokenOutputs` they are."""
-            place = trainer.place_of(model)
+            place = trainer.mesh_of(model)
             with span(next(iter(names))):
                 apart = place.group is not trainer.group
                 share = place.group.data_rank if apart else plan.shares.of(part)
@@ -201,7 +201,7 @@ class Passes:
 
     def _reference_pass(self, plan: StepPlan) -> list[list[Rows]]:
         """Micro-batches of the reference model's shares, which are the policy's but with a mesh of its own."""
-        group = self._trainer.reference_place.group
+        group = self._trainer.reference_mesh.group
         ranks = None if group is self._trainer.group else group.data_ranks
         tokens = plan.table.total_tokens
         return plan_pass(plan.mini_batches, tokens, self._reference_batching, plan.alike, ranks)

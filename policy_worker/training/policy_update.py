@@ -28,7 +28,7 @@ from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import MiniBatch, Rows, computed_rows
 from policy_worker.training.columns import FRESH, LEFT_OUT, OLD, REFERENCE
 from policy_worker.training.credit import Credit, Lesson
-from policy_worker.training.metrics import KeptSamples, Metrics, StepMetrics, age_sums
+from policy_worker.training.metrics import Metrics, SampleCollector, StepMetrics, age_sums
 from policy_worker.training.passes import Passes
 from policy_worker.training.step_plan import Planner
 from policy_worker.training.teachers import Teachers
@@ -47,7 +47,7 @@ class LessonProgress:
     lesson: Lesson
     samples: Mapping[int, TrainSample]
     metrics: StepMetrics
-    kept: KeptSamples
+    kept: SampleCollector
     seen: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 
@@ -67,7 +67,7 @@ class PartMetrics:
     def take(self, part: int) -> Any:
         """Sums for metrics, and log-probs of samples that are kept."""
         group, replay = self._trainer.group, self._trainer.model.replay
-        seen = [0.0, 0.0] if replay is None else group.reduce(replay.take_seen(), "total")
+        seen = [0.0, 0.0] if replay is None else group.all_reduce(replay.take_seen(), "total")
         return {"sums": self._progress.metrics.take(group), "kept": self._progress.kept.take(), "seen": seen}
 
     def put(self, found: list[Any]) -> None:
@@ -119,7 +119,7 @@ class PolicyUpdate:
         ages = age_sums(table.step, (counted[row] for row in computed if row in counted), self._bound)
         metrics = StepMetrics(table, credit.advantages.by_sample, ages, self._bound, self._names)
         metrics.facts = self._planner.metrics(plan, updates, credit.tokens)
-        kept = KeptSamples(table, self._groups_per_step, self._wanted, self._max_request_bytes)
+        kept = SampleCollector(table, self._groups_per_step, self._wanted, self._max_request_bytes)
         progress = LessonProgress(lesson, lesson.samples, metrics, kept)
         for number, mini_batch in enumerate(updates):
             self._learn(progress, mini_batch, number == 0)
@@ -184,7 +184,7 @@ class PolicyUpdate:
             return {}
         recorded, otherwise = progress.seen
         if self._replicas.parts == 1:
-            recorded, otherwise = trainer.group.reduce(trainer.model.replay.take_seen(), "total")
+            recorded, otherwise = trainer.group.all_reduce(trainer.model.replay.take_seen(), "total")
         return {"routing/differs": otherwise / recorded} if recorded else {}
 
     def _keep(self, progress: LessonProgress, uncomputed: Any) -> None:

@@ -54,7 +54,7 @@ Phase = Literal["waiting", "warm-up", "recording", "over"]
 
 
 @dataclass(frozen=True)
-class Window:
+class ProfileWindow:
     """The steps that one profile records; the same on all ranks."""
 
     profile_id: str
@@ -64,14 +64,14 @@ class Window:
     ranks: tuple[int, ...]
 
     @staticmethod
-    def of_config(settings: SubProfilerConfig, step: int, world: int) -> Window:
+    def of_config(settings: SubProfilerConfig, step: int, world: int) -> ProfileWindow:
         """Make the window of a trainer that begins with this step."""
         first = step + settings.wait_steps + settings.warmup_steps
         ranks = tuple(sorted(set(settings.rank_filter))) or tuple(range(world))
-        return Window(uuid.uuid4().hex, first, settings.active_steps, settings.warmup_steps, ranks)
+        return ProfileWindow(uuid.uuid4().hex, first, settings.active_steps, settings.warmup_steps, ranks)
 
     @staticmethod
-    def of_order(order: m.ProfileOrder, step: int) -> Window:
+    def of_order(order: m.ProfileOrder, step: int) -> ProfileWindow:
         """Make the window of an order known before this step. A warm-up that would have begun before is shorter.
 
         Raises `ValueError`: its first step has begun before."""
@@ -80,7 +80,7 @@ class Window:
             raise ValueError(
                 f"step {first} had begun when the trainer heard of it: name a later one, or none"
             )
-        return Window(
+        return ProfileWindow(
             order.profile_id, first, order.steps, min(order.warmup, first - step), tuple(order.ranks)
         )
 
@@ -223,7 +223,7 @@ class Profiles:
         """prefix: of the names of traces."""
         self._config, self._trainer, self._directory, self._prefix = config, trainer, directory, prefix
         self._session, self._shutdown = session, shutdown
-        self._window: Window | None = None
+        self._window: ProfileWindow | None = None
         self._recorder: Recorder | None = None
         self._writing: Future[None] | None = None
         self._handed_over = False
@@ -238,7 +238,7 @@ class Profiles:
         """Training begins with this step."""
         settings, world = self._config.sub_profiler_config, self._trainer.group.world
         if self._config.enable_profiler and settings.do_profile:
-            self._set(Window.of_config(settings, step, world))
+            self._set(ProfileWindow.of_config(settings, step, world))
 
     def signals(self) -> tuple[float, float, float]:
         """Signal whether this rank has an order to take and is writing a trace, and its number + 1 if it has
@@ -276,7 +276,9 @@ class Profiles:
             return
         done = step - window.first
         if done > 0:
-            window = self._window = Window(window.profile_id, window.first, done, window.warmup, window.ranks)
+            window = self._window = ProfileWindow(
+                window.profile_id, window.first, done, window.warmup, window.ranks
+            )
             return self._hand_over(window)
         if self._recorder is not None:
             self._try(self._recorder.stop)
@@ -294,7 +296,7 @@ class Profiles:
             if self._shutdown:
                 give_up = min(give_up, time.monotonic() + patience)
             late = float(time.monotonic() >= give_up)
-            _, running, failed, gives_up = group.reduce([*self.signals(), late], "max")
+            _, running, failed, gives_up = group.all_reduce([*self.signals(), late], "max")
             if not running or gives_up:
                 self._end(window, int(failed), late=bool(running))
                 return
@@ -312,20 +314,20 @@ class Profiles:
         shared = self._trainer.group.lead(lambda: session.take_profile().model_dump() if session else None)
         order = m.ProfileOrder.model_validate(shared)
         try:
-            self._set(Window.of_order(order, step))
+            self._set(ProfileWindow.of_order(order, step))
         except ValueError as error:
             log.warning("no profile: %s", error)
             if session is not None:
                 session.profile = m.ProfileStatus(**order.model_dump(), state="failed", detail=str(error))
 
-    def _set(self, window: Window) -> None:
+    def _set(self, window: ProfileWindow) -> None:
         self._window, self._handed_over, self._fault = window, False, ""
         self._say(window, "waiting")
         log.info(
             "a profile of %d steps, from step %d on, of ranks %s", window.steps, window.first, window.ranks
         )
 
-    def _record(self, window: Window, phase: Phase) -> None:
+    def _record(self, window: ProfileWindow, phase: Phase) -> None:
         """Warm up or record, where this rank is one of those."""
         if phase == "recording":
             self._say(window, "recording")
@@ -339,7 +341,7 @@ class Profiles:
     def _prepare(self) -> None:
         self._recorder = Recorder(self._config.sub_profiler_config, self._trainer.model)
 
-    def _hand_over(self, window: Window) -> None:
+    def _hand_over(self, window: ProfileWindow) -> None:
         """End recording; a thread writes the trace."""
         self._handed_over = True
         self._say(window, "writing")
@@ -353,7 +355,7 @@ class Profiles:
         if not self._fault:
             self._writing = in_daemon(lambda: self._try(lambda: write(trace, target)), "profile")
 
-    def _end(self, window: Window, failed: int, *, late: bool = False) -> None:
+    def _end(self, window: ProfileWindow, failed: int, *, late: bool = False) -> None:
         """All ranks have written, or failed to, or are not waited for."""
         self._window, self._writing = None, None
         detail = f"training has ended while it was written to {self._directory}" if late else ""
@@ -374,7 +376,7 @@ class Profiles:
             log.warning("training goes on without a trace: %s", self._fault)
             ranges.record(False)
 
-    def _say(self, window: Window, state: m.ProfileState, detail: str = "") -> None:
+    def _say(self, window: ProfileWindow, state: m.ProfileState, detail: str = "") -> None:
         if self._session is not None:
             self._session.profile = m.ProfileStatus(
                 profile_id=window.profile_id, state=state, first_step=window.first, steps=window.steps,

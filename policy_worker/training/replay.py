@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from policy_worker.checkpoints.find import Resumption, before_step
-from policy_worker.checkpoints.load import Parts, parts_of
+from policy_worker.checkpoints.load import CheckpointParts, parts_of
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
 from policy_worker.training.grpo import Grpo
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 PROFILE_SHARE = 0.6
 """Share of the time for leaving, for a trace that is being written then: nothing else is left to do."""
-EVERYTHING = Parts("state", optimizer=True, extra=True)
+EVERYTHING = CheckpointParts("state", optimizer=True, extra=True)
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ReplayStart:
     """The beginning of a replay. resumption: None is the configured model. facts: of the first step's file."""
 
     steps: list[int]
@@ -62,7 +62,9 @@ class Beginning:
         return 0 if self.resumption is None else self.resumption.step
 
 
-def begin(group: Group, config: Config, run_dir: Path, first: int | None, count: int | None) -> Beginning:
+def begin(
+    group: RankGroup, config: Config, run_dir: Path, first: int | None, count: int | None
+) -> ReplayStart:
     """Choose steps and weights. A collective.
 
     Raises:
@@ -90,7 +92,7 @@ def begin(group: Group, config: Config, run_dir: Path, first: int | None, count:
     else:
         exact = resumption.step == steps[0]
         exact &= not resumption.own or parts_of(resumption, config) == EVERYTHING
-    return Beginning(steps, facts, resumption, exact)
+    return ReplayStart(steps, facts, resumption, exact)
 
 
 def check_same(step: int, digests: Sequence[str]) -> None:
@@ -125,7 +127,7 @@ class Replay:
     """Trains recorded steps in order; `profiles` records those that `[profiler]` asks for."""
 
     def __init__(
-        self, algorithm: Grpo, group: Group, shutdown: ShutdownRequest, report: Report, profiles: Profiles
+        self, algorithm: Grpo, group: RankGroup, shutdown: ShutdownRequest, report: Report, profiles: Profiles
     ) -> None:
         self._algorithm, self._group, self._profiles = algorithm, group, profiles
         self._shutdown, self._report = shutdown, report
@@ -140,7 +142,7 @@ class Replay:
         profiles.begin(count)
         for number, step in itertools.product(range(1, repeat + 1), steps):
             flags = [*profiles.signals(), float(bool(self._shutdown))]
-            ordered, running, failed, leaves = group.reduce(flags, "max")
+            ordered, running, failed, leaves = group.all_reduce(flags, "max")
             if leaves:
                 break
             profiles.reach(count, (ordered, running, failed))

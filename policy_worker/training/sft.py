@@ -45,20 +45,20 @@ class SftBatch:
 class RowOrder:
     """Which row stands at each position of the stream of all epochs."""
 
-    def __init__(self, n_rows: int, epochs: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, n_rows: int, data_passes: int, seed: int, shuffle: bool) -> None:
         self._n, self._seed, self._shuffle = n_rows, seed, shuffle
-        self.total = n_rows * epochs
-        self._epoch, self._order = -1, np.arange(n_rows)
+        self.total = n_rows * data_passes
+        self._data_pass, self._order = -1, np.arange(n_rows)
 
     def rows(self, start: int, end: int) -> list[int]:
         """Rows at positions [start, end), fewer at the end of the stream."""
         return [self._row(position) for position in range(start, min(end, self.total))]
 
     def _row(self, position: int) -> int:
-        epoch, index = divmod(position, self._n)
-        if self._shuffle and epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(self._n)
-            self._epoch = epoch
+        data_pass, index = divmod(position, self._n)
+        if self._shuffle and data_pass != self._data_pass:
+            self._order = np.random.default_rng([self._seed, data_pass]).permutation(self._n)
+            self._data_pass = data_pass
         return int(self._order[index])
 
 
@@ -99,7 +99,7 @@ class HeldOut:
                 scored = trainer.score(trainer.model, samples, [rows], fields=("logprobs", "correct"))
                 for number, by_row in enumerate(scored):
                     sums[number] += sum(float(values.double().sum()) for values in by_row.values())
-            logprobs, correct = trainer.group.reduce(sums, "sum")
+            logprobs, correct = trainer.group.all_reduce(sums, "sum")
         loss = -logprobs / self._tokens
         log.info("validation of version %d: loss %.4g", version, loss)
         if not math.isfinite(loss):

@@ -14,7 +14,7 @@ from policy_worker.algorithms.advantages import AdvantageConfig
 from policy_worker.algorithms.masks import Rejection, SampleMasks
 from policy_worker.algorithms.objective import LossConfig
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import (
     Batching,
@@ -92,7 +92,7 @@ class StepPlan:
         return [mini_batch for mini_batch in self.mini_batches if any(tokens[row] for row in mini_batch.rows)]
 
 
-Others = Callable[[StepPlan], list[tuple[Group, Sequence[Collection[int]]]]]
+Others = Callable[[StepPlan], list[tuple[RankGroup, Sequence[Collection[int]]]]]
 """The ranks of a model with a mesh of its own, and the rows of each of its shares; none without one."""
 
 

@@ -275,7 +275,7 @@ class Teachers:
             gaps = [samples[row].learned_logprobs.double() - values for row, values in judged.items()]
             sums += [math.fsum(float(v.sum()) for v in values) for values in (gaps, teacher_logprobs)]
             sums.append(float(sum(len(v) for v in teacher_logprobs)))
-        total = iter(self._trainer.group.reduce(sums, "sum"))
+        total = iter(self._trainer.group.all_reduce(sums, "sum"))
         metrics: Metrics = {}
         for teaching in self._all:
             gap, logprob, n = (next(total) for _ in range(3))

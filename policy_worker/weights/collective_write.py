@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from policy_worker.errors import PolicyError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from schema.wire.weights import WeightManifest
-from weight_sync.publishing.writer import DenseError, Part, Published, finish
+from weight_sync.publishing.writer import DenseError, PublishedVersion, WrittenPart, finish
 from weight_sync.stores import Stage, Store
 
 
@@ -29,17 +29,17 @@ class StoreTroubleError(PolicyError):
 class Stored:
     """A version in the store, for rank 0. seconds: of the slowest rank, by stage."""
 
-    published: Published
+    published: PublishedVersion
     manifest: WeightManifest
     seconds: dict[str, float]
 
 
 def store_version(
-    group: Group,
+    group: RankGroup,
     store: Store,
     target: str,
-    write: Callable[[Stage], Part],
-    make: Callable[[Sequence[Part]], WeightManifest],
+    write: Callable[[Stage], WrittenPart],
+    make: Callable[[Sequence[WrittenPart]], WeightManifest],
 ) -> Stored | None:
     """Write one version. A collective of the background's group.
 
@@ -65,7 +65,7 @@ def store_version(
 
         _together(group, enter if group.leads else None)
         written = _together(group, write_part)
-        parts = [Part.model_validate(part) for part in written]
+        parts = [WrittenPart.model_validate(part) for part in written]
         stored: list[Stored] = []
 
         def commit() -> None:
@@ -82,7 +82,7 @@ def store_version(
 _FINE, _DENSE, _TROUBLE, _FATAL = range(4)
 
 
-def _together(group: Group, work: Callable[[], Any] | None) -> list[Any]:
+def _together(group: RankGroup, work: Callable[[], Any] | None) -> list[Any]:
     """Do this rank's work, if it has any; the JSON results of all ranks. Raises as `store_version`."""
     value: Any = None
     error: Exception | None = None

@@ -29,8 +29,8 @@ from policy_worker.model.model import DTYPES
 from policy_worker.parallel.pipeline_stages import names_here
 from policy_worker.replicas.base import Registration
 from policy_worker.weights.nccl_sender import open_sender
-from policy_worker.weights.record import RECORD, Record
-from policy_worker.weights.release import Leader, Place, Release
+from policy_worker.weights.publication_record import RECORD, PublicationRecord
+from policy_worker.weights.release import PublishingLeader, PublishTarget, Release
 from weight_sync import WeightError
 from weight_sync.errors import StoreError
 from weight_sync.publishing.chain import Chain
@@ -62,19 +62,21 @@ class Publisher:
         except StoreError as error:
             raise SettingsError(f"weight_sync.store: {error}") from error
         trainer.group.lead(lambda: prove(self._store, strict=reply.committed_steps == 0))
-        self._leader: Leader | None = None
+        self._leader: PublishingLeader | None = None
         name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
         if session is not None:
-            record = Record(Path(reply.run_dir) / RECORD, self._store, name)
+            record = PublicationRecord(Path(reply.run_dir) / RECORD, self._store, name)
             sender = open_sender(config, self._store, session.url)
-            self._leader = Leader(session, session.another(), Chain(settings.anchor_interval), record, sender)
+            self._leader = PublishingLeader(
+                session, session.another(), Chain(settings.anchor_interval), record, sender
+            )
             session.troubles.append(self.trouble)
         # The ranks of the background wait for the one whose store fails, or for the controller.
         patience = max(settings.store_timeout, config.controller.controller_lost_timeout)
         group = trainer.group
-        place = Place(self._store, name, reply.timeline, settings.store_timeout)
+        target = PublishTarget(self._store, name, reply.timeline, settings.store_timeout)
         self._release = Release(
-            group.sibling(patience), group.sibling(patience), place, self._shadow, shutdown, self._leader
+            group.sibling(patience), group.sibling(patience), target, self._shadow, shutdown, self._leader
         )
         self.owed = False
         """Whether a version was deferred; the same on all ranks."""
@@ -124,7 +126,7 @@ class Publisher:
             running = self._background.running or self._release.anchoring
             failed = self._background.failed  # after `running`, as in `signals`
             flags = [float(failed), float(running), float(asked), float(late)]
-            fails, runs, leaves, gives_up = self._trainer.group.reduce(flags, "max")
+            fails, runs, leaves, gives_up = self._trainer.group.all_reduce(flags, "max")
             if leaves and (fails or gives_up):
                 log.warning("leaving while a version is still being published")
                 return False
@@ -157,7 +159,7 @@ class Publisher:
 
         A replica that was asked to leave, which is what ends publishing where the store fails, still has to save."""
         flags = [*self.signals(), float(bool(self._shutdown))]
-        failed, running, _, leaves = self._trainer.group.reduce(flags, "max")
+        failed, running, _, leaves = self._trainer.group.all_reduce(flags, "max")
         if failed and not leaves:
             self._raise()
         if failed or running:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from controller.client import calls as api
 from policy_worker.background import Background
 from policy_worker.errors import PublishError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.session import Caller, Session
 from policy_worker.weights.collective_write import Stored, StoreTroubleError, store_version
-from policy_worker.weights.record import Record
+from policy_worker.weights.publication_record import PublicationRecord
 from schema.util.backoff import Backoff
 from schema.wire import messages as m
 from schema.wire.weights import TensorEntry, WeightManifest
@@ -36,7 +36,7 @@ from weight_sync.publishing.pinned_copy import PinnedCopy, Tensors
 from weight_sync.publishing.writer import (
     DELTA_SHARE,
     DenseError,
-    Part,
+    WrittenPart,
     after,
     assemble,
     changed_elements,
@@ -55,7 +55,7 @@ MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class PublishTarget:
     """Where versions go. name: of the job, in front of each version's. timeline: of the job."""
 
     store: Store
@@ -64,12 +64,12 @@ class Place:
     timeout: float
 
 
-class Leader:
+class PublishingLeader:
     """The knowledge that rank 0 alone has: the chain, the newest version's table, the record, the controller, and who
     hands versions out directly, if anybody."""
 
     def __init__(
-        self, session: Session, caller: Caller, chain: Chain, record: Record, sender: Sender | None
+        self, session: Session, caller: Caller, chain: Chain, record: PublicationRecord, sender: Sender | None
     ) -> None:
         self.session, self.caller, self.chain, self.record = session, caller, chain, record
         self.sender = sender
@@ -86,15 +86,15 @@ class Release:
 
     def __init__(
         self,
-        group: Group,
-        anchors: Group,
-        place: Place,
+        group: RankGroup,
+        anchors: RankGroup,
+        target: PublishTarget,
         shadow: PinnedCopy,
         shutdown: ShutdownRequest,
-        leader: Leader | None,
+        leader: PublishingLeader | None,
     ) -> None:
         self._group, self._anchor_group = group, anchors
-        self._place, self._shadow, self._shutdown, self._leader = place, shadow, shutdown, leader
+        self._target, self._shadow, self._shutdown, self._leader = target, shadow, shutdown, leader
         self._prefix = f"r{group.rank:03d}-"
         self._anchoring = Background("anchor")
         self._anchored: Tensors | None = None
@@ -129,7 +129,7 @@ class Release:
             leader.record.tidy(leader.session.reply.publication)
             self._tidied = True
         if self._group.lead(lambda: leader is not None and leader.chain.waits_for_anchor):
-            self._anchoring.wait(self._place.timeout)
+            self._anchoring.wait(self._target.timeout)
         stored = self._with_patience(version)
         began = time.monotonic()
         due = self._group.lead(lambda: self._announce(version, stored, gathering))
@@ -142,7 +142,7 @@ class Release:
             self._collect(leader.record)
 
     def _with_patience(self, version: int) -> Stored | None:
-        give_up = time.monotonic() + self._place.timeout
+        give_up = time.monotonic() + self._target.timeout
         attempt = 0
         while True:
             attempt += 1
@@ -151,11 +151,11 @@ class Release:
                 self._say("")
                 return stored
             except StoreTroubleError as error:
-                trouble = f"version {version} cannot be written to {self._place.store!r}: {error}"
+                trouble = f"version {version} cannot be written to {self._target.store!r}: {error}"
                 verdict = self._group.lead(lambda: self._verdict(give_up))
                 if verdict == "late":
                     raise PublishError(
-                        f"{trouble}. This was tried for {self._place.timeout:.0f} s (weight_sync.store_timeout); "
+                        f"{trouble}. This was tried for {self._target.timeout:.0f} s (weight_sync.store_timeout); "
                         f"mend the store, then resume"
                     ) from error
                 if verdict == "leave":
@@ -189,10 +189,10 @@ class Release:
                 target = self._group.lead(lambda: self._new_name(version))
         return store_version(
             self._group,
-            self._place.store,
+            self._target.store,
             target,
             lambda stage: write_full(stage, self._shadow.taken.items(), self._prefix),
-            lambda parts: assemble(parts, version=version, timeline=self._place.timeline),
+            lambda parts: assemble(parts, version=version, timeline=self._target.timeline),
         )
 
     def _choose(self, version: int) -> tuple[str, bool]:
@@ -204,24 +204,24 @@ class Release:
         return self._new_name(version), full
 
     def _new_name(self, version: int) -> str:
-        return version_name(self._place.timeline, version, self._place.name)
+        return version_name(self._target.timeline, version, self._target.name)
 
     def _store_delta(self, version: int, target: str, most: int) -> Stored | None:
-        def write(stage: Stage) -> Part:
+        def write(stage: Stage) -> WrittenPart:
             pairs = self._shadow.pairs()
             return write_delta(stage, pairs, self._prefix, most_bytes=most, pool=self._pool)
 
-        def make(parts: Sequence[Part]) -> WeightManifest:
+        def make(parts: Sequence[WrittenPart]) -> WeightManifest:
             assert self._leader is not None
             n_bytes = sum(part.data_bytes for part in parts)
             if n_bytes > most:
                 raise DenseError(f"the changes take {n_bytes} bytes, more than {most}")
             links, self._begins = self._leader.chain.named()
             return assemble(
-                parts, version=version, timeline=self._place.timeline, base=self._leader.table, chain=links
+                parts, version=version, timeline=self._target.timeline, base=self._leader.table, chain=links
             )
 
-        return store_version(self._group, self._place.store, target, write, make)
+        return store_version(self._group, self._target.store, target, write, make)
 
     # ---- rank 0 -----------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Release:
             leader.metrics["publish_sends_failed"] = float(served.failed)
         return number if leader.chain.anchor_due else 0
 
-    def _collect(self, record: Record) -> None:
+    def _collect(self, record: PublicationRecord) -> None:
         """Remove files in the background; what comes while this is under way goes with the next version's."""
         if not self._collecting.running:
             self._collecting.wait()
@@ -295,8 +295,8 @@ class Release:
         self._anchoring.start(lambda: self._anchor(version, publication, tensors, expected))
 
     def _anchor(self, version: int, publication: int, tensors: Tensors, expected: str | None) -> None:
-        def make(parts: Sequence[Part]) -> WeightManifest:
-            manifest = assemble(parts, version=version, timeline=self._place.timeline)
+        def make(parts: Sequence[WrittenPart]) -> WeightManifest:
+            manifest = assemble(parts, version=version, timeline=self._target.timeline)
             assert manifest.content_hash == expected, "the shadow is not what was announced"
             return manifest
 
@@ -305,7 +305,7 @@ class Release:
             target = group.lead(lambda: self._new_name(version))
             stored = store_version(
                 group,
-                self._place.store,
+                self._target.store,
                 target,
                 lambda stage: write_full(stage, tensors.items(), self._prefix),
                 make,

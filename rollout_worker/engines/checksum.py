@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rollout_worker.engines.scatter import BITS, Published
+from rollout_worker.engines.scatter import BITS, PublishedTensor
 from schema.wire.weights import TensorEntry
 from weight_sync.layout import content_hash, dtype_name, tensor_bytes, tensor_digest
 
@@ -30,7 +30,7 @@ class Tally:
         self.exact = True
         self.problems: list[str] = []
 
-    def add(self, name: str, published: Published, kept: torch.Tensor) -> None:
+    def add(self, name: str, published: PublishedTensor, kept: torch.Tensor) -> None:
         """A tensor as the engine keeps it: [elements] or of its shape, on the CPU."""
         if loses_bits(published.dtype, kept.dtype):
             self.exact = False

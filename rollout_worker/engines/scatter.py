@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weight_sync.delta.delta import Change
+from weight_sync.delta.delta import TensorChange
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides of a view, in elements of what it is a view of."""
@@ -40,7 +40,7 @@ class UnmappedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightSlot:
     """One copy of a full load: a part of a published tensor, and where it lies in the engine."""
 
     parameter: str
@@ -79,7 +79,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedTensor:
     """Type and shape of a published tensor."""
 
     dtype: torch.dtype
@@ -122,7 +122,7 @@ class _Affine:
     indices of a position are found by dividing, one axis after the other.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WeightSlot) -> None:
         self._place = place
         (self._first, shape, inner), (self._target, other, outer) = place.source, place.target
         assert shape == other, "source and target of a copy have one shape"
@@ -264,7 +264,9 @@ class Patch:
 class WeightMap:
     """Where all published tensors lie in the parameters of one model (on several ranks: in this rank's)."""
 
-    def __init__(self, published: Mapping[str, Published], places: Mapping[str, Sequence[Place]]) -> None:
+    def __init__(
+        self, published: Mapping[str, PublishedTensor], places: Mapping[str, Sequence[WeightSlot]]
+    ) -> None:
         """Raises `UnmappedError` for a copy that cannot be turned into positions."""
         self.published = dict(published)
         self.places = {name: tuple(places.get(name, ())) for name in published}
@@ -295,7 +297,7 @@ class WeightMap:
             raise UnmappedError(f"{name} is kept as {' and '.join(sorted(map(str, kinds)))}")
         return kinds.pop() if kinds else None
 
-    def patch(self, changes: Iterable[Change], *, device_bytes: float = math.inf) -> Patch:
+    def patch(self, changes: Iterable[TensorChange], *, device_bytes: float = math.inf) -> Patch:
         """Turn changes into writes.
 
         Args:
@@ -322,7 +324,7 @@ class WeightMap:
                 shared += cuts if change.name in self._sharing else []
         return Patch(writes, shared)
 
-    def _writes(self, change: Change) -> Iterator[_Write]:
+    def _writes(self, change: TensorChange) -> Iterator[_Write]:
         self._check(change)
         for place, affine in zip(self.places[change.name], self._maps[change.name], strict=True):
             storage = _bits(place.storage)
@@ -340,7 +342,7 @@ class WeightMap:
             if found is not None:
                 yield _Write(place.parameter, storage, found[0], place.target, found[1])
 
-    def _check(self, change: Change) -> None:
+    def _check(self, change: TensorChange) -> None:
         known = self.published.get(change.name)
         if known is None:
             raise UnmappedError(f"{change.name} is not one of the tensors that were loaded")
@@ -384,7 +386,7 @@ class WeightMap:
         return agree
 
 
-def _sharing(places: Mapping[str, Sequence[Place]]) -> frozenset[str]:
+def _sharing(places: Mapping[str, Sequence[WeightSlot]]) -> frozenset[str]:
     """Published tensors that may have an element in common with another one, as tied ones do: the bytes of a storage
     between their first and last element overlap."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
@@ -406,7 +408,7 @@ def _sharing(places: Mapping[str, Sequence[Place]]) -> frozenset[str]:
     return frozenset(sharing)
 
 
-def merge(deltas: Sequence[Iterable[Change]]) -> Iterator[Change]:
+def merge(deltas: Sequence[Iterable[TensorChange]]) -> Iterator[TensorChange]:
     """Yield what several deltas, oldest first, change together: each element with its last value.
 
     One delta is passed through as it is read; of several, what they change is in memory at once.
@@ -414,7 +416,7 @@ def merge(deltas: Sequence[Iterable[Change]]) -> Iterator[Change]:
     if len(deltas) == 1:
         yield from deltas[0]
         return
-    found: dict[str, Change] = {}
+    found: dict[str, TensorChange] = {}
     for delta in deltas:
         for change in delta:
             before = found.get(change.name)
@@ -422,13 +424,13 @@ def merge(deltas: Sequence[Iterable[Change]]) -> Iterator[Change]:
     yield from found.values()
 
 
-def _over(before: Change, after: Change) -> Change:
+def _over(before: TensorChange, after: TensorChange) -> TensorChange:
     if after.positions is None or (before.dtype, before.shape) != (after.dtype, after.shape):
         return after
     if before.positions is None:
         values = _bits(before.values).clone()
         values[after.positions] = _bits(after.values)
-        return Change(after.name, after.dtype, after.shape, None, values.view(after.dtype))
+        return TensorChange(after.name, after.dtype, after.shape, None, values.view(after.dtype))
     kept = torch.ones(before.positions.numel(), dtype=torch.bool)
     place = torch.searchsorted(after.positions, before.positions).clamp_(
         max=max(after.positions.numel() - 1, 0)
@@ -438,7 +440,7 @@ def _over(before: Change, after: Change) -> Change:
     positions = torch.cat([before.positions[kept], after.positions])
     values = torch.cat([_bits(before.values)[kept], _bits(after.values)])
     positions, order = positions.sort()
-    return Change(after.name, after.dtype, after.shape, positions, values[order].view(after.dtype))
+    return TensorChange(after.name, after.dtype, after.shape, positions, values[order].view(after.dtype))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

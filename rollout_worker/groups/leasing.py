@@ -42,7 +42,7 @@ LOOK_S = 1.0
 """How long to wait for an event that should come before looking again by oneself."""
 MAX_GROUPS = 1024
 """Groups per lease request: an answer of a few megabytes at most."""
-AHEAD = 0.25
+EMPTY_SHARE = 0.25
 """Share of the capacity that may stand empty for the sake of fewer, larger lease requests."""
 BACKLOG = 3
 """Samples held in all (generated, scored and not pushed yet, too) may be this many times the capacity: when
@@ -261,14 +261,14 @@ def groups_to_lease(*, in_engine: int, held: int, capacity: int, group_size: int
 
     in_engine: samples in the engine, running or waiting. held: samples leased and not pushed. Asks for all that
     fits next to what the engine has, but not for less than `batch_size` groups at a time, unless that would let
-    more than AHEAD of the engine run dry first. An empty engine always gets at least one group.
+    more than EMPTY_SHARE of the engine run dry first. An empty engine always gets at least one group.
     """
     if held >= BACKLOG * max(capacity, group_size):
         return 0
     room = max(capacity - in_engine, 0) // group_size
     if in_engine == 0:
         room = max(room, 1)
-    least = min(batch_size, max(int(AHEAD * capacity) // group_size, 1))
+    least = min(batch_size, max(int(EMPTY_SHARE * capacity) // group_size, 1))
     return min(room, MAX_GROUPS) if room >= least else 0
 
 

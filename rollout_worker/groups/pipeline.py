@@ -18,7 +18,7 @@ from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pushing import NOTHING, Pusher, to_sample
 from rollout_worker.groups.tokens import TextKeeper, texts, tokens_at
 from rollout_worker.lease_table import HeldGroup, LeaseTable
-from rollout_worker.rewards.pool import Result, RewardPool, Task
+from rollout_worker.rewards.pool import RewardPool, RewardResult, Task
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, parts_of, score_of
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
@@ -105,7 +105,7 @@ class GenerationPipeline:
         index: int,
         sample: Generation,
         text: str,
-        future: Future[Result],
+        future: Future[RewardResult],
         *,
         began: float,
     ) -> None:
@@ -121,7 +121,13 @@ class GenerationPipeline:
             self._pusher.fail(lease, index, f"{type(error).__name__}: {error}")
 
     def _made(
-        self, lease: LeasedGroup, index: int, sample: Generation, text: str, seconds: float, result: Result
+        self,
+        lease: LeasedGroup,
+        index: int,
+        sample: Generation,
+        text: str,
+        seconds: float,
+        result: RewardResult,
     ) -> Sample:
         config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
         rewards = dict(result.rewards)
@@ -145,7 +151,7 @@ class GenerationPipeline:
         return found
 
     def _parts(
-        self, lease: LeasedGroup, sample: Generation, result: Result
+        self, lease: LeasedGroup, sample: Generation, result: RewardResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """At which tokens of a sample, prompt included, parts of its score were earned, and these parts."""
         ids, located = sample.token_ids.tolist(), parts_of(result.parts, self._weights[lease.kind])

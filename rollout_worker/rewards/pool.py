@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any
 
-from rollout_worker.rewards.protocol import Decoder, ProtocolError, encode
+from rollout_worker.rewards.protocol import MessageDecoder, ProtocolError, encode
 from rollout_worker.rewards.registry import RewardConfigError
 from schema.config import RewardConfig
 from schema.util.memory_kills import RecentKills
@@ -65,7 +65,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RewardResult:
     """Rewards by function; with an error, only of those functions that worked. Of the last attempt."""
 
     rewards: dict[str, float]
@@ -99,7 +99,7 @@ class PoolStats:
 @dataclass(slots=True, eq=False)
 class _Job:
     task: Task
-    future: asyncio.Future[Result]
+    future: asyncio.Future[RewardResult]
     submitted: float
     """Time of the monotonic clock."""
     retries: int
@@ -144,9 +144,9 @@ class RewardPool:
         self._tasks = [asyncio.create_task(self._serve(process)) for process in first]
         await asyncio.sleep(0)  # a task that is cancelled before it begins would not stop its process
 
-    def submit(self, task: Task) -> asyncio.Future[Result]:
+    def submit(self, task: Task) -> asyncio.Future[RewardResult]:
         """Queue one sample. The future raises `RewardPoolError` when no process can be started any more."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         if self._failure is not None:
             future.set_exception(self._failure)
         else:
@@ -186,7 +186,7 @@ class RewardPool:
                     self._settle(job, await process.score(job.task, self._settings.timeout))
                 except _Lost as lost:
                     late, seconds = isinstance(lost, _Overdue), time.monotonic() - began
-                    self._settle(job, Result({}, str(lost), late, seconds=seconds))
+                    self._settle(job, RewardResult({}, str(lost), late, seconds=seconds))
                     log.warning("a reward process is replaced: %s", lost)
                     await process.stop()
                     # In the place of one that was lost: once the functions were there, nothing is final.
@@ -203,7 +203,7 @@ class RewardPool:
             await self._work.wait()
         return self._jobs.popleft()
 
-    def _settle(self, job: _Job, result: Result) -> None:
+    def _settle(self, job: _Job, result: RewardResult) -> None:
         self._attempts += 1
         self._seconds += result.seconds
         if result.error is not None and job.retries:
@@ -259,7 +259,7 @@ class _Process:
 
     def __init__(self, process: asyncio.subprocess.Process, errors: FileIO) -> None:
         """errors: the readable end, not blocking, of what is its standard error."""
-        self._process, self._decoder, self._errors = process, Decoder(), errors
+        self._process, self._decoder, self._errors = process, MessageDecoder(), errors
         self._replies: deque[dict[str, Any]] = deque()
         self._kills = RecentKills()
         self._function, self._said = "", b""
@@ -315,14 +315,14 @@ class _Process:
             raise RewardConfigError(reply["fatal"])
         return process
 
-    async def score(self, task: Task, timeout: float) -> Result:
+    async def score(self, task: Task, timeout: float) -> RewardResult:
         """The result of one sample. Raises `_Lost`, with the error of the sample, when the process is lost."""
         self._kills.look()
         self._function, self._said = task.functions[0], b""
         try:
             async with asyncio.timeout(timeout):
                 await self._send({"sample": [task.completion, task.row, task.functions]})
-            return Result(**await self._reply(timeout))
+            return RewardResult(**await self._reply(timeout))
         except TimeoutError:
             raise _Overdue(
                 f"RewardTimeout: the sample took longer than {timeout:g} s{self._where()}"

@@ -24,7 +24,7 @@ from typing import Any
 
 from rollout_worker.rewards import registry
 from rollout_worker.rewards.functions import PACKAGES, source_scorers
-from rollout_worker.rewards.protocol import Decoder, encode
+from rollout_worker.rewards.protocol import MessageDecoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, described, resolve
 
 MAX_ERROR = 4000
@@ -188,7 +188,7 @@ def _warm_up(names: Collection[str]) -> None:
 
 
 def _messages(descriptor: int) -> Iterator[dict[str, Any]]:
-    decoder = Decoder()
+    decoder = MessageDecoder()
     while data := os.read(descriptor, 1 << 20):
         yield from decoder.feed(data)
 

@@ -29,7 +29,7 @@ def encode(message: dict[str, Any]) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-class Decoder:
+class MessageDecoder:
     """Bytes as they come in, messages as they are complete."""
 
     def __init__(self) -> None:

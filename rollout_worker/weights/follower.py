@@ -35,7 +35,7 @@ from schema.config.sections.weight_sync import WeightSyncConfig
 from schema.wire.weights import Publication
 from weight_sync.errors import StoreError, WeightError
 from weight_sync.host.files import CacheError
-from weight_sync.host.host_copy import Weights
+from weight_sync.host.host_copy import CopiedWeights
 from weight_sync.host.locks import LockTimeoutError
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ class WeightFollower:
                 raise
 
     def _log(
-        self, weights: Weights, publication: Publication, report: LoadReport, seconds: dict[str, float]
+        self, weights: CopiedWeights, publication: Publication, report: LoadReport, seconds: dict[str, float]
     ) -> None:
         density = "" if weights.density is None else f", {weights.density:.2%} of the elements changed"
         log.info(

@@ -23,7 +23,7 @@ from schema.util.threads import in_daemon
 from schema.wire.messages import RegisterReply, Transport
 from schema.wire.weights import Publication
 from weight_sync.errors import StoreError, WeightError
-from weight_sync.host.host_copy import HostCopy, Weights, whole_bytes
+from weight_sync.host.host_copy import CopiedWeights, HostCopy, whole_bytes
 from weight_sync.host.users import copy_directory
 from weight_sync.stores import ReadableStore, open_store
 from weight_sync.transport import DirectStore
@@ -42,7 +42,7 @@ CLOSE_S = 5.0
 class Arrival:
     """Weights that are on this host, and how they came."""
 
-    weights: Weights
+    weights: CopiedWeights
     transport: Transport
     detail: str
     """Why the transport is not the one that was asked for; "" where it is."""

@@ -25,18 +25,18 @@ _VERL = {
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class Fault(NamedTuple):
+class SignatureFault(NamedTuple):
     """Why a function cannot be called, as a predicate of its name, and what to do."""
 
     message: str
     hint: str
 
 
-_CLASS = Fault("is a class", f"name a function: {SIGNATURE}")
-_ASYNC = Fault("is asynchronous", f"write {SIGNATURE}; each process scores one answer at a time")
+_CLASS = SignatureFault("is a class", f"name a function: {SIGNATURE}")
+_ASYNC = SignatureFault("is asynchronous", f"write {SIGNATURE}; each process scores one answer at a time")
 
 
-def of_source(statement: ast.stmt, custom: Collection[str]) -> Fault | None:
+def of_source(statement: ast.stmt, custom: Collection[str]) -> SignatureFault | None:
     """The fault of a definition; None also where its text does not tell. custom: keys of `[custom]`."""
     if isinstance(statement, ast.ClassDef):
         return _CLASS
@@ -47,7 +47,7 @@ def of_source(statement: ast.stmt, custom: Collection[str]) -> Fault | None:
     return _of_parameters(statement.name, _parameters(statement.args), custom)
 
 
-def of_function(function: Any, custom: Collection[str]) -> Fault | None:
+def of_function(function: Any, custom: Collection[str]) -> SignatureFault | None:
     """The fault of a callable; None also where it has no signature, as some written in C."""
     if inspect.isclass(function):
         return _CLASS
@@ -60,7 +60,9 @@ def of_function(function: Any, custom: Collection[str]) -> Fault | None:
     return _of_parameters(getattr(function, "__name__", "it"), parameters, custom)
 
 
-def _of_parameters(name: str, parameters: Sequence[Parameter], custom: Collection[str]) -> Fault | None:
+def _of_parameters(
+    name: str, parameters: Sequence[Parameter], custom: Collection[str]
+) -> SignatureFault | None:
     required = [
         p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
@@ -69,18 +71,18 @@ def _of_parameters(name: str, parameters: Sequence[Parameter], custom: Collectio
         message = (
             "takes lists, as TRL's reward functions do; here a call scores one answer and returns one number"
         )
-        return Fault(message, f"write {SIGNATURE}; columns of the data are in the row")
+        return SignatureFault(message, f"write {SIGNATURE}; columns of the data are in the row")
     if "solution_strs" in names:
         message = "takes lists, as verl's batched compute_score does; here a call scores one answer"
-        return Fault(message, f"write {SIGNATURE}; columns of the data are in the row")
+        return SignatureFault(message, f"write {SIGNATURE}; columns of the data are in the row")
     if "solution_str" in names:
         call = ", ".join(f"{p.name}={_VERL[p.name]}" for p in parameters if p.name in _VERL)
         hint = f"add def score(completion, row): return {name}({call}), and name `score`"
-        return Fault("has the parameters of verl's compute_score", hint)
+        return SignatureFault("has the parameters of verl's compute_score", hint)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         found = f"`{positional[0].name}` alone" if positional else "nothing"
-        return Fault(f"takes {found}, and is called with two arguments", f"write {SIGNATURE}")
+        return SignatureFault(f"takes {found}, and is called with two arguments", f"write {SIGNATURE}")
     unfilled = [
         p.name
         for p in required
@@ -89,7 +91,7 @@ def _of_parameters(name: str, parameters: Sequence[Parameter], custom: Collectio
     if unfilled:
         hint = f'columns are in the row, such as row["{unfilled[0]}"]; keys of [custom] are passed by name'
         what = ", ".join(f"`{name}`" for name in unfilled)
-        return Fault(f"requires {what}, which nothing passes", f"write {SIGNATURE}: {hint}")
+        return SignatureFault(f"requires {what}, which nothing passes", f"write {SIGNATURE}: {hint}")
     return None
 
 

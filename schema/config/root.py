@@ -89,7 +89,7 @@ class Config(Section):
         return policy
 
     @property
-    def takes_turns(self) -> bool:
+    def shares_time(self) -> bool:
         """Whether trainer and rollout replicas have the same devices in turns."""
         return self.is_grpo and self.placement.share == "time"
 

@@ -193,12 +193,12 @@ class Health:
             del self.faults[next(iter(self.faults))]
 
 
-class Reader(Protocol):
+class EventReader(Protocol):
     def add(self, event: Event) -> object:
         """Take an event in."""
 
 
-def fold(events: Iterable[Event], *readers: Reader) -> None:
+def fold(events: Iterable[Event], *readers: EventReader) -> None:
     """Give each event to all readers; one with data of another version, or damaged, is passed over."""
     for event in events:
         for reader in readers:

@@ -34,7 +34,7 @@ class FrameError(ValueError):
     """A frame that is truncated, inconsistent, or larger than allowed."""
 
 
-class Entry(NamedTuple):
+class FrameEntry(NamedTuple):
     """Where one tensor lies: dtype name as safetensors writes it, shape, byte range after the header."""
 
     dtype: str
@@ -47,7 +47,7 @@ class Header(NamedTuple):
     """The parsed JSON header of a frame; `body` is the offset of the first tensor byte."""
 
     metadata: dict[str, str]
-    entries: dict[str, Entry]
+    entries: dict[str, FrameEntry]
     body: int
 
 
@@ -126,12 +126,12 @@ def _range(name: str, value: Any, limit: int) -> tuple[int, int]:
     return start, end
 
 
-def _entry(name: str, value: Any, limit: int) -> Entry:
+def _entry(name: str, value: Any, limit: int) -> FrameEntry:
     start, end = _range(name, value, limit)
-    return Entry(value["dtype"], tuple(value["shape"]), start, end)
+    return FrameEntry(value["dtype"], tuple(value["shape"]), start, end)
 
 
-def _check_contiguous(entries: Mapping[str, Entry], size: int) -> None:
+def _check_contiguous(entries: Mapping[str, FrameEntry], size: int) -> None:
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:

@@ -30,7 +30,7 @@ NAME = re.compile(r"(e\d{1,18}-p\d{1,18})\.([A-Za-z0-9_-]{1,64})\.(\d{1,9})", re
 """Group, lease and index of the sample: no separator of paths can be in it."""
 
 
-class FileEntry(BaseModel):
+class StubEntry(BaseModel):
     """The entry of a stub about its file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,22 +82,22 @@ def write(root: Path, name: FileName, frame: bytes) -> bytes:
         file.write(frame)
         file.flush()
         os.fsync(file.fileno())
-    entry = FileEntry(name=str(name), n_bytes=len(frame), hash=_hash(frame))
+    entry = StubEntry(name=str(name), n_bytes=len(frame), hash=_hash(frame))
     return encode_frame({}, {**metadata, STUB_KEY: entry.model_dump_json()})
 
 
-def read_entry(frame: bytes | memoryview) -> FileEntry | None:
+def read_entry(frame: bytes | memoryview) -> StubEntry | None:
     """Read a stub's entry about its file; None for a frame that carries its tensors itself. Raises `FrameError`."""
     return entry_of(read_metadata(frame))
 
 
-def entry_of(metadata: Mapping[str, str]) -> FileEntry | None:
+def entry_of(metadata: Mapping[str, str]) -> StubEntry | None:
     """Read the entry from a frame's metadata; see `read_entry`."""
     text = metadata.get(STUB_KEY)
     if text is None:
         return None
     try:
-        entry = FileEntry.model_validate_json(text)
+        entry = StubEntry.model_validate_json(text)
     except ValidationError as error:
         raise FrameError(
             f"the stub of a payload is invalid: {describe(error.errors(include_url=False))}"
@@ -107,7 +107,7 @@ def entry_of(metadata: Mapping[str, str]) -> FileEntry | None:
     return entry
 
 
-def is_there(root: Path, entry: FileEntry) -> bool:
+def is_there(root: Path, entry: StubEntry) -> bool:
     """Whether the file of a stub exists and has its length."""
     try:
         return (root / entry.name).stat().st_size == entry.n_bytes

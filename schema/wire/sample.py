@@ -320,11 +320,11 @@ def _check_experts(sample: Sample) -> None:
         raise FrameError("expert_weights must be finite")
 
 
-def sample_seed(job_seed: int, kind: str, epoch: int, position: int, index: int) -> int:
-    """Seed in [0, 2**31) for sample `index` of the prompt at `position` of `epoch`.
+def sample_seed(job_seed: int, kind: str, data_pass: int, position: int, index: int) -> int:
+    """Seed in [0, 2**31) for sample `index` of the prompt at `position` of `data_pass`.
 
     31 bits, because every engine (numpy, torch, vLLM) accepts them. A re-queued group, or another replica that
     takes over its lease, samples with the same seeds.
     """
-    text = f"{job_seed}/{kind}/{epoch}/{position}/{index}".encode()
+    text = f"{job_seed}/{kind}/{data_pass}/{position}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1

@@ -14,7 +14,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=+@,-]+(?:/[A-Za-z0-9!_.*'()=+@,-]+)*")
 
 
 @dataclass(frozen=True)
-class S3Place:
+class S3Location:
     """A bucket, and what the keys in it begin with: no `/` at either end, empty for the whole bucket."""
 
     bucket: str
@@ -29,7 +29,7 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def parse_url(url: str) -> S3Place:
+def parse_url(url: str) -> S3Location:
     """The bucket and prefix of a URL; a `/` at its end says nothing.
 
     Raises `ValueError` saying what is wrong and what to write.
@@ -57,4 +57,4 @@ def parse_url(url: str) -> S3Place:
         )
     if len(prefix) > MAX_PREFIX:
         raise ValueError(f"a prefix of {len(prefix)} characters is too long: at most {MAX_PREFIX}")
-    return S3Place(bucket, prefix)
+    return S3Location(bucket, prefix)

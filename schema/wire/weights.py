@@ -100,7 +100,7 @@ class Piece(_Record):
     n_bytes: int = Field(ge=0)
 
 
-class Link(_Record):
+class ChainLink(_Record):
     """One version of a chain: how to come to it from the link before, and from nothing."""
 
     version: int = Field(ge=0)
@@ -121,5 +121,5 @@ class WeightManifest(_Record):
     files: list[FileEntry]
     tensors: dict[str, TensorEntry] = Field(description="All tensors; of a delta those that changed.")
     content_hash: str = Field(description="Of all tensors of the version, whatever this manifest lists.")
-    chain: list[Link] = Field(default_factory=list, max_length=MAX_CHAIN,
+    chain: list[ChainLink] = Field(default_factory=list, max_length=MAX_CHAIN,
         description="Versions before it, oldest first, as far as they are kept; the last one is the base of a delta.")

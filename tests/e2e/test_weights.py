@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from controller.client import calls as api
 from policy_worker.checkpoints.layout import EXPORT
 from rollout_worker.engines.checksum import Tally
-from rollout_worker.engines.scatter import Published
+from rollout_worker.engines.scatter import PublishedTensor
 from schema.wire.messages import PublicationInfo
 from schema.wire.weights import Publication
 from tests.e2e.program import LONG, Program
@@ -60,7 +60,7 @@ def test_ranks_that_cut_the_model_publish_to_ranks_that_cut_it(
         tally = Tally(None)
         export = tmp_path / "run" / "checkpoints" / f"step-{version:08d}" / EXPORT
         for name, tensor in load_file(export / "model.safetensors").items():
-            tally.add(name, Published(tensor.dtype, tuple(tensor.shape)), tensor)
+            tally.add(name, PublishedTensor(tensor.dtype, tuple(tensor.shape)), tensor)
         assert tally.content_hash == published[version].content_hash
 
 

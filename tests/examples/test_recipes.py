@@ -10,7 +10,7 @@ import pytest
 
 from schema.config import check_warnings
 from schema.config.algorithms import ESTIMATORS, LOSSES
-from schema.config.loading.load import Loaded, load
+from schema.config.loading.load import LoadedConfig, load
 from tests.e2e.program import ROOT, command
 
 RECIPES = ROOT / "examples" / "recipes"
@@ -24,7 +24,7 @@ def layers(path: Path) -> list[Path]:
     return [BASE, path] if path in LAID_OVER else [path]
 
 
-def loaded(path: Path) -> Loaded:
+def loaded(path: Path) -> LoadedConfig:
     return load(layers(path))
 
 

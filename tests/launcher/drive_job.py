@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from launcher.display.screen import open_screen
-from launcher.display.summary import Result
+from launcher.display.summary import RunResult
 from launcher.job import redis_pulse
 from launcher.job.job import Job
-from launcher.job.plan import Plan
+from launcher.job.plan import JobPlan
 from launcher.plan import redis_server
 from launcher.plan.addresses import Site, free_port
-from launcher.plan.placement import ProcessSpec, Replica
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.plan.placement import PlacedReplica, ProcessSpec
+from launcher.plan.rundir import RunDir, RunTokens
 from launcher.restarts import Role
 from schema.config import Config
 from schema.wire.prompts import write_prompts
@@ -54,24 +54,24 @@ def main() -> int:
     write_prompts(
         path / "data" / "train.safetensors", [[1, 2]] * 4, [{"key": str(i)} for i in range(4)], [[0, 1]] * 4
     )
-    tokens, port = Tokens.fresh(), free_port("127.0.0.1")
+    tokens, port = RunTokens.fresh(), free_port("127.0.0.1")
     run.write_tokens(tokens)
     argv = (sys.executable, "-m", "tests.launcher.scripted_policy", script)
     spec = ProcessSpec("policy-0", Role.POLICY, argv, {"COSMOS_REPLICA_NAME": "policy-0"})
-    plan = Plan(
+    plan = JobPlan(
         config=settings,
         run=run,
         tokens=tokens,
         site=Site("127.0.0.1", port, f"http://127.0.0.1:{port}"),
         redis=redis_server.embedded(run.redis),
-        workers=[Replica("policy-0", Role.POLICY, (spec,))],
+        workers=[PlacedReplica("policy-0", Role.POLICY, (spec,))],
         reuse_data=True,
         continued=continued,
         env=dict(os.environ),
     )
     screen = open_screen()
 
-    async def drive() -> Result:
+    async def drive() -> RunResult:
         return await Job(plan, screen, json.loads(script).get("early", ())).run()
 
     result = asyncio.run(drive())

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.errors import LaunchError
 from launcher.locks import held_alone, held_by_any
-from launcher.processes.keeper import Keeper, Settings
+from launcher.processes.keeper import Keeper, KeeperSettings
 from tests.support.waiting import PATIENCE
 
 
@@ -63,7 +63,7 @@ def test_a_look_does_not_keep_a_keeper_from_its_lock(tmp_path: Path):
             tried.set()
             return handle
 
-    keeper = Trying(Settings(parent=os.getpid(), grace=PATIENCE, hold=str(path)), [])
+    keeper = Trying(KeeperSettings(parent=os.getpid(), grace=PATIENCE, hold=str(path)), [])
     with ThreadPoolExecutor() as pool:
         with locked(path, fcntl.LOCK_EX):
             holding = pool.submit(keeper._hold)

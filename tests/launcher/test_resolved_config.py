@@ -11,16 +11,16 @@ import pytest
 from launcher.paths import resolved
 from launcher.resolved_config import Value, lines, values
 from schema.config import check_config
-from schema.config.loading.load import Loaded, load
+from schema.config.loading.load import LoadedConfig, load
 from schema.config.secrets import masked
 from tests.launcher.samples import write_job
 
 
-def shown(loaded: Loaded, **options: Any) -> dict[str, Value]:
+def shown(loaded: LoadedConfig, **options: Any) -> dict[str, Value]:
     return {value.key: value for value in values(loaded, **options)}
 
 
-def parsed(loaded: Loaded, **options: Any) -> dict[str, Any]:
+def parsed(loaded: LoadedConfig, **options: Any) -> dict[str, Any]:
     return tomllib.loads("\n".join(lines(values(loaded, **options))))
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.restarts import Budget, EndJob, Left, Restart, Restarts, Role, describe_exit, is_crash
+from launcher.restarts import EndJob, Left, Restart, RestartBudget, Restarts, Role, describe_exit, is_crash
 
-BUDGET = Budget(max_restarts=3, backoff=1.0, backoff_max=5.0, healthy_after=100.0)
+BUDGET = RestartBudget(max_restarts=3, backoff=1.0, backoff_max=5.0, healthy_after=100.0)
 
 
 def exited(restarts: Restarts, now: float, code: int, over: bool = False, needed: bool = True) -> object:
@@ -132,7 +132,7 @@ def test_nothing_is_restarted_or_blamed_once_the_job_is_over(code: int, role: Ro
 def test_a_streak_never_restarts_more_often_than_allowed(
     limit: int, backoff: float, most: float, codes: list[int]
 ):
-    restarts = Restarts("rollout-0", Role.ROLLOUT, Budget(limit, backoff, most))
+    restarts = Restarts("rollout-0", Role.ROLLOUT, RestartBudget(limit, backoff, most))
     verdicts = []
     for code in codes:
         restarts.started(0.0)
@@ -147,7 +147,7 @@ def test_a_streak_never_restarts_more_often_than_allowed(
 
 
 def test_an_end_that_is_nobodys_fault_costs_nothing():
-    restarts = Restarts("policy-0", Role.POLICY, Budget(0, 1.0, 1.0))
+    restarts = Restarts("policy-0", Role.POLICY, RestartBudget(0, 1.0, 1.0))
     for _ in range(5):
         restarts.started(0.0)
         verdict = restarts.exited(0.0, 1, over=False, needed=True, counts=False)
@@ -157,8 +157,8 @@ def test_an_end_that_is_nobodys_fault_costs_nothing():
 
 
 def test_delays_stay_finite_for_any_number_of_attempts():
-    assert Budget(10**6, 1.0, 60.0).delay(100_000) == 60.0
-    assert Budget(10**6, 0.0, 60.0).delay(100_000) == 0.0
+    assert RestartBudget(10**6, 1.0, 60.0).delay(100_000) == 60.0
+    assert RestartBudget(10**6, 0.0, 60.0).delay(100_000) == 0.0
 
 
 def test_exit_codes_in_words():
@@ -177,7 +177,7 @@ def test_what_was_killed_from_outside_has_not_crashed(code: int, crash: bool):
 
 
 def test_four_unrelated_kills_in_a_week_do_not_end_a_job():
-    restarts, day = Restarts("rollout-0", Role.ROLLOUT, Budget(3, 1.0, 60.0)), 86_400.0
+    restarts, day = Restarts("rollout-0", Role.ROLLOUT, RestartBudget(3, 1.0, 60.0)), 86_400.0
     for number in range(7):
         restarts.started(number * day)
         assert exited(restarts, number * day + 3600.0, 137) == Restart(1.0, 1, 3, "killed by SIGKILL")

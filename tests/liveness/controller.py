@@ -11,16 +11,16 @@ from functools import partial
 from typing import Any
 
 from controller.api.limits import SMALL_BODY
-from controller.autoscale.policy import Memory
-from controller.autoscale.scaling import Scaling, Sight
+from controller.autoscale.autoscaler import PastDecisions
+from controller.autoscale.scaling import ReplicaScaling, Sight
 from controller.client import Client, ControllerError
 from controller.client import calls as api
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
-from controller.server import Settings, StartError, open_job
+from controller.server import ServerSettings, StartError, open_job
 from controller.state.job_facts import ledger_params, scale_limits
 from launcher.plan.credentials import environment
-from launcher.plan.rundir import Tokens
+from launcher.plan.rundir import RunTokens
 from launcher.plan.tls import check_encryption
 from launcher.restarts import Role
 from rollout_worker.groups.pushing import _Entry, shared_payloads
@@ -99,7 +99,7 @@ def number_of_replicas(config: Config, place: Place) -> list[tuple[float, int]]:
     A step takes 8 seconds of work on 6 groups; a replica makes 1 group in 4 seconds, later in 1.
     """
     limits, batch = scale_limits(config), 6
-    scaling = Scaling(limits, config.autoscale.interval, Memory(limits.minimum), 0.0)
+    scaling = ReplicaScaling(limits, config.autoscale.interval, PastDecisions(limits.minimum), 0.0)
     made, stock, left, changes, number = 0.0, 0.0, 0, [(0.0, limits.minimum)], limits.minimum
     scaling.trainer(0.0, "waits")
     for second in range(1, 2400):
@@ -466,13 +466,13 @@ def keys_in_redis(config: Config, place: Place) -> set[str]:
 
 def encryption(config: Config, place: Place) -> list[str]:
     """Whom a process that calls the controller trusts, and what is wrong with the files of the controller."""
-    given = environment(Role.POLICY, Tokens("u", "r", "p"), "", "", "", config.controller.tls_ca)
+    given = environment(Role.POLICY, RunTokens("u", "r", "p"), "", "", "", config.controller.tls_ca)
     return [given.get("COSMOS_TLS_CA", ""), *(problem.message for problem in check_encryption(config)[0])]
 
 
 def settings(config: Config, place: Place) -> tuple[str, int, str]:
     """Where the process listens, and which server it uses."""
-    found = Settings.read(make_run_dir(place.directory() / "run", config), None, None, _tokens(config))
+    found = ServerSettings.read(make_run_dir(place.directory() / "run", config), None, None, _tokens(config))
     return found.host, found.port, found.redis_url
 
 
@@ -485,7 +485,7 @@ def a_server_without_a_file(config: Config, place: Place) -> str:
     """What the process says of a Redis server that keeps nothing."""
     with running_valkey("--appendonly", "no") as server:
         environ = {**_tokens(config), "COSMOS_REDIS_URL": server.url}
-        found = Settings.read(make_run_dir(place.directory() / "run", config), None, None, environ)
+        found = ServerSettings.read(make_run_dir(place.directory() / "run", config), None, None, environ)
 
         async def outcome() -> str:
             try:

@@ -26,7 +26,7 @@ from rollout_worker.groups.pushing import Pusher
 from rollout_worker.groups.tokens import TextKeeper
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
-from rollout_worker.rewards.pool import Result, Task
+from rollout_worker.rewards.pool import RewardResult, Task
 from rollout_worker.weights.follower import WeightFollower
 from rollout_worker.worker import reward_pool
 from schema.config import Config
@@ -328,8 +328,8 @@ def _pushed(config: Config, kind: str) -> dict[str, Any]:
         version_starts=np.array([0], np.int32), version_values=np.array([0], np.int32),
         finish_reason="length", stop_reason=None,
     )  # fmt: skip
-    scored: Future[Result] = Future()
-    scored.set_result(Result(dict.fromkeys(generating._names[kind], 0.5)))
+    scored: Future[RewardResult] = Future()
+    scored.set_result(RewardResult(dict.fromkeys(generating._names[kind], 0.5)))
     generating._push(group, 0, sample, "text", scored, began=0.0)  # type: ignore[arg-type]
     found = decode_sample(pusher._queue[0].frame)
     return {**found.header.model_dump(exclude={"seconds"}), "text": found.text}
@@ -395,8 +395,8 @@ def _reward(name: str) -> dict[str, Any]:
     }
 
 
-def _scored(config: Config, samples: int) -> list[Result]:
-    async def score() -> list[Result]:
+def _scored(config: Config, samples: int) -> list[RewardResult]:
+    async def score() -> list[RewardResult]:
         pool = reward_pool(config)
         await pool.start()
         try:

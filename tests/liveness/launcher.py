@@ -8,7 +8,7 @@ from typing import Any
 from launcher.display.screen import Screen
 from launcher.errors import LaunchError
 from launcher.job.job import Job
-from launcher.job.plan import Plan
+from launcher.job.plan import JobPlan
 from launcher.job.trackers import command as tracked_by
 from launcher.nodes.announcement import HeadAddress
 from launcher.nodes.head import NodeServer, Terms
@@ -17,7 +17,7 @@ from launcher.plan.addresses import Site
 from launcher.plan.machine import Machine
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import place as placed
-from launcher.plan.rundir import RunDir, Tokens, choose
+from launcher.plan.rundir import RunDir, RunTokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
 from launcher.targets.kubernetes import cluster_job, render
 from schema.config import Config
@@ -69,8 +69,8 @@ def restarts(config: Config, place: Place) -> tuple[list[float], float]:
 def _job(config: Config, place: Place) -> Job:
     run = RunDir(place.directory())
     server = redis_server.RedisServer("unix:///nowhere")
-    plan = Plan(
-        config=config, run=run, tokens=Tokens.fresh(), site=Site("127.0.0.1", 1, "http://127.0.0.1:1"),
+    plan = JobPlan(
+        config=config, run=run, tokens=RunTokens.fresh(), site=Site("127.0.0.1", 1, "http://127.0.0.1:1"),
         redis=server, workers=[], reuse_data=False, continued=False, env={},
     )  # fmt: skip
 

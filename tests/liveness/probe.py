@@ -119,11 +119,11 @@ class Place:
         """A replica of one rank."""
         import torch
 
-        from policy_worker.parallel.group import Group
+        from policy_worker.parallel.rank_group import RankGroup
         from policy_worker.process import RankEnvironment
 
         torch.set_num_threads(1)
-        group = Group(RankEnvironment())
+        group = RankGroup(RankEnvironment())
         self.stack.callback(group.close)
         return group
 

@@ -40,7 +40,7 @@ from policy_worker.model.model import Backbone
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.experts import apply_ep
 from policy_worker.parallel.fsdp import apply_fsdp
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
 from policy_worker.parallel.pipeline_schedule import Pipe, Tick
 from policy_worker.parallel.pipeline_stages import cut
 from policy_worker.parallel.tensor import apply_tp
@@ -147,7 +147,7 @@ def _grpo(
     chosen = samples or random_samples(12)
     if world > 1:
         trainer.group = copy(place.group)
-        trainer.group.sizes = MeshSizes(dp_shard=world)  # this rank's share of the batch of two
+        trainer.group.sizes = ParallelDims(dp_shard=world)  # this rank's share of the batch of two
     source = BatchSource(
         place.group,
         lambda call: encode_step(chosen, step=int(call.path.split("/")[3])),
@@ -778,12 +778,12 @@ def implementation_of_experts(config: Config, place: Place) -> str:
 
 def held_experts(config: Config, place: Place) -> int:
     """By how many ranks the experts of a layer are shared where a replica has two."""
-    return MeshSizes.of_config(config.policy.parallelism, 2).ep
+    return ParallelDims.of_config(config.policy.parallelism, 2).ep
 
 
 def exchanges_of_layers(config: Config, place: Place) -> int:
     """How often sums are scattered over tensor-parallel ranks, of which a replica has two, in a forward of one."""
-    model, sizes = load_model(config), MeshSizes.of_config(config.policy.parallelism, 2)
+    model, sizes = load_model(config), ParallelDims.of_config(config.policy.parallelism, 2)
     mesh = init_device_mesh(place.group.device.type, (1,), mesh_dim_names=("tp",))
     apply_tp(model, mesh, config.policy.dispatcher if sizes.sequence else None)
     model.read_weights(place.group.device)
@@ -858,10 +858,10 @@ def _role(config: Config) -> str:
     return "critic" if config.has_critic else "reference"
 
 
-def ranks_of_a_role(config: Config, place: Place) -> MeshSizes:
+def ranks_of_a_role(config: Config, place: Place) -> ParallelDims:
     """Of the reference model or the critic, as ranks by dimension."""
     mesh = mesh_of(config, _role(config))
-    return MeshSizes.of_config(mesh, ranks_of(mesh) or 4, "its section")
+    return ParallelDims.of_config(mesh, ranks_of(mesh) or 4, "its section")
 
 
 def layers_of_a_role(config: Config, place: Place) -> list[str]:
@@ -1485,7 +1485,7 @@ def _checkpointer(config: Config, place: Place, session: Session | None = None) 
 def steps_that_are_saved(config: Config, place: Place) -> list[int]:
     """Of forty steps, five to an epoch, those after which a checkpoint is due."""
     checkpointer = _checkpointer(config, place)
-    return [step for step in range(1, 41) if checkpointer.due(step, last=False, epochs=step // 5)]
+    return [step for step in range(1, 41) if checkpointer.due(step, last=False, data_passes=step // 5)]
 
 
 def checkpoints_that_stay(config: Config, place: Place) -> list[str]:

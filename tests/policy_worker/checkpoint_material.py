@@ -11,7 +11,7 @@ from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.checkpoints.find import Resumption
 from policy_worker.checkpoints.layout import (
     FileFacts,
-    Found,
+    FoundCheckpoint,
     Manifest,
     hash_of_file,
     look,
@@ -53,7 +53,7 @@ def make_checkpoint(root: Path, step: int, *, latest: bool = False, **facts: Any
 
 def save_state(
     trainer: Trainer, root: Path, step: int = 0, *, staged: bool = False, exports: Config | None = None
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """What the saver does, without a controller. A collective. exports: of this job, with the checkpoint."""
     group = trainer.group
     unfinished = Path(group.lead(lambda: str(directory.begin(root, step))))

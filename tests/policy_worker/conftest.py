@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from schema.config import Config
 from tests.policy_worker.job import Job
@@ -22,9 +22,9 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
+def group() -> Iterator[RankGroup]:
     """A replica of one rank, with its process group."""
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     assert group.device == DEVICE
     yield group
     group.close()

@@ -26,8 +26,8 @@ from policy_worker.model import lora
 from policy_worker.model.load import load_critic, load_model, load_reference
 from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.stages import Stages
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
@@ -74,7 +74,7 @@ def assert_same(found: nn.Module, expected: nn.Module, stages: Stages | None = N
         assert torch.equal(loaded[name], reference[name]), name
 
 
-def trainer_of(config: Config, group: Group) -> Trainer:
+def trainer_of(config: Config, group: RankGroup) -> Trainer:
     """With the models that the configuration names, as a worker makes it."""
     torch.manual_seed(0)
     model = load_model(config, lead=group.lead)
@@ -124,7 +124,7 @@ def memory() -> dict[str, int]:
     return {name: int(found[name].split()[0]) * 1024 for name in ("VmData", "VmHWM", "VmRSS")}
 
 
-def within(limit: int, config: Config, group: Group) -> dict[str, Any]:
+def within(limit: int, config: Config, group: RankGroup) -> dict[str, Any]:
     """What loading a model took of the memory that may be allocated."""
     stored = stored_tensors(sorted(Path(config.policy.model_name_or_path).glob("*.safetensors")))
     size = 4 * sum(math.prod(tensor.shape) for tensor in stored.values())  # in float32, as it is trained
@@ -151,7 +151,7 @@ def within(limit: int, config: Config, group: Group) -> dict[str, Any]:
 
 def main(out: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
 
     def config_of(path: str) -> Config:
         mesh = {"tp_size": 1, "dp_shard_size": group.world, **options.get("mesh", {})}
@@ -162,7 +162,7 @@ def main(out: Path, options: dict[str, Any]) -> None:
     if "limit" not in options:
         compared.append(last)
     try:
-        group.arrange(MeshSizes.of_config(config_of(last).policy.parallelism, group.world))
+        group.arrange(ParallelDims.of_config(config_of(last).policy.parallelism, group.world))
         for path in compared:
             config = config_of(path)
             compare(trainer_of(config, group), config)

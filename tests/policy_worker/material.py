@@ -25,7 +25,7 @@ from policy_worker.model import lora
 from policy_worker.model.model import PolicyModel, ValueModel
 from policy_worker.model.prepare import prepare_model
 from policy_worker.model.trainable import freeze
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -119,7 +119,7 @@ def tiny_critic(seed: int = 2, *, packed: bool = False, layers: int = 2) -> Valu
 
 
 def make_trainer(
-    config: Config, group: Group, model: PolicyModel | None = None, *, layers: int = 2
+    config: Config, group: RankGroup, model: PolicyModel | None = None, *, layers: int = 2
 ) -> Trainer:
     """A trainer of tiny models, with those that the configuration asks for. layers: of each but a given one."""
     packed = config.train.sequence_packing

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.optim import Optimizer, OptimizerSettings
 
@@ -40,9 +40,9 @@ def step_of(impl: str, place: Callable[[str, Tensor], Tensor]) -> dict[str, Tens
 
 def main(out: Path, impl: str) -> None:
     torch.set_num_threads(1)
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
     try:
-        group.arrange(MeshSizes(dp_shard=2, tp=2))
+        group.arrange(ParallelDims(dp_shard=2, tp=2))
         mesh = group.mesh()
         layouts = {
             "shards": (mesh["dp_shard"], [Shard(0)]),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from policy_worker.parallel.fsdp import whole
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_of(name: str, group: Group) -> tuple[Trainer, Any]:
+def trainer_of(name: str, group: RankGroup) -> tuple[Trainer, Any]:
     """A trainer of this case, and its configuration."""
     ramp = {"optm_weight_decay": 0.1, "optm_weight_decay_ramp": "linear"}
     config = make_config(train={"optm_name": name, "optm_grad_norm_clip": 0.0, **ramp, **CASES[name]})
@@ -61,14 +61,14 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: whole(tensor).detach().cpu().clone() for name, tensor in held.items()}
 
 
-def in_one_go(name: str, group: Group) -> dict[str, Tensor]:
+def in_one_go(name: str, group: RankGroup) -> dict[str, Tensor]:
     """All steps of a case."""
     trainer, _ = trainer_of(name, group)
     take(trainer, STEPS)
     return weights(trainer)
 
 
-def resumed(name: str, group: Group, checkpoint: Path) -> dict[str, Tensor]:
+def resumed(name: str, group: RankGroup, checkpoint: Path) -> dict[str, Tensor]:
     """The last step, from a checkpoint of the others."""
     trainer, config = trainer_of(name, group)
     load_state(trainer, checkpoint, config)
@@ -78,7 +78,7 @@ def resumed(name: str, group: Group, checkpoint: Path) -> dict[str, Tensor]:
 
 def main(out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
     try:
         for name in names:
             trainer, _ = trainer_of(name, group)

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from controller.client import Client
 from controller.client import calls as api
 from policy_worker.model.model import DTYPES
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from policy_worker.replicas.base import Registration
 from policy_worker.session import Session
@@ -54,7 +54,7 @@ class Program:
 
     def __init__(self, out: Path) -> None:
         self._out, self._shutdown = out, ShutdownRequest()
-        self.group = Group(RankEnvironment.of_environ())
+        self.group = RankGroup(RankEnvironment.of_environ())
         environment = Environment.of_environ()
         self.session = Session(environment, self._shutdown, self.group.world) if self.group.leads else None
         register = None if self.session is None else self.session.register

@@ -3,8 +3,8 @@
 OPTIONS is JSON: {mesh, pipe, roles, model, layers, exact, grpo, train, sections, samples, steps, first_step, save,
 save_step, staged, export, restore, answers, ahead, scales, parks, greedy, kept_sets, record}, or a list of such,
 whose results are in OUT/0, OUT/1 and so on.
-`mesh` are `MeshSizes`, by default all ranks shard; of a list that of the first holds. `pipe` are further keys of the
-mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
+`mesh` are `ParallelDims`, by default all ranks shard; of a list that of the first holds. `pipe` are further keys of
+the mesh, of its pipeline. `roles` are meshes of "reference" and "critic", where there is more than one rank.
 `model` are arguments of `tiny_family`; other models have as many `layers`. `exact`: float64 stands in the place of
 float32. `answers` says for a rank what becomes of its first fetches of payloads: "whole", "gone" (the step is not
 assembled any more), "anew" (it is another batch by now). `ahead` says what the controller guesses of the next batch:
@@ -35,11 +35,11 @@ from torch.distributed.fsdp import FSDPModule
 from policy_worker.memory.offload import local_of
 from policy_worker.model.load import kept_activations
 from policy_worker.model.model import DTYPES, PolicyModel
-from policy_worker.model.prepare import prepare_model, replay_in
+from policy_worker.model.prepare import prepare_model, replay_routing
 from policy_worker.parallel import distribute
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
 from policy_worker.parallel.pipeline_stages import names_here, names_of_all
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
@@ -69,7 +69,7 @@ Result = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 """Gradients of the last step and weights, on the CPU; metrics of each step."""
 
 
-def train(group: Group, options: dict[str, Any]) -> Result:
+def train(group: RankGroup, options: dict[str, Any]) -> Result:
     """What the steps of these options come to."""
     if not options.get("exact"):
         return _train(group, options)
@@ -105,7 +105,7 @@ def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
     return widened
 
 
-def _train(group: Group, options: dict[str, Any]) -> Result:
+def _train(group: RankGroup, options: dict[str, Any]) -> Result:
     mesh = {"tp_size": 1, "dp_shard_size": -1, "pp_size": group.sizes.pp, **options.get("pipe", {})}
     sections = options.get("sections", {})
     for role, own in (options.get("roles", {}) if group.world > 1 else {}).items():
@@ -126,7 +126,7 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         )
     if config.grpo.routing_replay != "none":
         assert model is not None
-        replay_in(model, config.grpo.routing_replay)
+        replay_routing(model, config.grpo.routing_replay)
     trainer = make_trainer(config, group, model, layers=options.get("layers", 2))
     keys = config.train
     assert isinstance(trainer.model, FSDPModule) == (
@@ -154,8 +154,8 @@ def _train(group: Group, options: dict[str, Any]) -> Result:
         samples = cut_short(samples)
     if config.grpo.min_filter_prefix_tokens:
         samples = with_shared_prefixes(samples)
-    if model is not None and model.replay is not None:
-        samples = with_experts(samples, *model.replay.mixtures)
+    if model is not None and model.routing_replay is not None:
+        samples = with_experts(samples, *model.routing_replay.mixtures)
     if options.get("kept_sets"):
         samples = with_kept_sets(samples)
     greedy = options.get("greedy", ())
@@ -249,11 +249,11 @@ def main(out: Path, options: Any) -> None:
     torch.set_num_threads(1)
     distribute.BACKEND = "aot_eager"  # as compiled, without a C++ compiler
     several = isinstance(options, list)
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
     try:
         cases = options if several else [options]
         if "mesh" in cases[0]:
-            group.arrange(MeshSizes(**cases[0]["mesh"]))
+            group.arrange(ParallelDims(**cases[0]["mesh"]))
         for number, case in enumerate(cases):
             tensors, metrics = train(group, case)
             folder = out / str(number) if several else out

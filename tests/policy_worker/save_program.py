@@ -30,7 +30,7 @@ from policy_worker.checkpoints.save import Checkpointer
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.checkpoints.uploads import Uploader
 from policy_worker.errors import CheckpointSaveError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment, ShutdownRequest
 from policy_worker.replicas.base import Registration
 from policy_worker.trained.lr_schedule import Schedule
@@ -47,7 +47,7 @@ MOST_SECONDS = 0.6
 
 
 def make_trainer() -> Trainer:
-    return Trainer(tiny_model(), make_config(), Group(RankEnvironment()), Schedule(10))
+    return Trainer(tiny_model(), make_config(), RankGroup(RankEnvironment()), Schedule(10))
 
 
 def save(trainer: Trainer, root: Path, step: int) -> None:

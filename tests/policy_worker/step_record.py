@@ -23,7 +23,7 @@ import torch
 
 from controller.client import calls as api
 from policy_worker.algorithms.losses import POLICY_LOSSES
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.training.sft import HeldOut, Sft
 from schema.config import Config
@@ -152,7 +152,7 @@ def on_ranks(directory: Path, mesh: dict[str, int | bool], cases: dict[str, Reco
 def supervised(directory: Path) -> dict[str, Record]:
     """Train on conversations, with and without held-out ones."""
     directory.mkdir()
-    group, found = Group(RankEnvironment()), {}
+    group, found = RankGroup(RankEnvironment()), {}
     for packed in (False, True):
         path = directory / f"rows-{packed}"
         write_rows(path, 24)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy_worker.checkpoints.layout import hash_of_file, look, write_manifest
 from policy_worker.export_command import main
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.material import make_config, tiny_lm
 from tests.policy_worker.rank_program import train
 from tests.policy_worker.ranks import start_ranks, wait_ranks
@@ -61,7 +61,7 @@ def run_without_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_dir(run_without_checkpoint: Path, group: Group) -> Path:
+def run_dir(run_without_checkpoint: Path, group: RankGroup) -> Path:
     """A run with one checkpoint, written by one rank."""
     train(group, {"samples": {"n": 6}, "save": str(run_without_checkpoint / "checkpoints")})
     return run_without_checkpoint

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_model
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
@@ -39,7 +39,7 @@ def config(model: Path, **policy: object) -> Config:
     return make_config(policy={"model_name_or_path": str(model), **policy})
 
 
-def export(config: Config, group: Group, target: Path) -> Trainer:
+def export(config: Config, group: RankGroup, target: Path) -> Trainer:
     trainer = Trainer(load_model(config), config, group, Schedule(1))
     export_whole(trainer, config, target)
     return trainer
@@ -64,7 +64,7 @@ def test_a_faulty_model_of_its_own_is_a_fault_of_the_settings(model: Path):
         load_model(config(model, **TRUSTED))
 
 
-def test_code_of_a_model_is_exported_with_it(model: Path, tmp_path: Path, group: Group):
+def test_code_of_a_model_is_exported_with_it(model: Path, tmp_path: Path, group: RankGroup):
     bring_own_code(model)
     trainer = export(config(model, **TRUSTED), group, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", trust_remote_code=True).to(group.device)
@@ -88,7 +88,7 @@ def test_external_modules_are_imported_before_the_model_is_loaded(model: Path, t
 
 
 def test_the_tokenizer_beside_the_final_model_is_the_one_that_was_named(
-    model: Path, tmp_path: Path, group: Group
+    model: Path, tmp_path: Path, group: RankGroup
 ):
     own = tokenizer()
     own.save_pretrained(tmp_path / "tokenizer")

@@ -18,7 +18,7 @@ from torch import Tensor
 from policy_worker.model.drawn import Reshaping, drawn_of
 from policy_worker.model.head import Head, VocabularyShard
 from policy_worker.model.logprobs import Beside, logprobs_at, token_kl, token_logprobs, top_tokens
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from tests.policy_worker.model.test_drawn import CASES, V, make_contexts
 from tests.policy_worker.model.test_logprobs import naive_log_p
@@ -126,7 +126,7 @@ def check(
 
 def main() -> None:
     torch.set_num_threads(1)
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
     try:
         half = group.world // 2
         halves = [dist.new_group(ranks) for ranks in (list(range(half)), list(range(half, group.world)))]

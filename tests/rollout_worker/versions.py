@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from schema.wire.weights import Link, Publication
+from schema.wire.weights import ChainLink, Publication
 from weight_sync import DirectoryStore, HubNames
-from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.host.host_copy import CopiedWeights, HostCopy
 from weight_sync.lora import Publishes
 from weight_sync.publishing.writer import after, assemble, finish, write_delta, write_full
 from weight_sync.stores import version_name
@@ -33,7 +33,7 @@ class Versions:
         self.store = DirectoryStore(root / "versions")
         (root / "copy").mkdir(parents=True)
         self.copy = HostCopy(root / "copy" / "shared", self.store)
-        self._chain: list[Link] = []
+        self._chain: list[ChainLink] = []
         self._begins = 0
         self._id = 0
         self._last: dict[str, torch.Tensor] = {}
@@ -57,7 +57,7 @@ class Versions:
             done = finish(stage, target, manifest)
         self._table, self._last = after(base, part.tensors), tensors
         link = {"full": done.piece} if full else {"delta": done.piece}
-        self._chain = [*self._chain, Link(version=version, content_hash=done.content_hash, **link)]
+        self._chain = [*self._chain, ChainLink(version=version, content_hash=done.content_hash, **link)]
         return Publication(
             id=self._id,
             version=version,
@@ -70,7 +70,7 @@ class Versions:
             begins=0 if full else self._begins,
         )
 
-    def fetched(self, publication: Publication) -> Weights:
+    def fetched(self, publication: Publication) -> CopiedWeights:
         """What a replica hands to its engine."""
         return self.copy.advance(publication)
 

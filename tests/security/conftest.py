@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.server import Settings
+from controller.server import ServerSettings
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.controller import TOKENS
 from tests.support.tls_proxy import tls_proxy
@@ -35,10 +35,10 @@ class GuardedRedis:
         return {name: str(getattr(self.certificates, files[name])) for name in wanted}
 
 
-def read_settings(run_dir: Path) -> Settings:
+def read_settings(run_dir: Path) -> ServerSettings:
     """What a controller of a run directory reads at its start."""
     tokens = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
-    return Settings.read(run_dir, None, 0, {**tokens, "COSMOS_REDIS_URL": "unix:///nowhere"})
+    return ServerSettings.read(run_dir, None, 0, {**tokens, "COSMOS_REDIS_URL": "unix:///nowhere"})
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from controller.server import StartError, serve
 from launcher.plan.addresses import controller_url
 from launcher.plan.credentials import environment
 from launcher.plan.machine import Machine
-from launcher.plan.rundir import Tokens
+from launcher.plan.rundir import RunTokens
 from launcher.plan.tls import check_encryption, unencrypted_addresses
 from launcher.pods.api_server import ApiServer, ClusterError
 from launcher.preflight.checks import check_machine
@@ -359,7 +359,7 @@ def test_an_unverified_redis_is_a_warning_and_a_broken_address_a_problem() -> No
 
 
 def test_workers_learn_whom_to_trust_and_others_do_not(certificates: Certificates) -> None:
-    tokens = Tokens.fresh()
+    tokens = RunTokens.fresh()
     given = {
         role: environment(role, tokens, "https://h:1", "unix:///s", "", str(certificates.ca)) for role in Role
     }

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.job.event_log import EventLog
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.job.launcher_log import LauncherLog
+from launcher.plan.rundir import RunDir, RunTokens
 from policy_worker.checkpoints.export import write_shards
 from policy_worker.checkpoints.state import capture_rng, write_rng
 from schema.util.atomic_file import replacing_directory, write_text
@@ -20,10 +20,10 @@ from tests.support.controller import make_config
 def write_all(run: RunDir) -> None:
     run.make()
     run.write_config(make_config())
-    run.write_tokens(Tokens.fresh())
+    run.write_tokens(RunTokens.fresh())
     run.lock()
     run.unlock()
-    EventLog(run.launcher_json, run.logs / "launcher.log").write("starting", [])
+    LauncherLog(run.launcher_json, run.logs / "launcher.log").write("starting", [])
     write_prompts(run.path / "data" / "train.safetensors", [[1]], [{}])
     with replacing_directory(run.checkpoints / "step-1") as beside:
         write_rng(beside, 0, capture_rng(torch.device("cpu")))

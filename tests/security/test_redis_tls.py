@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import ConnectionPool, SSLConnection
 
-from controller.server import Settings
+from controller.server import ServerSettings
 from launcher.plan import redis_server
 from launcher.plan.redis_server import RedisUnusableError, check, named
 from schema.config import RedisConfig
@@ -107,7 +107,7 @@ def test_the_address_carries_the_files_whoever_names_the_server(tmp_path: Path) 
     environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
 
     def address(**more: str) -> str:
-        return Settings.read(run_dir, None, None, {**environ, **more}).redis_url
+        return ServerSettings.read(run_dir, None, None, {**environ, **more}).redis_url
 
     assert address() == "rediss://first:1?ssl_ca_certs=%2Fca.pem"
     assert address(COSMOS_REDIS_URL="rediss://b:2?db=1") == "rediss://b:2?db=1&ssl_ca_certs=%2Fca.pem"

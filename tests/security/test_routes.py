@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute
 
 from controller.api import auth
 from controller.api.app import build
-from controller.api.auth import MAX_HEAD_BYTES, MAX_HEADERS, OPEN, Tokens
+from controller.api.auth import MAX_HEAD_BYTES, MAX_HEADERS, OPEN, JobTokens
 from controller.api.connections import MAX_HEAD as MOST_BEFORE_A_REQUEST
 from controller.errors import ApiError
 from schema.wire import messages as m
@@ -161,7 +161,7 @@ def test_every_token_is_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> N
         return hmac.compare_digest(token, given)
 
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=watched))
-    tokens = Tokens(TOKENS)  # type: ignore[arg-type]
+    tokens = JobTokens(TOKENS)  # type: ignore[arg-type]
     for header in ("Bearer " + TOKENS["user"], "Bearer " + TOKENS["policy"], "Bearer no", "Basic x", None):
         compared.clear()
         with suppress(ApiError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.paths import resolved
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.plan.rundir import RunDir, RunTokens
 from schema.config import Config, ConfigError, check_warnings, load_config
 from schema.config.secrets import cut, found_in, masked
 from tests.support.controller import make_config
@@ -82,7 +82,7 @@ def test_nothing_of_it_is_written_to_the_run_directory(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.make()
     written = run.write_config(planted())
-    run.write_tokens(Tokens.fresh())
+    run.write_tokens(RunTokens.fresh())
     assert S not in json.dumps(written)
     assert S not in json.dumps(resolved(planted()))
     for path in run.path.rglob("*"):

@@ -16,9 +16,9 @@ from controller.api.app import create_app
 from controller.api.connections import PatientProtocol
 from controller.api.limits import BodyLimit
 from controller.client import Client
-from controller.server import Settings, write_address
+from controller.server import ServerSettings, write_address
 from controller.services.controller import Controller
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.store import StateStore
 from controller.store.lock import steady_clock
 from tests.support.controller import TOKENS
@@ -45,7 +45,7 @@ class ServedController:
     async def _start(self) -> None:
         environ = {f"COSMOS_TOKEN_{role.upper()}": token for role, token in TOKENS.items()}
         environ["COSMOS_REDIS_URL"] = self._redis_url
-        settings = Settings.read(self._run_dir, None, 0, environ)
+        settings = ServerSettings.read(self._run_dir, None, 0, environ)
         store, saved = await StateStore.open(
             settings.redis_url,
             prefix=settings.config.redis.key_prefix,
@@ -53,7 +53,7 @@ class ServedController:
             lock_seconds=settings.config.controller.lock_timeout,
         )
         steady = steady_clock()
-        job = Job(
+        job = JobState(
             settings.config,
             job_id=settings.job_id,
             run_dir=self._run_dir,
@@ -119,7 +119,7 @@ class ServedController:
         self.run(self.controller.reaper.tick())
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobState:
         return self.controller.job
 
     @property

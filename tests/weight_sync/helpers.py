@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from schema.wire.weights import Publication
-from weight_sync import DirectoryStore, Published, publish
+from weight_sync import DirectoryStore, PublishedVersion, publish
 
 
-def publication_of(published: Published, version: int = 0, timeline: int = 0) -> Publication:
+def publication_of(published: PublishedVersion, version: int = 0, timeline: int = 0) -> Publication:
     return Publication(
         id=version + 1, version=version, timeline=timeline, uri=published.uri, n_bytes=published.n_bytes,
         manifest_hash=published.manifest_hash, content_hash=published.content_hash, kind=published.kind,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schema.wire.weights import Link, Piece, WeightManifest
+from schema.wire.weights import ChainLink, Piece, WeightManifest
 from tests.support.effort import examples
 from weight_sync.download_plan import cheapest, deltas_between, links_of
 from weight_sync.errors import WeightError
@@ -17,14 +17,14 @@ def piece(name: str, n_bytes: int) -> Piece:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> list[Link]:
+def chains(draw: st.DrawFn) -> list[ChainLink]:
     """Up to eight versions; contents may return (a step that changes nothing, or changes back)."""
     sizes = st.none() | st.integers(0, 20)
     links = []
     for i in range(draw(st.integers(1, 8))):
         delta, full = draw(sizes), draw(sizes)
         links.append(
-            Link(
+            ChainLink(
                 version=i,
                 content_hash=draw(st.sampled_from("abcdefgh")),
                 delta=None if delta is None else piece(f"d{i}", delta),
@@ -34,7 +34,7 @@ def chains(draw: st.DrawFn) -> list[Link]:
     return links
 
 
-def every_way(links: list[Link], held: str | None, broken: set[str]) -> list[list[str]]:
+def every_way(links: list[ChainLink], held: str | None, broken: set[str]) -> list[list[str]]:
     """All ways to the last link as lists of URIs, without cleverness."""
     ways: list[list[str]] = []
     for start, link in enumerate(links):
@@ -52,7 +52,7 @@ def every_way(links: list[Link], held: str | None, broken: set[str]) -> list[lis
 @pytest.mark.scaled
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), links=chains())
-def test_no_way_is_cheaper(data: st.DataObject, links: list[Link]) -> None:
+def test_no_way_is_cheaper(data: st.DataObject, links: list[ChainLink]) -> None:
     forms = [form for link in links for form in (link.delta, link.full) if form is not None]
     sizes = {form.uri: form.n_bytes for form in forms}
     held = data.draw(st.none() | st.sampled_from("abcdefgh"))
@@ -74,7 +74,7 @@ def test_no_way_is_cheaper(data: st.DataObject, links: list[Link]) -> None:
 @pytest.mark.scaled
 @settings(max_examples=examples(30), deadline=None)
 @given(links=chains(), base=st.sampled_from("abcdefgh"))
-def test_deltas_alone(links: list[Link], base: str) -> None:
+def test_deltas_alone(links: list[ChainLink], base: str) -> None:
     ways = every_way([link.model_copy(update={"full": None}) for link in links], base, set())
     found = deltas_between(links, base)
     if found is None:
@@ -83,7 +83,7 @@ def test_deltas_alone(links: list[Link], base: str) -> None:
         assert [piece.uri for piece in found] == min(ways, key=len)
 
 
-def manifest(base: str | None, chain: list[Link]) -> WeightManifest:
+def manifest(base: str | None, chain: list[ChainLink]) -> WeightManifest:
     kind = "full" if base is None else "delta"
     return WeightManifest(
         kind=kind, version=9, timeline=0, base=base, files=[], tensors={}, content_hash="z", chain=chain
@@ -91,9 +91,12 @@ def manifest(base: str | None, chain: list[Link]) -> WeightManifest:
 
 
 def test_the_manifest_is_the_last_link() -> None:
-    before = Link(version=8, content_hash="y", full=piece("f8", 100))
+    before = ChainLink(version=8, content_hash="y", full=piece("f8", 100))
     own = piece("own", 3)
-    assert links_of(manifest("y", [before]), own) == [before, Link(version=9, content_hash="z", delta=own)]
+    assert links_of(manifest("y", [before]), own) == [
+        before,
+        ChainLink(version=9, content_hash="z", delta=own),
+    ]
     assert links_of(manifest(None, [before]), own)[-1].full == own
     for chain in ([], [before.model_copy(update={"content_hash": "x"})]):
         with pytest.raises(WeightError, match="delta against y, its chain ends at"):
@@ -101,10 +104,10 @@ def test_the_manifest_is_the_last_link() -> None:
 
 
 def test_who_joins_at_version_30_takes_the_nearest_anchor() -> None:
-    links = [Link(version=0, content_hash="h0", full=piece("f0", 1000))]
+    links = [ChainLink(version=0, content_hash="h0", full=piece("f0", 1000))]
     for i in range(1, 31):
         full = piece(f"f{i}", 1000) if i % 8 == 0 else None
-        links.append(Link(version=i, content_hash=f"h{i}", delta=piece(f"d{i}", 10), full=full))
+        links.append(ChainLink(version=i, content_hash=f"h{i}", delta=piece(f"d{i}", 10), full=full))
     plan = cheapest(links, None)
     assert plan is not None
     assert [step.piece.manifest_hash for step in plan.steps] == ["f24", *(f"d{i}" for i in range(25, 31))]

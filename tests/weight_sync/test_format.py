@@ -19,7 +19,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schema.wire.weights import Link, TensorEntry
+from schema.wire.weights import ChainLink, TensorEntry
 from tests.support.effort import examples
 from weight_sync.delta.codec import encode
 from weight_sync.layout import tensor_bytes
@@ -228,7 +228,7 @@ def test_a_full_version_and_deltas(tmp_path: Path) -> None:
     """Written by two processes each, in small files; the last one leaves everything as it is."""
     store, now = DirectoryStore(tmp_path), weights(0)
     table: dict[str, TensorEntry] = {}
-    links: list[Link] = []
+    links: list[ChainLink] = []
     states: list[dict[str, torch.Tensor]] = []
     for version in range(5):
         before, now = now, stepped(now, version) if 0 < version < 4 else now
@@ -246,7 +246,7 @@ def test_a_full_version_and_deltas(tmp_path: Path) -> None:
             published = finish(stage, target, manifest)
         table |= manifest.tensors
         form = {"delta" if version else "full": published.piece}
-        links.append(Link(version=version, content_hash=published.content_hash, **form))
+        links.append(ChainLink(version=version, content_hash=published.content_hash, **form))
         states.append(now)
 
     # From the newest publication alone: its chain names everything before it.
@@ -269,7 +269,7 @@ def test_a_full_version_and_deltas(tmp_path: Path) -> None:
     assert "same" not in manifest_of(tmp_path, links[1])
 
 
-def manifest_of(root: Path, link: Link) -> dict[str, Any]:
+def manifest_of(root: Path, link: ChainLink) -> dict[str, Any]:
     assert link.delta is not None
     tensors: dict[str, Any] = json.loads((root / link.delta.uri).read_bytes())["tensors"]
     return tensors

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from schema.wire.weights import Link, Publication, TensorEntry
+from schema.wire.weights import ChainLink, Publication, TensorEntry
 from tests.weight_sync.helpers import all_bits, publication_of
 from weight_sync.publishing.writer import (
-    Published,
+    PublishedVersion,
     after,
     assemble,
     finish,
@@ -63,10 +63,10 @@ class Versions:
         self.store: Store = DirectoryStore(root) if store is None else store
         self.weights: list[Tensors] = [first_weights() if weights is None else weights]
         self.publications: list[Publication] = []
-        self.links: list[Link] = []
+        self.links: list[ChainLink] = []
         self._table: dict[str, TensorEntry] = {}
         published = self._full(0)
-        self.links.append(Link(version=0, content_hash=published.content_hash, full=published.piece))
+        self.links.append(ChainLink(version=0, content_hash=published.content_hash, full=published.piece))
         self._announce(published)
 
     @property
@@ -82,7 +82,7 @@ class Versions:
         if full:
             self.links = []
             published = self._full(version)
-            link = Link(version=version, content_hash=published.content_hash, full=published.piece)
+            link = ChainLink(version=version, content_hash=published.content_hash, full=published.piece)
         else:
             target = version_name(0, version, "")
             with self.store.stage(target) as stage:
@@ -95,7 +95,7 @@ class Versions:
                 published = finish(stage, target, manifest)
             self._table = after(self._table, part.tensors)
             anchor = self._full(version).piece if version % self.anchor_every == 0 else None
-            link = Link(
+            link = ChainLink(
                 version=version, content_hash=published.content_hash, delta=published.piece, full=anchor
             )
         self.links.append(link)
@@ -104,7 +104,7 @@ class Versions:
     def folder(self, uri: str) -> Path:
         return self.root / uri.split("/", maxsplit=1)[0]
 
-    def _full(self, version: int) -> Published:
+    def _full(self, version: int) -> PublishedVersion:
         target = version_name(0, version, "")
         with self.store.stage(target) as stage:
             part = write_full(stage, self.weights[version].items(), max_file_bytes=1 << 20)
@@ -112,7 +112,7 @@ class Versions:
         self._table = dict(part.tensors)
         return published
 
-    def _announce(self, published: Published) -> Publication:
+    def _announce(self, published: PublishedVersion) -> Publication:
         number = len(self.publications) + 1
         publication = publication_of(published, len(self.weights) - 1)
         self.publications.append(publication.model_copy(update={"id": number}))

@@ -21,7 +21,7 @@ from typing import Any
 
 from schema.config import PolicyConfig
 from schema.config.modules import remedy
-from tokenization.loading.source import FILE, SETTINGS, Source, TokenizerError, is_own, named_tokens
+from tokenization.loading.source import FILE, SETTINGS, TokenizerError, TokenizerSource, is_own, named_tokens
 from tokenization.loading.with_file import of_file
 from tokenization.loading.without_file import of_class
 
@@ -55,7 +55,7 @@ def load(name: str, revision: str | None = None, *, trust_remote_code: bool = Fa
             f"{of_key}transformers is missing ({error}): pip install '.[rollout]' in the checkout"
         ) from error
     try:
-        source = Source.find(name, revision, trust_remote_code)
+        source = TokenizerSource.find(name, revision, trust_remote_code)
         return of_class(source) if source.file is None else of_file(source, source.file)
     except TokenizerError as error:
         raise TokenizerError(f"{of_key}{error}") from error

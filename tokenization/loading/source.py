@@ -23,7 +23,7 @@ class TokenizerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TokenizerSource:
     """Where a tokenizer comes from, and the files that say what it is."""
 
     name: str
@@ -35,7 +35,7 @@ class Source:
     """`tokenizer.json`, or the version of it that transformers reads."""
 
     @classmethod
-    def find(cls, name: str, revision: str | None, trust_remote_code: bool) -> Source:
+    def find(cls, name: str, revision: str | None, trust_remote_code: bool) -> TokenizerSource:
         settings, file = _settings(_path(name, revision, SETTINGS)), FILE
         if versions := settings.get("fast_tokenizer_files"):
             from transformers.tokenization_utils_base import get_fast_tokenizer_file
@@ -118,7 +118,7 @@ def named(kinds: dict[str, str]) -> str:
     return f"{', '.join(kinds)} ({PROBE[kind]!r} comes back as {back!r})"
 
 
-def warn_of_losses(source: Source, tokenizer: Any) -> None:
+def warn_of_losses(source: TokenizerSource, tokenizer: Any) -> None:
     if kinds := lost(codec_of(tokenizer, skip_special_tokens=True)):
         warn(
             f"{source.name}: its tokenizer loses text, and so do prompts and what rewards see: {named(kinds)}"

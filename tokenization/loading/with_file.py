@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from tokenization.loading.comparison import PROBE, Codec, difference
 from tokenization.loading.source import (
     SETTINGS,
-    Source,
     TokenizerError,
+    TokenizerSource,
     codec_of,
     is_own,
     named_tokens,
@@ -33,7 +33,7 @@ ADDED_SAMPLES = 64
 """Added tokens that are compared inside of a text; of all of them, the entries are compared."""
 
 
-def of_file(source: Source, file: Path) -> Any:
+def of_file(source: TokenizerSource, file: Path) -> Any:
     reference = _Reference(file)
     tokenizer = source.plain() if source.is_generic else _compared(source, reference)
     if not is_own(tokenizer):
@@ -49,7 +49,7 @@ def of_file(source: Source, file: Path) -> Any:
     return tokenizer
 
 
-def _compared(source: Source, reference: _Reference) -> Any:
+def _compared(source: TokenizerSource, reference: _Reference) -> Any:
     """The plain file's, after a warning where the class that transformers chooses differs; of own code, its own."""
     try:
         chosen = source.by_class()
@@ -140,7 +140,7 @@ def _entries(added: dict[int, Any]) -> dict[int, str]:
     return {i: repr(token) for i, token in added.items()}
 
 
-def _add_ends(source: Source, reference: _Reference, tokenizer: Any) -> None:
+def _add_ends(source: TokenizerSource, reference: _Reference, tokenizer: Any) -> None:
     """Let BOS and EOS stand around a text where `add_bos_token` and `add_eos_token` say so, else as in the file."""
     ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos")}
     ids = {kind: number for kind, number in ids.items() if number is not None}

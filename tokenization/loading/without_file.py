@@ -13,8 +13,8 @@ from typing import Any
 from tokenization.loading.comparison import NECESSARY, PROBE, Codec, difference, lost
 from tokenization.loading.source import (
     FILE,
-    Source,
     TokenizerError,
+    TokenizerSource,
     codec_of,
     is_own,
     named,
@@ -30,7 +30,7 @@ _USER_DEFINED = 4
 """The type of such a symbol in the model."""
 
 
-def of_class(source: Source) -> Any:
+def of_class(source: TokenizerSource) -> Any:
     """A tokenizer by the class that transformers chooses.
 
     Raises:
@@ -71,7 +71,7 @@ def of_class(source: Source) -> Any:
     return tokenizer
 
 
-def _agreeing(source: Source, model: _SentencePiece) -> str:
+def _agreeing(source: TokenizerSource, model: _SentencePiece) -> str:
     """How to write a `tokenizer.json` that has the model's ids, where the class of Llama has them; else ""."""
     from transformers import LlamaTokenizer
 
@@ -112,7 +112,7 @@ class _SentencePiece:
         self._processor = SentencePieceProcessor(model_proto=self._model.SerializeToString())
 
     @classmethod
-    def find(cls, source: Source, tokenizer: Any) -> _SentencePiece | None:
+    def find(cls, source: TokenizerSource, tokenizer: Any) -> _SentencePiece | None:
         """The model among the files; None: there is none, or a file of this name is of another kind."""
         names = (getattr(tokenizer, "vocab_files_names", None) or {}).values()
         for name in dict.fromkeys([*(name for name in names if str(name).endswith(".model")), *_MODELS]):

@@ -46,7 +46,7 @@ as zstd allows, is smaller and twice as fast as its level 1."""
 _WORTH = 64
 """Bytes below which a plane is not compressed: a frame has more than ten bytes of its own."""
 _HEAD = struct.Struct("<I")
-AHEAD = 32
+QUEUED_BLOCKS = 32
 """Blocks that threads may encode before they are asked for: some for each, while what is ready is written."""
 
 
@@ -126,9 +126,9 @@ def encode(
 def encode_each(pairs: Iterable[Pair], pool: Executor | None = None) -> Generator[Encoded | None]:
     """`encode` of one tensor after the other, none of them empty.
 
-    Threads are up to `AHEAD` blocks ahead of whoever takes the results: so many encoded blocks are in memory next to
-    the tensor that is being put together, and so many pairs are drawn early, whose errors come early too. When this
-    ends, or is closed, no thread reads a tensor any more."""
+    Threads are up to `QUEUED_BLOCKS` blocks ahead of whoever takes the results: so many encoded blocks are in memory
+    next to the tensor that is being put together, and so many pairs are drawn early, whose errors come early too.
+    When this ends, or is closed, no thread reads a tensor any more."""
     if pool is None:
         for pair in pairs:
             yield _combine((_encode_block(pair, start) for start in _starts(pair)), pair.most_bytes)
@@ -138,7 +138,7 @@ def encode_each(pairs: Iterable[Pair], pool: Executor | None = None) -> Generato
     flight: deque[tuple[Pair, Future[_EncodedBlock]]] = deque()
 
     def fill() -> None:
-        while len(flight) < AHEAD and (item := next(source, None)) is not None:
+        while len(flight) < QUEUED_BLOCKS and (item := next(source, None)) is not None:
             flight.append((item[0], pool.submit(_encode_block, *item)))
 
     def blocks(pair: Pair) -> Iterator[_EncodedBlock]:

@@ -35,7 +35,7 @@ _Stored = tuple[TensorEntry, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorChange:
     """New values of one tensor. Tensors may be views of a mapped file: read them, never write them."""
 
     name: str
@@ -58,17 +58,19 @@ class Delta:
         self.content_hash = opened.manifest.content_hash
         self._uri, self._data = uri, opened.data
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[TensorChange]:
         """One change for each tensor that changed, decoded as it is asked for.
 
         Raises `NotReadableError` when sparse blocks are not what the manifest says of them."""
         for name, entry in self.manifest.tensors.items():
             dtype, shape = torch_dtype(entry.dtype, name), tuple(entry.shape)
             if entry.changed is None:
-                yield Change(name, dtype, shape, None, as_tensor(self._data[name], dtype, shape).view(-1))
+                yield TensorChange(
+                    name, dtype, shape, None, as_tensor(self._data[name], dtype, shape).view(-1)
+                )
             else:
                 positions, values = self._sparse(name, dtype, math.prod(shape), entry.changed)
-                yield Change(name, dtype, shape, positions, values)
+                yield TensorChange(name, dtype, shape, positions, values)
 
     def _sparse(
         self, name: str, dtype: torch.dtype, n_elements: int, changed: int

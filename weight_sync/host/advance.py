@@ -27,9 +27,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from secrets import token_hex
 
-from schema.wire.weights import MAX_CHAIN, Link, Piece, Publication, WeightManifest
+from schema.wire.weights import MAX_CHAIN, ChainLink, Piece, Publication, WeightManifest
 from weight_sync.delta.delta import apply_deltas, wrong_tensors
-from weight_sync.download_plan import Plan, Step, cheapest, links_of
+from weight_sync.download_plan import DownloadPlan, DownloadStep, cheapest, links_of
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.host.files import (
     ADVANCING,
@@ -208,8 +208,12 @@ class Advance:
         return done
 
     def _plan(
-        self, publication: Publication, links: list[Link], state: CopyState | None, torn: Advancing | None
-    ) -> Plan:
+        self,
+        publication: Publication,
+        links: list[ChainLink],
+        state: CopyState | None,
+        torn: Advancing | None,
+    ) -> DownloadPlan:
         plan = cheapest(links, None if state is None else state.content_hash, self._broken)
         if torn is not None and plan is not None and not _repeats(plan, torn):
             plan = cheapest(links, None, self._broken)
@@ -221,7 +225,7 @@ class Advance:
         return plan
 
     def _go(
-        self, publication: Publication, links: list[Link], plan: Plan, state: CopyState | None
+        self, publication: Publication, links: list[ChainLink], plan: DownloadPlan, state: CopyState | None
     ) -> CopyState:
         """Fetch everything, then change the copy. Raises `_BrokenError` before, `_SpoiledError` after it began."""
         steps = [step for step in plan.steps if step.kind == "delta"]
@@ -252,14 +256,14 @@ class Advance:
 
     # ---- pieces -------------------------------------------------------------------------------------------
 
-    def _delta(self, step: Step) -> Opened:
+    def _delta(self, step: DownloadStep) -> Opened:
         with self._breaking(step):
             opened = self._receiver.delta(step.piece)
             if opened.manifest.content_hash != step.content_hash:
                 raise WeightError(f"{step.piece.uri} leads to other weights than its chain says")
             return opened
 
-    def _full(self, step: Step) -> CopyState:
+    def _full(self, step: DownloadStep) -> CopyState:
         """A full form in a folder of its own, not yet in use."""
         free = shutil.disk_usage(self._directory).free
         if free < step.piece.n_bytes:
@@ -280,9 +284,9 @@ class Advance:
     def _after(
         self,
         publication: Publication,
-        links: list[Link],
+        links: list[ChainLink],
         state: CopyState,
-        steps: Sequence[Step],
+        steps: Sequence[DownloadStep],
         deltas: Sequence[Opened],
     ) -> CopyState:
         """The state after the deltas, out of manifests alone: it is the publication's before a byte is changed."""
@@ -314,7 +318,7 @@ class Advance:
         )
 
     @contextmanager
-    def _breaking(self, step: Step) -> Iterator[None]:
+    def _breaking(self, step: DownloadStep) -> Iterator[None]:
         """Note what goes wrong with this step's piece, so that the way is planned anew without it."""
         try:
             yield
@@ -331,7 +335,7 @@ class Advance:
     def _changing(self) -> AbstractContextManager[None]:
         return locked(self._directory / CONTENT, exclusive=True, timeout=self._lock_timeout, stop=self._stop)
 
-    def _begin(self, publication: Publication, state: CopyState, steps: Sequence[Step]) -> None:
+    def _begin(self, publication: Publication, state: CopyState, steps: Sequence[DownloadStep]) -> None:
         begun = Advancing(
             base=state.content_hash,
             target=steps[-1].content_hash,
@@ -359,7 +363,7 @@ class Advance:
         if wrong:
             raise _SpoiledError(f"tensor {sorted(wrong)[0]!r} of the host copy did not get its hash")
 
-    def _discard(self, plan: Plan, error: _SpoiledError) -> None:
+    def _discard(self, plan: DownloadPlan, error: _SpoiledError) -> None:
         """The content is unknown: throw it away. Where a fresh copy was spoiled, the deltas are not believed, and
         without any the full form is not tried again."""
         self._forget(str(error))
@@ -407,14 +411,14 @@ def _is_there(held: Publication | None, wanted: Publication) -> bool:
     return held.id > wanted.id or held.manifest_hash == wanted.manifest_hash
 
 
-def _repeats(plan: Plan, torn: Advancing) -> bool:
+def _repeats(plan: DownloadPlan, torn: Advancing) -> bool:
     """Whether a plan leads to the right bits from a torn copy: it replaces all, or repeats the torn change first."""
     if plan.steps and plan.steps[0].kind == "full":
         return True
     return bool(torn.uris) and [step.piece.uri for step in plan.steps[: len(torn.uris)]] == torn.uris
 
 
-def _checked(state: CopyState, links: list[Link], pieces: list[Piece], content: str) -> list[Link]:
+def _checked(state: CopyState, links: list[ChainLink], pieces: list[Piece], content: str) -> list[ChainLink]:
     """`CopyState.checked` after these deltas. What was not proven before says nothing about them."""
     here = [link.model_copy(update={"delta": None, "full": None}) for link in links]
     if not state.proven:

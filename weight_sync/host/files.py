@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schema.util.atomic_file import write_text
 from schema.wire.frame import FrameError, read_header
-from schema.wire.weights import Link, Piece, Publication, TensorEntry
+from schema.wire.weights import ChainLink, Piece, Publication, TensorEntry
 from weight_sync.errors import NotReadableError, WeightError
 from weight_sync.host.locks import locked
 from weight_sync.layout import as_tensor, size_of, torch_dtype
@@ -59,7 +59,7 @@ class CopyState(BaseModel):
         description="The newest one with this content, of this job's life."
     )
     checked: Annotated[
-        list[Link],
+        list[ChainLink],
         Field(
             description="Deltas that were applied one after the other and whose results were hashed, up to this "
             "content; of those applied in one go only the last link has its content hash, the others have none."

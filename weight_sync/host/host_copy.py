@@ -61,7 +61,7 @@ def whole_bytes(
 
 
 @dataclass(slots=True)
-class Weights:
+class CopiedWeights:
     """The weights that an engine is given: the whole ones, and the deltas that lead there."""
 
     publication: Publication
@@ -143,7 +143,7 @@ class HostCopy:
             leave(self.directory, self._users)
             self._users = None
 
-    def advance(self, publication: Publication, *, patience: float = PATIENCE) -> Weights:
+    def advance(self, publication: Publication, *, patience: float = PATIENCE) -> CopiedWeights:
         """Bring the copy to a publication, unless it is there or further. Blocks; call it from a thread.
 
         patience: seconds for which each file that is missing or wrong is tried again, before a way without it is
@@ -166,7 +166,7 @@ class HostCopy:
         with locked(self.directory / FETCHING, exclusive=True, timeout=self._lock_timeout, stop=self._stop):
             waited = time.monotonic() - began
             state = advance.to(publication)
-        return Weights(
+        return CopiedWeights(
             publication=state.publication or publication,
             copy_directory=self.directory,
             n_bytes=advance.n_bytes,
@@ -186,7 +186,8 @@ class HostCopy:
 
     @contextmanager
     def reading(self, publication: Publication, timeout: float) -> Iterator[CopyView]:
-        """Do as `Weights.reading`: the copy, mended first where `open_copy` finds none that is whole and proven."""
+        """Do as `CopiedWeights.reading`: the copy, mended first where `open_copy` finds none that is whole and
+        proven."""
         with ExitStack() as stack:
             try:
                 view = stack.enter_context(open_copy(self.directory, timeout=timeout, stop=self._stop))

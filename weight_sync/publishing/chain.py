@@ -24,8 +24,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from schema.wire.messages.recovery import MAX_PUBLICATIONS
-from schema.wire.weights import MAX_CHAIN, Link, Piece
-from weight_sync.publishing.writer import Published
+from schema.wire.weights import MAX_CHAIN, ChainLink, Piece
+from weight_sync.publishing.writer import PublishedVersion
 
 LONGEST = min(MAX_CHAIN, MAX_PUBLICATIONS - 1)
 """Links of a chain: a manifest lists them, and a trainer can declare as many publications after a loss of history."""
@@ -35,7 +35,7 @@ MOST_UNTRIED = 15
 @dataclass(frozen=True, slots=True)
 class _Entry:
     publication: int
-    link: Link
+    link: ChainLink
 
 
 class Chain:
@@ -75,7 +75,7 @@ class Chain:
         with self._lock:
             return self._asked and not self._failed
 
-    def named(self) -> tuple[list[Link], int | None]:
+    def named(self) -> tuple[list[ChainLink], int | None]:
         """The chain of the next manifest, oldest first, whose last link is what a delta applies to; and its
         `Publication.begins`: the newest publication with a full form."""
         with self._lock:
@@ -83,7 +83,7 @@ class Chain:
 
     # ---- what happened ------------------------------------------------------------------------------------
 
-    def published(self, publication: int, version: int, published: Published) -> None:
+    def published(self, publication: int, version: int, published: PublishedVersion) -> None:
         """A publication was announced under this id."""
         full = published.kind == "full"
         with self._lock:
@@ -93,7 +93,7 @@ class Chain:
                 self._entries.clear()  # nothing leads from them to here
             else:
                 self._dense = 0
-            link = Link(
+            link = ChainLink(
                 version=version,
                 content_hash=published.content_hash,
                 delta=None if full else published.piece,

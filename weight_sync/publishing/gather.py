@@ -41,7 +41,7 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
     return result
 
 
-class Gathering:
+class TensorGathering:
     """The share of a model that each rank owns, and the way that it gets it. All ranks call alike.
 
     names: of the model, made on every rank. rank, world: of this process among those that publish it. group: these;

@@ -27,11 +27,11 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from schema.wire.weights import FileEntry, Link, Piece, TensorEntry, WeightManifest
+from schema.wire.weights import ChainLink, FileEntry, Piece, TensorEntry, WeightManifest
 from weight_sync.delta import codec
 from weight_sync.delta.codec import Encoded, bits_of, encode_each
 from weight_sync.errors import WeightError
-from weight_sync.layout import DataFile, content_hash, digest, dtype_name, tensor_bytes, tensor_digest
+from weight_sync.layout import WeightFile, content_hash, digest, dtype_name, tensor_bytes, tensor_digest
 from weight_sync.stores import MANIFEST, Stage, Store, version_name
 
 MAX_FILE_BYTES = 1 << 30
@@ -53,7 +53,7 @@ class DenseError(WeightError):
     """A delta has grown beyond the bytes that it may have."""
 
 
-class Part(BaseModel):
+class WrittenPart(BaseModel):
     """The part of a version that one process wrote, for the one that writes the manifest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,7 +72,7 @@ class Part(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersion:
     """The facts of a version that the controller gets: the fields of `PublishRequest` that depend on it."""
 
     uri: str
@@ -98,7 +98,7 @@ def publish(
     tensors: Iterable[tuple[str, torch.Tensor]],
     name: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Published:
+) -> PublishedVersion:
     """Store one full version, from this process alone.
 
     store: where to. version: committed steps contained in the weights. timeline: of the job; together. with `version`
@@ -127,7 +127,7 @@ def write_full(
     prefix: str = "",
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Part:
+) -> WrittenPart:
     """Write tensors whole, one in memory at a time.
 
     stage: of the version. tensors: those of this process, read once and in order. prefix: of its files' names,
@@ -148,7 +148,7 @@ def write_delta(
     max_file_bytes: int = MAX_FILE_BYTES,
     most_bytes: int | None = None,
     pool: Executor | None = None,
-) -> Part:
+) -> WrittenPart:
     """Write what changed: nothing of tensors that are equal, the others sparse or whole.
 
     stage, prefix: as for `write_full`. pairs: this process's tensors, as they were and as they are, on the host.
@@ -198,12 +198,12 @@ def _compared(name: str, old: torch.Tensor, new: torch.Tensor) -> codec.Pair | N
 
 
 def assemble(
-    parts: Sequence[Part],
+    parts: Sequence[WrittenPart],
     *,
     version: int,
     timeline: int,
     base: Table | None = None,
-    chain: Sequence[Link] = (),
+    chain: Sequence[ChainLink] = (),
 ) -> WeightManifest:
     """The manifest of a version out of what all processes wrote.
 
@@ -252,7 +252,7 @@ def after(base: Table | None, tensors: Table) -> dict[str, TensorEntry]:
     return {**base, **tensors}
 
 
-def finish(stage: Stage, target: str, manifest: WeightManifest) -> Published:
+def finish(stage: Stage, target: str, manifest: WeightManifest) -> PublishedVersion:
     """Write the manifest and make the version `target` visible. In the process that leads, when all have written.
 
     Raises `OSError` or `WeightError` when the store refuses; nothing is visible then."""
@@ -260,7 +260,7 @@ def finish(stage: Stage, target: str, manifest: WeightManifest) -> Published:
     with stage.create(MANIFEST) as stream:
         stream.write(text)
     stage.commit()
-    return Published(
+    return PublishedVersion(
         uri=f"{target}/{MANIFEST}",
         manifest_hash=digest(text).hex(),
         content_hash=manifest.content_hash,
@@ -275,7 +275,7 @@ class _Writer:
     def __init__(self, stage: Stage, prefix: str, max_file_bytes: int) -> None:
         self._stage, self._prefix, self._max_file_bytes = stage, prefix, max_file_bytes
         self._streams = ExitStack()
-        self._file: DataFile | None = None
+        self._file: WeightFile | None = None
         self._files: list[FileEntry] = []
         self._tensors: dict[str, TensorEntry] = {}
         self.seconds = {"encode": 0.0, "write": 0.0}
@@ -311,11 +311,13 @@ class _Writer:
         )
         self._list(name, entry)
 
-    def finish(self) -> Part:
+    def finish(self) -> WrittenPart:
         began = time.monotonic()
         self._close()
         self.seconds["write"] += time.monotonic() - began
-        return Part(files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self.seconds)
+        return WrittenPart(
+            files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self.seconds
+        )
 
     @property
     def _name(self) -> str:
@@ -335,7 +337,7 @@ class _Writer:
             self._close()
             file = f"{self._prefix}{len(self._files):05d}.safetensors"
             stream = self._streams.enter_context(self._stage.create(file))
-            self._file = DataFile(stream, file, self._max_file_bytes)
+            self._file = WeightFile(stream, file, self._max_file_bytes)
         self._file.add(name, dtype, shape, data, value)
         self.n_bytes += len(data)
         self.seconds["write"] += time.monotonic() - began

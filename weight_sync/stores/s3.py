@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 from schema.util.atomic_file import replacing
-from schema.wire.store_url import S3Place, parse_url
+from schema.wire.store_url import S3Location, parse_url
 from weight_sync.errors import NotReadableError, StoppedError, StoreError, WeightError
 from weight_sync.stores.aws import MISSING, READ_S, CutError, code_of, explain, head, is_passing, make_client
 from weight_sync.stores.base import FILE_NAME, MANIFEST, check_name, check_size, owner_of, split_key
@@ -105,7 +105,7 @@ class S3Store:
 
     def __init__(
         self,
-        place: S3Place,
+        place: S3Location,
         *,
         stop: threading.Event | None = None,
         delays: Delays = USUAL,

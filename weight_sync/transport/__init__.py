@@ -16,8 +16,8 @@ Invariant: every wait ends within the time-out. Nothing that comes is trusted: t
 hashes of the publication what was said.
 """
 
-from weight_sync.transport.direct import DirectStore, Outcome
+from weight_sync.transport.direct import DirectStore, TransferOutcome
 from weight_sync.transport.sender import Sender, Served, own_address
 from weight_sync.transport.wire import TransferError
 
-__all__ = ["DirectStore", "Outcome", "Sender", "Served", "TransferError", "own_address"]
+__all__ = ["DirectStore", "Sender", "Served", "TransferError", "TransferOutcome", "own_address"]

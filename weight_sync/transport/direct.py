@@ -30,7 +30,7 @@ MOST_SKIPPED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransferOutcome:
     """How the version expected last has come."""
 
     files: int
@@ -92,12 +92,12 @@ class DirectStore:
                 version, _ = split_key(publication.uri)
                 self._expected = _Expected(publication, offer, version)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> TransferOutcome:
         """Return what became of the version expected last."""
         with self._lock:
             expected = self._expected
             files, n_bytes = (0, 0) if expected is None else (expected.files, expected.n_bytes)
-            return Outcome(files, n_bytes, self._fallback)
+            return TransferOutcome(files, n_bytes, self._fallback)
 
     def _fall_back(self, why: str) -> None:
         """Once per version; under the lock."""

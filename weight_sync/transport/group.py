@@ -103,7 +103,7 @@ class ReceivingCarrier(Protocol):
         Raises `TransferError`, `OSError` or `EOFError` when they do not come, and what `write` raises."""
 
 
-class Gathering:
+class RoundGathering:
     """The members of one round. The thread of the first one waits for the others, then sends for all of them."""
 
     def __init__(self, send: Callable[[list[Line]], None], usual: int) -> None:

@@ -25,8 +25,17 @@ from schema.wire.weights import Offer, Piece
 from weight_sync.errors import WeightError
 from weight_sync.manifest import parse_manifest
 from weight_sync.stores import Store, split_key
-from weight_sync.transport.group import Gathering, Line, SendingCarrier, chunks_of
-from weight_sync.transport.wire import JOIN, Deadline, Request, Status, answer, greet, read_request, refuse
+from weight_sync.transport.group import Line, RoundGathering, SendingCarrier, chunks_of
+from weight_sync.transport.wire import (
+    JOIN,
+    Deadline,
+    Status,
+    TransferRequest,
+    answer,
+    greet,
+    read_request,
+    refuse,
+)
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +90,7 @@ class _Round:
     number: int
     token: bytes
     piece: Piece
-    gathering: Gathering | None = None
+    gathering: RoundGathering | None = None
     kept: dict[str, memoryview] = field(default_factory=dict)
     locks: dict[str, threading.Lock] = field(default_factory=dict)
 
@@ -122,7 +131,7 @@ class Sender:
         present = _Round(self._number, secrets.token_bytes(16), piece)
         if carrier is not None and carrier.works:
             usual = 0 if before is None or before.gathering is None else before.gathering.members
-            present.gathering = Gathering(lambda lines: self._broadcast(carrier, present, lines), usual)
+            present.gathering = RoundGathering(lambda lines: self._broadcast(carrier, present, lines), usual)
         self._round = present
         fabric: Literal["tcp", "nccl"] = "tcp" if present.gathering is None else "nccl"
         return Offer(
@@ -197,7 +206,9 @@ class Sender:
         else:
             self._send(connection, present, request, deadline)
 
-    def _join(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
+    def _join(
+        self, connection: socket.socket, present: _Round, request: TransferRequest, deadline: Deadline
+    ) -> None:
         line = Line(connection, deadline)
         try:
             if present.gathering is None:
@@ -223,7 +234,9 @@ class Sender:
             raise
         self._count(len(manifest.files) * len(lines), present.piece.n_bytes * len(lines))
 
-    def _send(self, connection: socket.socket, present: _Round, request: Request, deadline: Deadline) -> None:
+    def _send(
+        self, connection: socket.socket, present: _Round, request: TransferRequest, deadline: Deadline
+    ) -> None:
         try:
             data = self._read(present, request.file, deadline)
         except (WeightError, OSError) as error:

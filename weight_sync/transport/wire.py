@@ -70,7 +70,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TransferRequest:
     round: int
     file: str
     nonces: bytes
@@ -111,7 +111,7 @@ def greet(connection: socket.socket, deadline: Deadline) -> bytes:
 
 def read_request(
     connection: socket.socket, nonce: bytes, token_of: Callable[[int], bytes | None], deadline: Deadline
-) -> Request | Status:
+) -> TransferRequest | Status:
     """Return what a replica asks for, or why it gets nothing.
 
     token_of: the token of a round; None for one that is over."""
@@ -128,7 +128,7 @@ def read_request(
     file = name.decode("ascii", "replace")
     if file != JOIN and not FILE_NAME.fullmatch(file):
         return Status.REFUSED
-    return Request(number, file, nonces)
+    return TransferRequest(number, file, nonces)
 
 
 def refuse(connection: socket.socket, status: Status, deadline: Deadline) -> None:
@@ -136,7 +136,7 @@ def refuse(connection: socket.socket, status: Status, deadline: Deadline) -> Non
 
 
 def answer(
-    connection: socket.socket, request: Request, token: bytes, data: memoryview, deadline: Deadline
+    connection: socket.socket, request: TransferRequest, token: bytes, data: memoryview, deadline: Deadline
 ) -> None:
     """Send the file."""
     length = len(data).to_bytes(LENGTH_BYTES, "little")

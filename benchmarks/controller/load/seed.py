@@ -16,8 +16,8 @@ import uvloop
 
 from benchmarks.controller.load.bodies import make_sample
 from controller.ledger.assembly import Assembled
-from controller.server import Settings
-from controller.state.job import Job
+from controller.server import ServerSettings
+from controller.state.job import JobState
 from controller.store import StateStore
 from schema.wire.sample import SampleHeader
 
@@ -30,12 +30,12 @@ async def fill(run_dir: Path, redis_url: str, groups: int, train: bool) -> None:
     environ = {
         f"COSMOS_TOKEN_{role}": f"{role}-token-of-the-load".lower() for role in ("USER", "ROLLOUT", "POLICY")
     }
-    settings = Settings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": redis_url})
+    settings = ServerSettings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": redis_url})
     _write_job_id(settings)
     store, saved = await StateStore.open(
         redis_url, prefix=settings.config.redis.key_prefix, job_id=settings.job_id
     )
-    job = Job(settings.config, job_id=settings.job_id, run_dir=run_dir, store=store, saved=saved)
+    job = JobState(settings.config, job_id=settings.job_id, run_dir=run_dir, store=store, saved=saved)
     done = 0
     while done < groups:
         version = job.progress.committed
@@ -46,7 +46,7 @@ async def fill(run_dir: Path, redis_url: str, groups: int, train: bool) -> None:
     await store.close()
 
 
-def _push_some(job: Job, version: int, count: int) -> int:
+def _push_some(job: JobState, version: int, count: int) -> int:
     ledger, now = job.require_ledger(), job.clock()
     decision = ledger.lease(REPLICA, f"request-{ledger.table.frontier}", version, version, count, now)
     assert decision.groups, decision.refusal
@@ -60,12 +60,12 @@ def _push_some(job: Job, version: int, count: int) -> int:
     return len(decision.groups)
 
 
-def _headers(job: Job, version: int) -> list[SampleHeader]:
+def _headers(job: JobState, version: int) -> list[SampleHeader]:
     n_samples = job.config.rollout.n_generation
     return [make_sample(index, version, 512).header for index in range(n_samples)]
 
 
-def _train_one(job: Job) -> bool:
+def _train_one(job: JobState) -> bool:
     ledger = job.require_ledger()
     if ledger.table.ready < job.config.groups_per_step or not isinstance(
         ledger.assemble(job.clock()), Assembled
@@ -75,7 +75,7 @@ def _train_one(job: Job) -> bool:
     return True
 
 
-def _write_job_id(settings: Settings) -> None:
+def _write_job_id(settings: ServerSettings) -> None:
     content = {"url": "", "pid": os.getpid(), "job_id": settings.job_id}
     (settings.run_dir / "controller.json").write_text(json.dumps(content))
 

@@ -20,7 +20,7 @@ from launcher.preflight.hardware import check_hardware
 from launcher.preflight.packages import missing_kernels
 from policy_worker.model import attention
 from policy_worker.parallel import kernels
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from schema.config import Config
 
@@ -49,14 +49,14 @@ CLOSE, CLOSE_IN_FP8 = 0.02, 0.15
 def run(bench: Bench) -> None:
     if bench.tiny:
         kernels.BACKEND = "aot_eager"
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     try:
         each(bench, possible(bench, group), same)
     finally:
         group.close()
 
 
-def possible(bench: Bench, group: Group) -> Iterator[tuple[str, Callable[[], Steps]]]:
+def possible(bench: Bench, group: RankGroup) -> Iterator[tuple[str, Callable[[], Steps]]]:
     """The cases against which preflight has nothing on this machine; others are skipped."""
     machine = Machine(1)
     if bench.on_gpu:
@@ -71,7 +71,7 @@ def possible(bench: Bench, group: Group) -> Iterator[tuple[str, Callable[[], Ste
             bench.skip(case, "; ".join(problem.message for problem in problems))
 
 
-def steps_of(bench: Bench, group: Group, config: Config) -> Steps:
+def steps_of(bench: Bench, group: RankGroup, config: Config) -> Steps:
     attention.use_flash(config.train.fa_version)
     layers = {} if bench.tiny else {"num_hidden_layers": LAYERS}
     return Steps(bench, group, config, TINY_LENGTHS if bench.tiny else LENGTHS, **layers)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.steps import Steps, config_of, each
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 
 LENGTHS, TINY_LENGTHS = [512] * 16, [24] * 8
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def run(bench: Bench) -> None:
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     try:
         makers = ((case, partial(steps_of, bench, group, *keys)) for case, keys in CASES.items())
         each(bench, makers, same, Steps.estimated)
@@ -42,7 +42,7 @@ def run(bench: Bench) -> None:
         group.close()
 
 
-def steps_of(bench: Bench, group: Group, recompute: bool, keys: dict[str, Any]) -> Steps:
+def steps_of(bench: Bench, group: RankGroup, recompute: bool, keys: dict[str, Any]) -> Steps:
     lengths = TINY_LENGTHS if bench.tiny else LENGTHS
     tokens = sum(lengths)
     batch = {"type": "sft", "max_token_len_per_mini_batch": tokens}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.steps import Steps, config_of
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 
 STEPS = 8
@@ -25,7 +25,7 @@ SMALL = {
 
 
 def run(bench: Bench) -> None:
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     try:
         collectives(bench)
         losses = {name: train(bench, group, name) for name in ("float32", "bfloat16")}
@@ -42,7 +42,7 @@ def run(bench: Bench) -> None:
         group.close()
 
 
-def train(bench: Bench, group: Group, param_dtype: str) -> list[float]:
+def train(bench: Bench, group: RankGroup, param_dtype: str) -> list[float]:
     """The loss of each step, accumulated over two micro-batches."""
     config = config_of({"param_dtype": param_dtype, "optm_lr": 1e-3}, {"model_gradient_checkpointing": True})
     steps = Steps(bench, group, config, [64, 48], micro_batches=2, **({} if bench.tiny else SMALL))

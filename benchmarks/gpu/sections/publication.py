@@ -19,7 +19,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.weights.sides import Versions
 from policy_worker.weights.release import MOST_THREADS
 from weight_sync import HubNames
-from weight_sync.publishing.gather import Gathering
+from weight_sync.publishing.gather import TensorGathering
 from weight_sync.publishing.pinned_copy import PinnedCopy
 from weight_sync.publishing.writer import write_delta, write_full
 from weight_sync.stores import DirectoryStore
@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
     copy = PinnedCopy(keeps=True)
 
     def take() -> None:
-        copy.take(Gathering(HubNames(lm), 0, 1).tensors(torch.bfloat16))
+        copy.take(TensorGathering(HubNames(lm), 0, 1).tensors(torch.bfloat16))
 
     usual = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
     place = bench.in_memory(8)
@@ -77,5 +77,5 @@ def run(bench: Bench) -> None:
             bench.row(f"delta, {threads} threads", **delta(threads))
         found = [delta(usual) for _ in range(1 if bench.tiny else ROUNDS)]
         bench.row("delta, median", **{key: statistics.median(one[key] for one in found) for key in found[0]})
-    remains = bench.seconds(lambda: list(Gathering(HubNames(lm), 0, 1).tensors(torch.bfloat16)))
+    remains = bench.seconds(lambda: list(TensorGathering(HubNames(lm), 0, 1).tensors(torch.bfloat16)))
     bench.row("cast on the device alone", on_device_ms=remains * 1e3)

@@ -14,7 +14,7 @@ from benchmarks.gpu.bench import Bench
 from policy_worker.checkpoints.state import load_model_state, model_state, state_to_save
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
 from policy_worker.model.model import PolicyModel
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -25,7 +25,7 @@ LAYERS = 4
 
 
 def run(bench: Bench) -> None:
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     try:
         layers = {} if bench.tiny else {"num_hidden_layers": LAYERS}
         train = {

@@ -23,7 +23,7 @@ from benchmarks.gpu.steps import Steps, config_of, each
 from benchmarks.harness import Figures
 from policy_worker.model import attention
 from policy_worker.parallel import kernels
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.training.profiles import Recorder, table_of, write
 from schema.config.sections.profiler import SubProfilerConfig
@@ -48,7 +48,7 @@ def run(bench: Bench) -> None:
     if bench.tiny:
         kernels.BACKEND = "aot_eager"
     torch.set_num_threads(torch.get_num_threads())  # said once, all threads compile for the same number
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     try:
         for name, lengths in (TINY_ROWS if bench.tiny else ROWS).items():
             cases = {
@@ -67,7 +67,7 @@ def run(bench: Bench) -> None:
 
 
 def steps_of(
-    bench: Bench, group: Group, lengths: Sequence[int], way: str, compiled: bool, recompute: bool
+    bench: Bench, group: RankGroup, lengths: Sequence[int], way: str, compiled: bool, recompute: bool
 ) -> Steps:
     """Float32 masters, bf16 products: FSDP2 casts, as in a job.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.bench import Bench
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 from policy_worker.weights.nccl_sender import device_chunks
 from rollout_worker.engines.vllm.nccl import ChunkSink
@@ -58,7 +58,7 @@ class Handover:
 
 
 def run(bench: Bench) -> None:
-    group = Group(RankEnvironment())
+    group = RankGroup(RankEnvironment())
     elements = 2**12 if bench.tiny else 2**28
     tensors = {f"part.{i}.weight": torch.randn(elements // 4).to(torch.bfloat16) for i in range(4)}
     total = sum(tensor.nbytes for tensor in tensors.values()) / 1e9

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from controller.api.auth import ANYBODY, USER, require
 from controller.api.openapi import OBJECT, OBJECTS, answers, models
 from controller.api.routes.base import Identifier, Reason, new_router, reply, reply_list
-from controller.ledger.group import State
+from controller.ledger.group import GroupState
 from controller.services.controller import Controller
 from controller.services.job import Action
 from schema.wire import messages as m
@@ -51,7 +51,7 @@ def router(controller: Controller) -> APIRouter:
     @api.get("/groups", responses=answers("application/json", "One object for each group.", OBJECTS))
     async def groups(
         request: Request,
-        state: State | None = None,
+        state: GroupState | None = None,
         offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     ) -> Response:

@@ -28,8 +28,8 @@ def router(controller: Controller) -> APIRouter:
         return reply(await controller.replicas.declare_leases(replica_id, body))
 
     @api.post("/steps/{step}/replay", **models(m.CommitReply, m.ReplayRequest))
-    async def replay(request: Request, step: Number) -> Response:
+    async def recommit(request: Request, step: Number) -> Response:
         require(request, POLICY)
-        return reply(await controller.recovery.replay(step, await read(request, m.ReplayRequest)))
+        return reply(await controller.recovery.recommit(step, await read(request, m.ReplayRequest)))
 
     return api

@@ -25,7 +25,7 @@ from controller.api.routes.base import (
 from controller.errors import ApiError
 from controller.services.controller import Controller
 from schema.wire import messages as m
-from schema.wire.messages.turns import TurnReply, TurnRequest
+from schema.wire.messages.time_share import TurnReply, TurnRequest
 from schema.wire.secret import REPLICA_HEADER, fault
 
 

@@ -45,7 +45,7 @@ def router(controller: Controller) -> APIRouter:
     ) -> Response:
         """ahead: what it would be if the step before were committed now, which decides nothing."""
         require(request, POLICY)
-        find = service.ahead if ahead else service.batch
+        find = service.prefetch if ahead else service.batch
         data = await unless_gone(request, find(step, policy_epoch, _rows(samples), wait_s))
         return nothing() if data is None else frame_reply(data)
 

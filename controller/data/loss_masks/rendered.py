@@ -29,7 +29,7 @@ _BLOCK = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenTexts:
     """Texts of tokens.
 
     ends: those at which generation stops, the one that ends a text first. special: those that the tokenizer names.
@@ -127,7 +127,7 @@ def marked_template(template: str) -> str | None:
 
 
 def by_blocks(
-    text: str, marked: str, tokens: Tokens, messages: Sequence[Message], unlearnt: Collection[int] = ()
+    text: str, marked: str, tokens: TokenTexts, messages: Sequence[Message], unlearnt: Collection[int] = ()
 ) -> Rendered:
     """The conversation with the spans of its generation blocks. marked: its rendering by the marked template.
 
@@ -165,7 +165,7 @@ def by_blocks(
     return Rendered(text, learnt, any(lacks(messages[i], text, thoughts=i == last) for i in turns))
 
 
-def _visible(text: str, span: Span, tokens: Tokens, contents: tuple[str, ...]) -> Span:
+def _visible(text: str, span: Span, tokens: TokenTexts, contents: tuple[str, ...]) -> Span:
     """The span of a block without the white space that follows a token or text of the template.
 
     White space behind one of the `contents` stays: a block that has nothing else there may end its turn with it.

@@ -13,7 +13,7 @@ from controller.data.loss_masks.rendered import (
     REMEDY,
     Rendered,
     Span,
-    Tokens,
+    TokenTexts,
     calls_of,
     content_of,
     lacks,
@@ -30,11 +30,11 @@ MARKER = "\u2063§\u2063"  # nothing that a template would strip, split at, or c
 _WORD = re.compile("[A-Za-z0-9]+")
 
 
-class Turns:
+class AssistantTurns:
     """Finds the turns of the assistant in the rendering of one conversation."""
 
     def __init__(
-        self, messages: list[Message], render: Render, tokens: Tokens, modes: Sequence[Mode]
+        self, messages: list[Message], render: Render, tokens: TokenTexts, modes: Sequence[Mode]
     ) -> None:
         """modes: variables of the template with which a generation prompt may be made, the likeliest first."""
         self._messages, self._render, self._tokens, self._modes = messages, render, tokens, modes

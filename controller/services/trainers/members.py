@@ -11,8 +11,8 @@ import asyncio
 import logging
 
 from controller.errors import ApiError
-from controller.state.job import Job
-from controller.state.membership import Membership, Order
+from controller.state.job import JobState
+from controller.state.membership import MemberOrder, Membership
 from schema.wire.batch import batch_digest
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.messages.members import MemberReply, MemberRequest
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class MemberService:
     """See the module's docstring."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self._job = job
         self._asked: tuple[int, float] = (-1, 0.0)
         """The step at whose beginning others wait for those who load, and since when."""
@@ -90,11 +90,11 @@ class MemberService:
                 return self._reply(membership, replica_id, order)
             await job.member_signal.wait(seen, left)
 
-    def _decide(self, membership: Membership, name: str, request: MemberRequest) -> Order:
+    def _decide(self, membership: Membership, name: str, request: MemberRequest) -> MemberOrder:
         at, step, number = request.at, request.step, request.number
         self._check_history(membership, request)
         if request.policy_epoch != self._job.facts.policy_epoch:
-            return Order("heal", membership.epoch)
+            return MemberOrder("heal", membership.epoch)
         membership.follow(self._job.progress.committed)
         membership.lead(name, request.leads)
         if at == "join":
@@ -111,7 +111,7 @@ class MemberService:
             self._job.member_signal.notify()  # replicas that wait can load it
             return membership.begin(name, step, request.weights, request.applied)
         if number == 0 and membership.begins(step) and self._is_another(step, request.batch):
-            return Order("batch", membership.epoch)
+            return MemberOrder("batch", membership.epoch)
         weights, applied = request.weights, request.applied
         if at == "holds":
             return membership.holds(name, request.epoch, step, number, weights=weights, applied=applied)
@@ -159,7 +159,7 @@ class MemberService:
         names = [group.id for group in job.ledger.batch(step) or []]
         return batch_digest(job.progress.timeline, step, names) != digest
 
-    def _reply(self, membership: Membership, name: str, order: Order) -> MemberReply:
+    def _reply(self, membership: Membership, name: str, order: MemberOrder) -> MemberReply:
         job, leads = self._job, membership.leader == name
         return MemberReply(
             action=order.action,

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from controller.errors import ApiError
-from controller.ledger.assembly import Assembled, Place, Waiting, build_table, places
+from controller.ledger.assembly import Assembled, PayloadRef, WaitingStep, build_table, places
 from controller.ledger.ledger import Ledger
-from controller.ledger.replay import lost_payloads
-from controller.state.job import Job
+from controller.ledger.rejoin import lost_payloads
+from controller.state.job import JobState
 from controller.state.replicas import Replica
 from controller.state.step_log import mean_score, own_counts
 from schema.wire import messages as m
@@ -34,34 +34,35 @@ class Batch:
     """A step's batch as it was assembled: its table, and where the payload of each row is."""
 
     table: StepTable
-    places: list[Place] = field(default_factory=list)
+    places: list[PayloadRef] = field(default_factory=list)
 
 
 class StepService:
     """The calls of policy replicas."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobState) -> None:
         self._job = job
         self._batch: Batch | None = None
         """The one assembled last."""
-        self._forecast: Batch | None = None
+        self._prefetched: Batch | None = None
         """The batch that the next one would be, as it was asked for last."""
 
-    def check_epoch(self, epoch: int) -> None:
+    def check_policy_epoch(self, policy_epoch: int) -> None:
         current = self._job.facts.policy_epoch
-        if epoch != current:
+        if policy_epoch != current:
             raise ApiError(
                 ErrorCode.STALE_EPOCH,
-                f"policy epoch {epoch} has ended, the current one is {current}: another trainer has registered",
+                f"policy epoch {policy_epoch} has ended, the current one is {current}: another trainer has "
+                f"registered",
             )
 
-    def check(self, replica_id: str, incarnation: int, epoch: int) -> Replica:
+    def check(self, replica_id: str, incarnation: int, policy_epoch: int) -> Replica:
         """The trainer, if it may commit, publish and save. Raises `ApiError`, `StoreUnavailable`."""
         job = self._job
         job.store.require()
         if job.facts.ended is Phase.FAILED:
             raise ApiError(ErrorCode.JOB_FAILED, f"the job has failed: {job.facts.last_error}")
-        self.check_epoch(epoch)
+        self.check_policy_epoch(policy_epoch)
         replica = job.acting(replica_id, incarnation, "policy")
         if job.membership is not None and not job.leads(replica_id):
             leader = job.membership.leader or "nobody"
@@ -72,7 +73,9 @@ class StepService:
 
     # ---- batch --------------------------------------------------------------------------------------------
 
-    async def batch(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
+    async def batch(
+        self, step: int, policy_epoch: int, rows: Sequence[int] | None, wait_s: float
+    ) -> bytes | None:
         """The batch of `step` with the payloads of `rows` (None: all); None when it is not ready in time.
 
         Raises `ApiError`.
@@ -86,9 +89,11 @@ class StepService:
             await job.save()
             return None if batch is None else await self._with_payloads(batch, rows)
 
-        return await self._poll(find, epoch, wait_s)
+        return await self._poll(find, policy_epoch, wait_s)
 
-    async def ahead(self, step: int, epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
+    async def prefetch(
+        self, step: int, policy_epoch: int, rows: Sequence[int] | None, wait_s: float
+    ) -> bytes | None:
         """Return what the batch of `step` would be if the one before were committed now; None once it is, or after
         the wait.
 
@@ -100,20 +105,24 @@ class StepService:
         ledger = job.require_ledger()
 
         async def find() -> bytes | None:
-            forecast = None if ledger.batch(step - 1) is None else ledger.forecast()
-            if not isinstance(forecast, Assembled):
+            assembled = None if ledger.batch(step - 1) is None else ledger.prefetch()
+            if not isinstance(assembled, Assembled):
                 return None
-            batch = self._forecast = _batch(self._forecast, (step, ledger.table.timeline, epoch), forecast)
+            batch = self._prefetched = _batch(
+                self._prefetched, (step, ledger.table.timeline, policy_epoch), assembled
+            )
             await job.save()  # payloads that were taken before may be on their way to the store
             frames, gone = await self._payloads(batch, rows)
             return None if gone else encode_batch(batch.table, frames)
 
-        return await self._poll(find, epoch, wait_s, lambda: step <= ledger.table.committed or job.ended)
+        return await self._poll(
+            find, policy_epoch, wait_s, lambda: step <= ledger.table.committed or job.ended
+        )
 
     async def _poll(
         self,
         find: Callable[[], Awaitable[bytes | None]],
-        epoch: int,
+        policy_epoch: int,
         wait_s: float,
         over: Callable[[], bool] = lambda: False,
     ) -> bytes | None:
@@ -124,7 +133,7 @@ class StepService:
         while True:
             job.store.require()
             seen = job.batch_signal.generation
-            self.check_epoch(epoch)
+            self.check_policy_epoch(policy_epoch)
             if (data := await find()) is not None:
                 return data
             left = give_up - loop.time()
@@ -151,7 +160,7 @@ class StepService:
             return None
         lost = job.restarted and self._batch is None and ledger.batch(step) is None
         assembled = ledger.assemble(job.clock())
-        if isinstance(assembled, Waiting):
+        if isinstance(assembled, WaitingStep):
             # dropping stragglers may have ended the data
             return self._assemble(ledger, step) if table.finished else None
         batch = _batch(self._batch, key, assembled)
@@ -229,7 +238,7 @@ class StepService:
         work = self._work(step, request.metrics)
         groups = [group.id for group in job.ledger.batch(step) or []]
         if job.ledger.commit(step):
-            job.batch_signal.notify()  # requests for a forecast of the next step end
+            job.batch_signal.notify()  # requests to prefetch the next step end
             if job.membership is not None:
                 job.membership.committed(step)
                 job.member_signal.notify()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.plan.pods import Pods
-from launcher.plan.rundir import Tokens
+from launcher.plan.rundir import RunTokens
 from schema.config import Config
 
 Manifest = dict[str, Any]
@@ -45,7 +45,7 @@ class ClusterJob:
     config_json: str
     pods: Pods
     port: int
-    tokens: Tokens
+    tokens: RunTokens
     redis_password: str
     redis_url: str = ""
 

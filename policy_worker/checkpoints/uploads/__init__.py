@@ -5,9 +5,9 @@
 resume()    ─▶ the checkpoints that are there ─▶ queue; what its record calls done is passed over
 finish()    ◀─ everything is there, or UploadError
 
-uploader  the queue, its thread, and what the trainer asks
-record    what is on its way, in files next to the checkpoints: survives kill -9
-s3, hub   the two targets
+uploader       the queue, its thread, and what the trainer asks
+upload_record  what is on its way, in files next to the checkpoints: survives kill -9
+s3, hub        the two targets
 
 Training never waits for an upload. One that fails for good is reported (`Uploader.trouble`, which heartbeats carry to
 the job's last error), the run goes on, and nothing is deleted; only when the final one fails does the trainer end

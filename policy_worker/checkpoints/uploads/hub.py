@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints.uploads.record import Record
+from policy_worker.checkpoints.uploads.upload_record import UploadRecord
 from policy_worker.errors import SettingsError, UploadError, UploadStoppedError
 from schema.config.secrets import masked
 from weight_sync.stores.patience import USUAL, Delays, Patience
@@ -54,7 +54,7 @@ class HubTarget:
         except Exception as error:
             raise SettingsError(f'{REPO_KEY} = "{self.repository}": {self._explain(error)}') from error
 
-    def upload(self, path: Path, record: Record) -> None:
+    def upload(self, path: Path, record: UploadRecord) -> None:
         """Commit the export of a checkpoint, or an exported model itself.
 
         Raises `UploadError`: it failed for good. `UploadStoppedError`: the process leaves."""

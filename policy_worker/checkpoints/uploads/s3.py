@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from policy_worker.checkpoints.uploads.record import FileProgress, Record, files_in
+from policy_worker.checkpoints.uploads.upload_record import FileProgress, UploadRecord, files_in
 from policy_worker.errors import SettingsError, UploadError, UploadStoppedError
 from weight_sync.errors import StoreError
 from weight_sync.stores.aws import code_of, complete, explain, head, is_passing, make_client
@@ -42,7 +42,7 @@ MEBIBYTE = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Part:
+class UploadPart:
     """One part of a file; numbers start at 1, as S3's do."""
 
     number: int
@@ -56,10 +56,10 @@ def part_bytes(size: int, wanted: int = PART_BYTES) -> int:
     return wanted if least <= wanted else math.ceil(least / MEBIBYTE) * MEBIBYTE
 
 
-def parts(size: int, length: int) -> list[Part]:
+def parts(size: int, length: int) -> list[UploadPart]:
     """The parts of a file."""
     return [
-        Part(number + 1, offset, min(length, size - offset))
+        UploadPart(number + 1, offset, min(length, size - offset))
         for number, offset in enumerate(range(0, size, length))
     ]
 
@@ -128,7 +128,7 @@ class S3Target:
 
     # ---- one directory ------------------------------------------------------------------------------------
 
-    def upload(self, path: Path, record: Record) -> None:
+    def upload(self, path: Path, record: UploadRecord) -> None:
         """Send a directory, or what is missing of it.
 
         Raises `UploadError`: it failed for good. `UploadStoppedError`: the process leaves."""
@@ -150,7 +150,7 @@ class S3Target:
         if marker is not None and marker.get("Metadata", {}).get("stamp") != stamp:
             self._call(f"removing {key}", lambda: self._client.delete_object(Bucket=self.bucket, Key=key))
 
-    def _write_marker(self, prefix: str, path: Path, record: Record) -> None:
+    def _write_marker(self, prefix: str, path: Path, record: UploadRecord) -> None:
         facts = {
             name: {"bytes": (path / name).stat().st_size, "sha256": progress.sha256}
             for name, progress in sorted(record.progress.files.items())
@@ -168,7 +168,7 @@ class S3Target:
 
     # ---- one file -----------------------------------------------------------------------------------------
 
-    def _send_file(self, file: Path, key: str, name: str, record: Record) -> None:
+    def _send_file(self, file: Path, key: str, name: str, record: UploadRecord) -> None:
         progress, size, stamp = record.file_progress(name), file.stat().st_size, record.progress.stamp
         if size <= self._part_bytes:
             body = file.read_bytes()
@@ -180,7 +180,7 @@ class S3Target:
         progress.done = True
         record.save()
 
-    def _send_parts(self, file: Path, size: int, key: str, name: str, record: Record) -> None:
+    def _send_parts(self, file: Path, size: int, key: str, name: str, record: UploadRecord) -> None:
         progress = record.file_progress(name)
         arrived = self._arrived(key, progress)
         if arrived is None and self._is_there(key, size, record.progress.stamp):
@@ -197,7 +197,7 @@ class S3Target:
         missing = [part for part in all_parts if part.number not in sent]
         log.info("%s: %d of %d parts are to be sent", key, len(missing), len(all_parts))
 
-        def send(part: Part) -> str:
+        def send(part: UploadPart) -> str:
             etag = self._send_part(file, part, key, progress.upload_id)
             record.finished_part(name, part.number, etag)
             return etag
@@ -209,7 +209,7 @@ class S3Target:
     def _begin(self, key: str, stamp: str) -> Any:
         return self._client.create_multipart_upload(Bucket=self.bucket, Key=key, Metadata={"stamp": stamp})
 
-    def _send_part(self, file: Path, part: Part, key: str, upload_id: str) -> str:
+    def _send_part(self, file: Path, part: UploadPart, key: str, upload_id: str) -> str:
         body = _read(file, part)
         answer = self._call(
             f"sending part {part.number} of {key}",
@@ -288,7 +288,9 @@ def _is(facts: Any | None, size: int, stamp: str) -> bool:
     return facts is not None and facts["ContentLength"] == size and facts["Metadata"].get("stamp") == stamp
 
 
-def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:
+def _same(
+    file: Path, part: UploadPart, arrived: dict[int, tuple[int, str]], progress: FileProgress
+) -> str | None:
     """The ETag of a part that S3 has and that is ours: as it was answered, or else the MD5 of its bytes."""
     size, etag = arrived.get(part.number, (-1, ""))
     if size != part.length:
@@ -300,7 +302,7 @@ def _same(file: Path, part: Part, arrived: dict[int, tuple[int, str]], progress:
     )
 
 
-def _read(file: Path, part: Part) -> bytes:
+def _read(file: Path, part: UploadPart) -> bytes:
     with file.open("rb") as stream:
         stream.seek(part.offset)
         return stream.read(part.length)

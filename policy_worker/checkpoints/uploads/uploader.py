@@ -13,8 +13,8 @@ from typing import Protocol
 
 from policy_worker.checkpoints.layout import STEP, checkpoints_of, named_in
 from policy_worker.checkpoints.uploads.hub import HubTarget
-from policy_worker.checkpoints.uploads.record import Record, check_whole, file_of, open_record
 from policy_worker.checkpoints.uploads.s3 import S3Target
+from policy_worker.checkpoints.uploads.upload_record import UploadRecord, check_whole, file_of, open_record
 from policy_worker.errors import (
     CheckpointError,
     SettingsError,
@@ -31,7 +31,7 @@ LOOK_S = 0.1
 """How often `finish` looks whether it should leave."""
 
 
-class Target(Protocol):
+class UploadTarget(Protocol):
     """Where copies go. `name` is part of the file names of records."""
 
     name: str
@@ -40,17 +40,17 @@ class Target(Protocol):
 
     def probe(self) -> None: ...
 
-    def upload(self, path: Path, record: Record) -> None: ...
+    def upload(self, path: Path, record: UploadRecord) -> None: ...
 
 
 @dataclass(frozen=True)
-class Job:
+class UploadJob:
     """One directory on its way to one target."""
 
     path: Path
     step: int
     final: bool
-    target: Target
+    target: UploadTarget
 
     @property
     def key(self) -> tuple[str, str]:
@@ -65,7 +65,7 @@ class Uploader:
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Sequence[UploadTarget],
         run_dir: Path,
         stop: threading.Event | None = None,
         wanted: Callable[[str, bool], bool] = lambda _target, _final: True,
@@ -77,9 +77,9 @@ class Uploader:
             wanted,
         )
         self._records = run_dir / "uploads"
-        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[UploadJob] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._pending: list[Job] = []
+        self._pending: list[UploadJob] = []
         self._failed: dict[tuple[str, str], str] = {}
         self._failed_final: dict[tuple[str, str], str] = {}
         self._thread: threading.Thread | None = None
@@ -110,7 +110,7 @@ class Uploader:
         """A checkpoint, or the final model, is complete: upload it while training goes on, if it is wanted."""
         for target in self._targets:
             if self._wanted(target.name, final):
-                self._take(Job(path, step, final, target))
+                self._take(UploadJob(path, step, final, target))
 
     def places(self, name: str, final: bool) -> list[str]:
         """Where a directory of this name goes, for people."""
@@ -124,15 +124,15 @@ class Uploader:
             self._forget({path.name for _, path in checkpoints}, target)
             if self._wanted(target.name, False):
                 for step, path in checkpoints:
-                    self._take(Job(path, step, False, target))
+                    self._take(UploadJob(path, step, False, target))
 
-    def _forget(self, names: set[str], target: Target) -> None:
+    def _forget(self, names: set[str], target: UploadTarget) -> None:
         """Remove the records of checkpoints that have been deleted."""
         for file in self._records.glob(f"{STEP}*.{target.name}.json"):
             if file.name.partition(".")[0] not in names:
                 file.unlink(missing_ok=True)
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: UploadJob) -> None:
         """A directory that is offered again while it is under way may have been replaced: it is looked at again."""
         with self._lock:
             self._pending.append(job)
@@ -205,7 +205,7 @@ class Uploader:
             with self._lock:
                 self._pending.remove(job)
 
-    def _upload(self, job: Job) -> None:
+    def _upload(self, job: UploadJob) -> None:
         began, place = time.monotonic(), job.target.place(job.path.name)
         record = open_record(file_of(self._records, job.path.name, job.target.name), job.path, job.step)
         if not record.progress.done:
@@ -220,7 +220,7 @@ class Uploader:
             self._failed.pop(job.key, None)
             self._failed_final.pop(job.key, None)
 
-    def _fail(self, job: Job, reason: str) -> None:
+    def _fail(self, job: UploadJob, reason: str) -> None:
         text = f"upload of {job.path.name} to {job.target.name} failed: {reason}"
         log.error("%s", text)
         with self._lock:
@@ -232,7 +232,7 @@ class Uploader:
 def make_uploader(config: Config, run_dir: Path, delays: Delays = USUAL) -> Uploader:
     """The uploader of this configuration. Raises `SettingsError`: the environment's AWS settings make no client."""
     ckpt, stop, run = config.train.ckpt, threading.Event(), run_dir.name
-    targets: list[Target] = []
+    targets: list[UploadTarget] = []
     if ckpt.upload_s3 and ckpt.s3_bucket:
         targets.append(S3Target(ckpt.s3_bucket, ckpt.s3_prefix, run, stop, delays))
     if ckpt.upload_hf:

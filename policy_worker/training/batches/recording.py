@@ -62,7 +62,7 @@ class BatchRecorder:
 class RecordedBatches:
     """`Batches` out of files, for one rank of a replay. Nothing is ever waited for."""
 
-    ahead_fraction: float | None = None
+    prefetched_fraction: float | None = None
 
     def __init__(self, folder: Path, bound: int) -> None:
         self.bound = bound

@@ -18,7 +18,7 @@ from controller.client import Call
 from controller.client import calls as api
 from policy_worker.errors import BadBatchError
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.ranges import span
 from policy_worker.training.batches.prefetch import Frames, Prefetcher, line_of
 from schema.wire.batch import StepTable, decode_batch
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 FETCH = 2.0
 """Seconds that one question for payloads of a batch may wait."""
-AHEAD = 60.0
+PREFETCH_WAIT = 60.0
 """The same for what the next batch would be, which is asked for again until that is decided."""
 
 
@@ -44,7 +44,7 @@ class Batches(Protocol):
     bound: S, the most steps by which a sample may be older than the step that trains it."""
 
     bound: int
-    ahead_fraction: float | None
+    prefetched_fraction: float | None
     """Part of the samples fetched last, on all ranks, that was there before; None: all are."""
 
     def poll(self, step: int, wait_s: float) -> StepTable | None:
@@ -62,13 +62,13 @@ class BatchSource:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         call: Callable[[Call[bytes | None]], bytes | None],
         policy_epoch: int,
         bound: int,
         payloads: Path | None = None,
     ) -> None:
-        self._group, self._call, self._epoch, self.bound = group, call, policy_epoch, bound
+        self._group, self._call, self._policy_epoch, self.bound = group, call, policy_epoch, bound
         self._payloads = payloads
         self.seen: Callable[[StepTable], None] = lambda _: None
         """Called with every table before it is trained on."""
@@ -76,7 +76,7 @@ class BatchSource:
         """Called with every table and all its payloads before they are trained on. This rank asks for all then."""
         self._frames: Frames | None = None
         self.prefetcher: Prefetcher | None = None
-        self.ahead_fraction: float | None = None
+        self.prefetched_fraction: float | None = None
 
     def prefetch(
         self,
@@ -92,11 +92,13 @@ class BatchSource:
         def ask(step: int, rows: Sequence[int] | Literal["none"]) -> tuple[StepTable, Frames] | None:
             while True:
                 began = time.monotonic()
-                if data := call(api.step_batch(step, self._epoch, rows, wait_s=AHEAD, ahead=True)):
+                if data := call(
+                    api.step_batch(step, self._policy_epoch, rows, wait_s=PREFETCH_WAIT, prefetch=True)
+                ):
                     table, frames = _decode(data)
                     check_table(table, step, self.bound)
                     return table, frames
-                if time.monotonic() - began < AHEAD / 2:  # answered before the wait was over
+                if time.monotonic() - began < PREFETCH_WAIT / 2:  # answered before the wait was over
                     return None
 
         self.prefetcher = Prefetcher(ask, self._decoded, rows_of)
@@ -130,7 +132,7 @@ class BatchSource:
     def _ask(
         self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = FETCH
     ) -> bytes | None:
-        return self._call(api.step_batch(step, self._epoch, rows, wait_s=wait_s))
+        return self._call(api.step_batch(step, self._policy_epoch, rows, wait_s=wait_s))
 
     def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample] | None:
         """The samples of these rows of the table just polled; a collective.
@@ -139,21 +141,24 @@ class BatchSource:
         their groups are made again. Then it has to be polled for once more.
 
         Raises `BadBatchError`: a payload cannot be decoded, contradicts the table, or has tokens beyond the bound."""
-        ahead = self.prefetcher.take(table) if self.prefetcher is not None else {}
-        missing = [row for row in rows if row not in ahead]
+        prefetched = self.prefetcher.take(table) if self.prefetcher is not None else {}
+        missing = [row for row in rows if row not in prefetched]
         frames = self._group.share(self._fetch(table, missing) if self._group.leads_unit else None)
         counts = [float(frames is None), len(rows) - len(missing), len(rows)]
-        gone, n_ahead, n_rows = self._group.reduce(counts, "sum")
+        gone, n_prefetched, n_rows = self._group.all_reduce(counts, "sum")
         if gone or frames is None:
             log.warning("the batch of step %d is not there any more: waiting for it again", table.step)
             return None
         if len(frames) != len(missing):
             raise BadBatchError(f"asked for {len(missing)} samples of step {table.step}, got {len(frames)}")
-        self.ahead_fraction = n_ahead / n_rows if n_rows else None
+        self.prefetched_fraction = n_prefetched / n_rows if n_rows else None
         if self.prefetcher is not None:
             self.prefetcher.begin(table.step + 1)
         fetched = dict(zip(missing, frames, strict=True))
-        return {row: ahead[row] if row in ahead else self._decoded(table, row, fetched[row]) for row in rows}
+        return {
+            row: prefetched[row] if row in prefetched else self._decoded(table, row, fetched[row])
+            for row in rows
+        }
 
     def _decoded(self, table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
         return train_sample(table, row, self._whole(table, row, frame), self.bound)

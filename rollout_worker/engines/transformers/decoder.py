@@ -34,7 +34,7 @@ from rollout_worker.engines.transformers.window import Window
 
 
 @dataclass(slots=True)
-class Row:
+class DecodedRow:
     """It holds what is known of one running sample, apart from its columns."""
 
     request: GenerationRequest
@@ -75,7 +75,7 @@ class Decoder:
         self.version = -1
         self._cold = False
         """Whether keys and values are gone, so that they are computed again even where they are kept."""
-        self.rows: list[Row] = []
+        self.rows: list[DecodedRow] = []
         self.columns = np.zeros(0, COLUMNS)
         self.rules: list[StopRules] = []
         self._batches = 0
@@ -109,7 +109,9 @@ class Decoder:
             rules = {i: self._rules(request.settings_of(i)) for i in indices}
             columns = np.array([(len(prompt), limit, rules[i], request.seeds[i]) for i in indices], COLUMNS)
             self.columns = np.concatenate([self.columns, columns])
-            self.rows += [Row(request, index, self._batches, [(0, self.version)], []) for index in indices]
+            self.rows += [
+                DecodedRow(request, index, self._batches, [(0, self.version)], []) for index in indices
+            ]
         self.window.append(prompts)
         self._fill_prompts(range(first, self.window.n))
         return sum(len(request.prompt_token_ids) for request, _ in batch)
@@ -282,14 +284,14 @@ class Decoder:
                 self.rows[row].kept.append(ids)
         return tokens, logprobs
 
-    def _history(self, rows: IntArray | None) -> sampler.History:
+    def _history(self, rows: IntArray | None) -> sampler.TokenHistory:
         window = self.window
         chosen = np.arange(window.n) if rows is None else rows
         columns = torch.arange(window.low, window.column + 1, device=window.device)
         start = torch.from_numpy(window.start[chosen]).to(window.device)[:, None]
         prompt = torch.from_numpy(self.columns["prompt"][chosen]).to(window.device)[:, None]
         tokens = window.tokens[torch.from_numpy(chosen).to(window.device), window.low : window.column + 1]
-        return sampler.History(tokens, columns >= start, columns >= start + prompt)
+        return sampler.TokenHistory(tokens, columns >= start, columns >= start + prompt)
 
     # ---- the end of a sample ------------------------------------------------------------------------------
 

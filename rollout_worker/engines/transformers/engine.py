@@ -39,12 +39,19 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.checksum import Tally, loses_bits
-from rollout_worker.engines.scatter import Patch, Published, UnmappedError, WeightMap, merge, spare_bytes
+from rollout_worker.engines.scatter import (
+    Patch,
+    PublishedTensor,
+    UnmappedError,
+    WeightMap,
+    merge,
+    spare_bytes,
+)
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.routing import Routing
-from rollout_worker.engines.transformers.settings import Settings
+from rollout_worker.engines.transformers.settings import EngineSettings
 from schema.wire.weights import Publication
 from weight_sync import WeightError
 from weight_sync.delta.delta import open_chain
@@ -93,7 +100,7 @@ class _NotWrittenError(Exception):
 class _Served:
     """It holds what is known of the weights in use, from their last full load on."""
 
-    published: Mapping[str, Published]
+    published: Mapping[str, PublishedTensor]
     map: WeightMap | None
     content_hash: str | None
     weights: SharedWeights | None
@@ -108,7 +115,7 @@ class _Queued:
 class TransformersEngine:
     """See `rollout_worker.engines.base.Engine`."""
 
-    def __init__(self, settings: Settings, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, settings: EngineSettings, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._settings, self._tokenizer, self._eos = settings, tokenizer, eos_token_ids
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -132,8 +139,8 @@ class TransformersEngine:
         self._samples = 0
         self._outbox: list[Generation] = []
         self._handed_over = 0.0
-        self._step_speed, self._fill_speed = scheduler.Speed(), scheduler.Speed()
-        self._capacity = scheduler.Capacity(settings.slots, 1)
+        self._step_speed, self._fill_speed = scheduler.SecondsPerUnit(), scheduler.SecondsPerUnit()
+        self._capacity = scheduler.CacheCapacity(settings.slots, 1)
         self._decoder: Decoder
 
     @property
@@ -232,7 +239,10 @@ class TransformersEngine:
             prepare_s = time.monotonic() - began
             loaded, asked = await self._load(version, tensors)
             self._served = _Served(
-                {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+                {
+                    name: PublishedTensor(tensor.dtype, tuple(tensor.shape))
+                    for name, tensor in tensors.items()
+                },
                 models.weight_map(self._decoder.model, tensors),
                 None if publication is None else publication.content_hash,
                 shared,
@@ -349,7 +359,7 @@ class TransformersEngine:
         try:
             with torch.inference_mode():
                 while not self._closing:
-                    self._turn()
+                    self._iterate()
         except BaseException as error:  # the thread's end must reach the event loop
             log.exception("the engine thread died")
             failure = EngineFailed(f"the transformers engine died: {type(error).__name__}: {error}")
@@ -402,7 +412,7 @@ class TransformersEngine:
         self._capacity = replace(self._capacity, cache_tokens=tokens)
         log.info("engine ready: %s on %s, cache for %d tokens", type(model).__name__, device, tokens)
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         """One round: commands, an update if it is time, new samples, one token for all."""
         while self._inbox:
             self._inbox.popleft()()
@@ -445,7 +455,7 @@ class TransformersEngine:
     def _admit(self) -> None:
         decoder = self._decoder
         waiting = [
-            scheduler.Waiting(len(entry.request.seeds) - entry.begun, decoder.longest(entry.request))
+            scheduler.QueuedRequest(len(entry.request.seeds) - entry.begun, decoder.longest(entry.request))
             for entry in self._queue
         ]
         running = len(decoder.rows)

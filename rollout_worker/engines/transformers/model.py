@@ -23,7 +23,14 @@ from rollout_worker.engines.base import (
     WeightMismatch,
 )
 from rollout_worker.engines.checksum import Tally
-from rollout_worker.engines.scatter import Place, Published, WeightMap, region_of, storage_of, whole
+from rollout_worker.engines.scatter import (
+    PublishedTensor,
+    WeightMap,
+    WeightSlot,
+    region_of,
+    storage_of,
+    whole,
+)
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.routing import Chosen, Routing, RoutingError
@@ -252,14 +259,16 @@ def weight_map(model: Any, given: Mapping[str, torch.Tensor]) -> WeightMap | Non
     for name, tensor in given.items():
         if tensor.numel():
             own, target = targets[name]
-            places[name] = [Place(own, storage_of(target), whole(tensor.shape), region_of(target))]
+            places[name] = [WeightSlot(own, storage_of(target), whole(tensor.shape), region_of(target))]
     return WeightMap(
-        {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}, places
+        {name: PublishedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}, places
     )
 
 
 @torch.inference_mode()
-def served(model: Any, published: Mapping[str, Published], copy: Mapping[str, torch.Tensor] | None) -> Tally:
+def served(
+    model: Any, published: Mapping[str, PublishedTensor], copy: Mapping[str, torch.Tensor] | None
+) -> Tally:
     """Hash the published tensors as the model holds them; `copy`: those of the host's copy, where needed."""
     held = {name: tensor for name, (_, tensor) in _parameters(model).items()} | _held(model)
     tally = Tally(copy)

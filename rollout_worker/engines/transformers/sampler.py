@@ -40,7 +40,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TokenHistory:
     """Penalties look at this. Token ids, padded at the left; masks are 1 where a token counts."""
 
     tokens: torch.Tensor
@@ -59,7 +59,7 @@ def needs_history(settings: SamplingSettings) -> bool:
     )
 
 
-def penalise(logits: torch.Tensor, settings: SamplingSettings, history: History) -> torch.Tensor:
+def penalise(logits: torch.Tensor, settings: SamplingSettings, history: TokenHistory) -> torch.Tensor:
     """Logits with repetition, frequency and presence penalties, [N, V].
 
     Repetition divides positive and multiplies negative logits of tokens in prompt or response (Keskar et al.,
@@ -100,7 +100,7 @@ def draw(
     logits: torch.Tensor,
     settings: SamplingSettings,
     uniform: npt.NDArray[np.float64],
-    history: History | None,
+    history: TokenHistory | None,
     forbidden: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Next token ids (int64 [N]) and their log-probs (float32 [N]) from float32 logits [N, V].

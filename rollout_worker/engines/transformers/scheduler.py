@@ -26,7 +26,7 @@ PATIENCE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class CacheCapacity:
     slots: int
     """Samples decoded at once."""
     cache_tokens: int
@@ -34,7 +34,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """A request in the queue: samples not begun yet, and the most tokens each of them can reach."""
 
     samples: int
@@ -42,7 +42,11 @@ class Waiting:
 
 
 def admit(
-    waiting: Sequence[Waiting], running: int, running_longest: int, capacity: Capacity, refill: float = REFILL
+    waiting: Sequence[QueuedRequest],
+    running: int,
+    running_longest: int,
+    capacity: CacheCapacity,
+    refill: float = REFILL,
 ) -> list[int]:
     """How many samples of each waiting request begin now: a prefix of the queue, the last entry perhaps partly.
 
@@ -68,7 +72,7 @@ def admit(
     return granted
 
 
-def admit_alone(waiting: Sequence[Waiting], running: int, capacity: Capacity) -> list[int]:
+def admit_alone(waiting: Sequence[QueuedRequest], running: int, capacity: CacheCapacity) -> list[int]:
     """Admit as `admit` does, one request at a time: nothing while anything runs, then as much of the first as has
     slots."""
     return [min(waiting[0].samples, capacity.slots)] if waiting and not running else []
@@ -85,7 +89,7 @@ def let_running_end(
     return steps_left * step_seconds <= patience * cached_tokens * token_seconds
 
 
-class Speed:
+class SecondsPerUnit:
     """A running estimate of seconds per unit: an exponential mean that forgets half in about seven samples."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ FILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EngineSettings:
     """Made by `settings_of`."""
 
     model_path: str
@@ -46,14 +46,14 @@ class Settings:
     """`routing_replay`: what may be asked of the experts that were chosen."""
 
 
-def settings_of(config: Config) -> Settings:
+def settings_of(config: Config) -> EngineSettings:
     """Return what the configuration means to this engine. Raises `EngineConfigError`."""
     _refuse_foreign_keys(config)
     rollout = config.rollout
     alone = config.weight_sync.lora == "adapter" and not config.is_evaluation
     slots = rollout.max_num_seqs or rollout.max_concurrent_samples
     dtype = config.engine_dtype
-    return Settings(
+    return EngineSettings(
         model_path=config.policy.model_name_or_path,
         revision=config.policy.model_revision,
         load_format=rollout.load_format,

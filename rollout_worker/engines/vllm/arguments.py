@@ -111,7 +111,7 @@ def engine_arguments(
     arguments |= {name: value for name, value in optional.items() if value is not None}
     if adapter := published_adapter(config):
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_rank(adapter)}
-    if config.takes_turns:
+    if config.shares_time:
         arguments["enable_sleep_mode"] = True
     if config.replays_routing:
         arguments["enable_return_routed_experts"] = True

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import processes
 from rollout_worker.engines.vllm.adapter import engine_config
-from rollout_worker.engines.vllm.nodes import Leader, NodeError, differences, join, nodes_of
+from rollout_worker.engines.vllm.nodes import LeadingNode, NodeError, differences, join, nodes_of
 from rollout_worker.engines.vllm.processes import boot_environment, environment
 from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
@@ -75,7 +75,7 @@ def _heard(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _follow(leader: Leader, config: Config) -> int:
+def _follow(leader: LeadingNode, config: Config) -> int:
     before = processes.children()
     try:
         scratch = Scratch()
@@ -106,7 +106,7 @@ def _follow(leader: Leader, config: Config) -> int:
     return code
 
 
-def _run(leader: Leader, config: Config, scratch: Scratch) -> NoReturn:
+def _run(leader: LeadingNode, config: Config, scratch: Scratch) -> NoReturn:
     """Start the ranks and wait for their end. Raises `EngineConfigError`, `EngineFailed`."""
     modules, sampling = config.policy.external_modules, config.rollout.sampling_config
     values = boot_environment(os.getpid(), modules, flashinfer=sampling.use_flashinfer)

@@ -337,7 +337,7 @@ def _last_word(line: _Line) -> str:
 # ---- the others ----------------------------------------------------------------------------------------------
 
 
-class Leader:
+class LeadingNode:
     """Node 0, as another machine sees it. Made by `join`."""
 
     def __init__(self, line: _Line, nodes: Nodes, config: Mapping[str, Any]) -> None:
@@ -364,7 +364,7 @@ class Leader:
             self._line.close()
 
 
-def join(nodes: Nodes) -> Leader:
+def join(nodes: Nodes) -> LeadingNode:
     """Find node 0, and wait for what it says. Raises `NodeError`."""
     give_up, said, problem = time.monotonic() + GATHER_S, 0.0, ""
     while (now := time.monotonic()) < give_up:
@@ -381,7 +381,7 @@ def join(nodes: Nodes) -> Leader:
     raise NodeError(f"node 0 of the engine did not come within {GATHER_S:.0f} s: {problem}")
 
 
-def _joined(nodes: Nodes) -> Leader:
+def _joined(nodes: Nodes) -> LeadingNode:
     connection = socket.create_connection((nodes.leader, nodes.port), HELLO_S)
     try:
         mine, deadline = ClientProof(PURPOSE, nodes.token), Deadline(HELLO_S)
@@ -395,7 +395,7 @@ def _joined(nodes: Nodes) -> Leader:
         if not isinstance(answer.get("config"), dict):
             raise TransferError("it does not say what it runs")
         of_ranks = replace(nodes, leader=str(answer.get("leader")), port=int(answer.get("port") or 0))
-        return Leader(line, of_ranks, answer["config"])
+        return LeadingNode(line, of_ranks, answer["config"])
     except BaseException:
         connection.close()
         raise

@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_worker.engines.scatter import (
     BITS,
-    Place,
-    Published,
+    PublishedTensor,
     Region,
     UnmappedError,
     WeightMap,
+    WeightSlot,
     region_of,
     storage_of,
 )
@@ -141,7 +141,7 @@ class LoadTrace(TorchDispatchMode):
 
         Raises `UnmappedError` where a loader copied in a way that gives no map.
         """
-        places: dict[str, list[Place]] = {}
+        places: dict[str, list[WeightSlot]] = {}
         for known in self._targets.values():
             for copy in known.copies:
                 source = copy.source
@@ -157,7 +157,7 @@ class LoadTrace(TorchDispatchMode):
                 spread = source.expand(copy.target.shape)
                 region = offset, tuple(spread.shape), tuple(spread.stride())
                 places.setdefault(name, []).append(
-                    Place(
+                    WeightSlot(
                         known.name,
                         storage_of(copy.target),
                         region,
@@ -166,7 +166,8 @@ class LoadTrace(TorchDispatchMode):
                     )
                 )
         published = {
-            name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._given.tensors.items()
+            name: PublishedTensor(tensor.dtype, tuple(tensor.shape))
+            for name, tensor in self._given.tensors.items()
         }
         return WeightMap(published, places)
 

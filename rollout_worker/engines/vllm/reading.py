@@ -24,7 +24,7 @@ import torch
 
 from rollout_worker.engines.base import Checksum, SharedWeights
 from rollout_worker.engines.checksum import Tally, loses_bits
-from rollout_worker.engines.scatter import BITS, Published, Region, first_of_repeats
+from rollout_worker.engines.scatter import BITS, PublishedTensor, Region, first_of_repeats
 from rollout_worker.engines.vllm.adapter import VllmAdapter
 from weight_sync.layout import torch_dtype
 
@@ -47,7 +47,7 @@ class _Tensor:
     """A published tensor, the type in which it is kept, and for each rank the parts that lie there."""
 
     name: str
-    published: Published
+    published: PublishedTensor
     kept: torch.dtype
     parts: list[list[Region]]
 
@@ -112,7 +112,7 @@ async def served_adapter(
 def _joined(layouts: Sequence[Mapping[str, Any]]) -> list[_Tensor]:
     found = []
     for name, row in layouts[0].items():
-        published = Published(torch_dtype(row["dtype"], name), tuple(row["shape"]))
+        published = PublishedTensor(torch_dtype(row["dtype"], name), tuple(row["shape"]))
         kept = {layout[name]["kept"] for layout in layouts} - {None}
         parts = [
             [(offset, tuple(shape), tuple(strides)) for offset, shape, strides in layout[name]["parts"]]

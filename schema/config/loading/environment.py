@@ -25,7 +25,7 @@ class Variable(NamedTuple):
     text: str
 
 
-class Found(NamedTuple):
+class FoundVariables(NamedTuple):
     """The variables, wider tables first, and what is wrong with the others."""
 
     variables: list[Variable]
@@ -37,9 +37,9 @@ def variable_of(path: KeyPath) -> str:
     return PREFIX + SEPARATOR.join(str(part).upper() for part in path)
 
 
-def written_in(env: Mapping[str, str]) -> Found:
+def written_in(env: Mapping[str, str]) -> FoundVariables:
     """All variables of the configuration."""
-    found = Found([], [])
+    found = FoundVariables([], [])
     for name in sorted(env):
         if not name.upper().startswith(PREFIX) or SEPARATOR not in name[len(PREFIX) :]:
             continue

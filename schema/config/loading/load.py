@@ -41,7 +41,7 @@ _MOST_BITS_OF_OTHERS = 1023
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A sound configuration and who wrote what. warnings: what was written and has no effect."""
 
     config: Config
@@ -61,7 +61,7 @@ def load(
     env: Mapping[str, str] | None = None,
     *,
     elsewhere: bool = False,
-) -> Loaded:
+) -> LoadedConfig:
     """Read all layers (`schema.config.loading.layers`), validate and check; keeps the origin of each value.
 
     paths: one file, or several, later ones over earlier ones. overrides: `dotted.key=VALUE`, VALUE as TOML
@@ -81,7 +81,7 @@ def load(
         general, placed = [*_of_another_system(files, layers.data), *layers.problems], layers.placed(problems)
         raise ConfigError(general + placed, len(problems) - len(placed))
     warnings = layers.placed(missing) + layers.warnings + without_effect(env or {})
-    return Loaded(config, layers, warnings)
+    return LoadedConfig(config, layers, warnings)
 
 
 def _of_another_system(files: Sequence[Path | str], data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -83,7 +83,7 @@ class SectionInfo:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundKeys:
     """An answer. Of `keys` there are several where grpo and sft differ, or where a pattern matched.
 
     note: whose name the question is, where it is not ours.
@@ -100,25 +100,25 @@ class Found:
         return asdict(self)
 
 
-def look_up(question: str) -> Found:
+def look_up(question: str) -> FoundKeys:
     """Answer a question; the empty one is the list of sections. Raises ConfigError for what is not there."""
     name = _normal(question)
     if name == "" or name in section_keys():
-        return Found(question, section=_section(name))
+        return FoundKeys(question, section=_section(name))
     if name in leaf_keys():
-        return Found(question, tuple(_variants(name)))
+        return FoundKeys(question, tuple(_variants(name)))
     found = [key for key in leaf_keys() if _matches(key, name)]
     sections = [key for key in section_keys() if key.rpartition(".")[2] == name]
     if not found and len(sections) == 1:
-        return Found(question, section=_section(sections[0]))
+        return FoundKeys(question, section=_section(sections[0]))
     if not found:
         return _elsewhere(question, name)
     if len(found) == 1 and "*" not in name and "?" not in name:
-        return Found(question, tuple(_variants(found[0])))
-    return Found(question, tuple(info for key in found for info in _variants(key)), is_list=True)
+        return FoundKeys(question, tuple(_variants(found[0])))
+    return FoundKeys(question, tuple(info for key in found for info in _variants(key)), is_list=True)
 
 
-def _elsewhere(question: str, name: str) -> Found:
+def _elsewhere(question: str, name: str) -> FoundKeys:
     """The answer for a name of another system; raises ConfigError where nobody has it, or we have nothing for it."""
     others = other_systems()
     found = others.names_here(name)
@@ -134,7 +134,7 @@ def _elsewhere(question: str, name: str) -> Found:
     keys = list(dict.fromkeys(key for theirs in known for key in theirs.ours if key in leaf_keys()))
     notes = [f"{theirs.system}'s {theirs.key} is {' and '.join(theirs.ours)} here" for theirs in known]
     infos = tuple(info for key in keys for info in _variants(key))
-    return Found(question, infos, is_list=len(keys) > 1, note="\n".join(notes))
+    return FoundKeys(question, infos, is_list=len(keys) > 1, note="\n".join(notes))
 
 
 def _normal(question: str) -> str:

@@ -165,7 +165,7 @@ def engine_has_gpus(config: Config) -> Iterator[Problem]:
 def impossible_without_gpus(config: Config) -> Iterator[Problem]:
     """The problems without GPUs of an engine that needs them: to sleep, and to say which experts it chose."""
     engine, related = config.rollout.engine, ("rollout.backend", "placement.gpus_per_node")
-    if config.takes_turns and engine.sleeps_on_gpus:
+    if config.shares_time and engine.sleeps_on_gpus:
         says = f"is {{}}, but {engine.title} can only sleep on GPUs (its sleep mode needs CUDA's cuMem allocator), "
         hint = 'write {!} = "memory", or rollout.backend = "transformers"'
         yield refused(config, "placement.share", says + "and there are none", hint, related)

@@ -245,7 +245,7 @@ def _kept_alone(config: Config) -> Iterator[tuple[str, Any, str]]:
         return
     if config.teacher:
         yield "teacher", [one.name for one in config.teacher], "the answers of teachers"
-    if config.takes_turns:
+    if config.shares_time:
         yield "placement.share", config.placement.share, "devices with rollout replicas"
     for role in ("reference", "critic"):
         if getattr(config, f"has_{role}") and own_mesh(config, role):

@@ -215,11 +215,11 @@ def models_apart_are_whole(config: Config) -> Iterator[Problem]:
                 yield refused(config, layout.key, says, hint)
 
 
-def turns_are_of_common_devices(config: Config) -> Iterator[Problem]:
+def time_share_is_of_common_devices(config: Config) -> Iterator[Problem]:
     """In turns, a replica with devices of its own would sleep for nothing."""
     policy, rollout = policy_layout(config), rollout_layout(config)
     own = sorted(set(rollout.devices) - set(policy.devices))
-    if config.takes_turns and policy.listed and set(rollout.devices) & set(policy.devices) and own:
+    if config.shares_time and policy.listed and set(rollout.devices) & set(policy.devices) and own:
         says = (
             f"{rollout.listed} has device {_names(own)} that {policy.key} = {policy.listed} has not: a replica there "
             "would sleep in the trainer's turns ({.share=})"
@@ -270,7 +270,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{} leaves no memory to the trainer on the same GPU ({placement.share=})",
         "write {.gpu_memory_utilization!} = 0.5"),
     models_apart_are_whole,
-    turns_are_of_common_devices,
+    time_share_is_of_common_devices,
 )  # fmt: skip
 PLACEMENT_WARNINGS: tuple[Rule, ...] = (
     Refusal(SHARE_KEY,
@@ -278,7 +278,7 @@ PLACEMENT_WARNINGS: tuple[Rule, ...] = (
         lambda c: f"the engine takes {c.rollout.gpu_memory_utilization:.0%} of GPUs that it shares with the trainer "
         "({placement.share=})",
         "write {.gpu_memory_utilization!} = 0.5 if the trainer runs out of memory"),
-    Refusal("train.train_policy.allowed_outdated_steps", lambda c: c.takes_turns and c.staleness_bound > 0,
+    Refusal("train.train_policy.allowed_outdated_steps", lambda c: c.shares_time and c.staleness_bound > 0,
         "{} lets samples get older, and nothing is generated while a step is trained ({placement.share=}): it only "
         "saves answers that are unfinished when a batch is complete",
         "write {.allowed_outdated_steps!} = 0"),

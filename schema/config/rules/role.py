@@ -80,7 +80,7 @@ ROLE_RULES: tuple[Rule, ...] = (
     Refusal("autoscale.enable", lambda c: c.autoscale.enable and not c.is_grpo,
         "supervised training ({train.train_policy.type=}) has no rollout replicas to scale",
         "write {.enable!} = false"),
-    Refusal("autoscale.enable", lambda c: _scales(c) and c.takes_turns,
+    Refusal("autoscale.enable", lambda c: _scales(c) and c.shares_time,
         "trainer and replicas take turns ({placement.share=}): each waits for the other anyhow",
         "write {.enable!} = false"),
     FirstOf(

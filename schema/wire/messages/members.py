@@ -12,7 +12,7 @@ from schema.wire.weights import Publication
 
 MOST_MEMBERS = 4096
 
-Place = Literal["join", "healed", "begin", "ready", "holds", "broken", "saved"]
+MemberPoint = Literal["join", "healed", "begin", "ready", "holds", "broken", "saved"]
 
 
 # fmt: off
@@ -22,7 +22,7 @@ class MemberRequest(Message):
     incarnation: Count
     policy_epoch: Count = Field(
         description="Of its registration: it has to register again for what began in a later one.")
-    at: Place = Field(
+    at: MemberPoint = Field(
         description="join: it has the weights of `step` steps, and wants to take part. healed: it has loaded those "
         "that it was told to. begin: it has trained all steps before `step`. ready: it has computed its parts of a "
         "round. holds: it has the results of all parts. broken: it could not exchange them. saved: the checkpoint of "
@@ -47,7 +47,8 @@ class MemberReply(Message):
     action: Literal[
         "train", "wait", "commit", "save", "heal", "exchange", "apply", "again", "differs", "batch"
     ] = Field(
-        description="As in `controller.state.membership.Order`; batch: ask for the batch again, it is another one."
+        description="As in `controller.state.membership.MemberOrder`; batch: ask for the batch again, it is another "
+                    "one."
     )
     epoch: Count
     parts: list[Count] = Field(max_length=MOST_MEMBERS, description="Of the batch, that it computes.")

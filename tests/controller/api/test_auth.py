@@ -8,7 +8,7 @@ from itertools import product
 import httpx
 import pytest
 
-from controller.api.auth import Tokens
+from controller.api.auth import JobTokens
 from controller.client import Unauthorized
 from controller.client import calls as api
 from schema.wire import messages as m
@@ -133,9 +133,9 @@ def test_a_role_registers_for_itself_only(stage: Stage) -> None:
 
 def test_each_role_needs_a_token_of_its_own() -> None:
     with pytest.raises(ValueError, match="token of its own"):
-        Tokens({"user": "a", "rollout": "a", "policy": "b"})
+        JobTokens({"user": "a", "rollout": "a", "policy": "b"})
     with pytest.raises(ValueError, match="token of its own"):
-        Tokens({"user": "a", "rollout": "b", "policy": ""})
+        JobTokens({"user": "a", "rollout": "b", "policy": ""})
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,6 @@ def test_each_role_needs_a_token_of_its_own() -> None:
 )  # fmt: skip
 def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_and_not_shown(token: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
-        Tokens({**TOKENS, "rollout": token})
+        JobTokens({**TOKENS, "rollout": token})
     assert "rollout" in str(caught.value)
     assert token not in str(caught.value)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from controller.api.connections import MAX_HEAD, PatientProtocol, connection_limit
-from controller.api.limits import BodyLimit, Budget
+from controller.api.limits import BodyBudget, BodyLimit
 from controller.errors import ApiError
 from controller.services.errors import refusal
 from tests.controller.conftest import in_event_loop
@@ -251,7 +251,7 @@ def test_a_budget_holds_its_limit_or_one_body_and_never_stops_all(
     limit: int, parts: list[tuple[int, int]]
 ) -> None:
     """Five bodies: a part of 0 bytes ends one, as does a refusal."""
-    budget, charged = Budget(limit), [0] * 5
+    budget, charged = BodyBudget(limit), [0] * 5
     for body, n in parts:
         others = sum(charged) - charged[body]
         taken = n > 0 and budget.take(n, charged[body])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from controller.autoscale.meter import GAP, Levels, Measured, Meter
+from controller.autoscale.meter import GAP, Measured, Meter, MeterLevels
 
-FULL = Levels(held=40, asked=0, replicas=10)
+FULL = MeterLevels(held=40, asked=0, replicas=10)
 
 
-def steps(meter: Meter, levels: Levels, count: int, work: int = 10, wait: int = 0, groups: int = 20) -> None:
+def steps(
+    meter: Meter, levels: MeterLevels, count: int, work: int = 10, wait: int = 0, groups: int = 20
+) -> None:
     """So many steps from where the meter is: each waits, works and is committed; a step's groups become ready."""
     now, ready = meter._now.at, meter._now.ready
     for _ in range(count):
@@ -59,7 +61,7 @@ def test_demand_does_not_depend_on_waiting_and_supply_does_not_depend_on_demand(
 
 def test_what_the_bound_holds_back_is_supply():
     meter = started()
-    steps(meter, Levels(held=20, asked=20, replicas=10), 4)
+    steps(meter, MeterLevels(held=20, asked=20, replicas=10), 4)
     found = measured(meter)
     assert found.throttled == 0.5
     assert found.need == 5.0
@@ -70,8 +72,8 @@ def test_what_the_bound_holds_back_is_supply():
     ("levels", "lack"),
     [
         (FULL, 0.5),
-        (Levels(held=40, asked=20, replicas=10), 0.0),
-        (Levels(held=40, asked=0, replicas=10, late=True), 0.0),
+        (MeterLevels(held=40, asked=20, replicas=10), 0.0),
+        (MeterLevels(held=40, asked=0, replicas=10, late=True), 0.0),
     ],
 )
 def test_more_replicas_help_only_a_trainer_that_waits_for_what_they_could_make(levels, lack):
@@ -84,7 +86,7 @@ def test_more_replicas_help_only_a_trainer_that_waits_for_what_they_could_make(l
 
 def test_half_of_a_group_that_is_under_way_counts_as_made():
     meter = Meter(0.0)
-    meter.look(0.0, Levels(held=0, asked=0, replicas=10), 0, 0)
+    meter.look(0.0, MeterLevels(held=0, asked=0, replicas=10), 0, 0)
     meter.trainer(0.0, "waits")
     meter.look(0.0, FULL, 0, 0)
     meter.trainer(1.0, "works")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from controller.autoscale.meter import Beginning, Measured
-from controller.autoscale.policy import Autoscaler, Limits, Memory, Seen
+from controller.autoscale.autoscaler import Autoscaler, Limits, PastDecisions, Seen
+from controller.autoscale.meter import Measured, WarmUp
 
 LIMITS = Limits(minimum=1, maximum=1000, target_wait=0.02, scale_down_delay=300.0, groups=5000, bound=4)
 USUAL = Measured(
@@ -19,7 +19,7 @@ USUAL = Measured(
 
 
 def scaler(desired: int = 100, **limits: object) -> Autoscaler:
-    return Autoscaler(replace(LIMITS, **limits), Memory(desired))  # type: ignore[arg-type]
+    return Autoscaler(replace(LIMITS, **limits), PastDecisions(desired))  # type: ignore[arg-type]
 
 
 def decide(scaler: Autoscaler, now: float = 2000.0, working: int | None = None, **changes: object):
@@ -213,7 +213,7 @@ def test_it_is_zero_when_the_job_is_over_and_as_before_when_it_goes_on():
     assert one.decide(2015.0, Seen(None, 0)).desired == 100
 
 
-BEGINNING = Beginning(seconds=200.0, lacked=190.0, held=100, ready=100, lease_age=50.0)
+BEGINNING = WarmUp(seconds=200.0, lacked=190.0, held=100, ready=100, lease_age=50.0)
 
 
 def test_before_the_first_step_replicas_are_doubled_while_its_groups_take_long():
@@ -266,7 +266,7 @@ def test_memory_survives_as_json_and_is_brought_within_new_limits():
     decide(one, lack=0.1, demand=11.0)
     one.request(2100.0, 40)
     record = json.loads(json.dumps(one.memory.to_record()))
-    assert Memory.from_record(record) == one.memory
-    again = Autoscaler(replace(LIMITS, maximum=30), Memory.from_record(record))
+    assert PastDecisions.from_record(record) == one.memory
+    again = Autoscaler(replace(LIMITS, maximum=30), PastDecisions.from_record(record))
     assert (again.memory.desired, again.memory.manual) == (30, 30)
     assert decide(again, now=2200.0).desired == 30

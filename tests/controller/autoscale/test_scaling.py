@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from benchmarks.fleet.scenario import Scenario, Square
 from benchmarks.fleet.simulator import Simulator
-from controller.autoscale.policy import Limits, Memory
-from controller.autoscale.scaling import Scaling, Sight
+from controller.autoscale.autoscaler import Limits, PastDecisions
+from controller.autoscale.scaling import ReplicaScaling, Sight
 from tests.support.effort import examples
 
 NAMES = tuple(f"r{k}" for k in range(40))
@@ -25,7 +25,7 @@ def sight(working: int, ready: int, **more: object) -> Sight:
 
 
 def test_it_decides_each_interval_and_at_once_when_the_job_is_over():
-    scaling = Scaling(limits(), 15.0, Memory(5), 0.0)
+    scaling = ReplicaScaling(limits(), 15.0, PastDecisions(5), 0.0)
     due = [t for t in range(61) if scaling.look(float(t), sight(5, 0)) is not None]
     assert due == [15, 30, 45, 60]
     last = scaling.look(61.0, sight(5, 0, over="finished"))
@@ -34,7 +34,7 @@ def test_it_decides_each_interval_and_at_once_when_the_job_is_over():
 
 
 def test_without_a_trainer_the_number_stays():
-    scaling = Scaling(limits(), 15.0, Memory(5), 0.0)
+    scaling = ReplicaScaling(limits(), 15.0, PastDecisions(5), 0.0)
     scaling.look(0.0, sight(5, 0))
     decision = scaling.look(15.0, sight(5, 100))
     assert decision is not None
@@ -42,7 +42,7 @@ def test_without_a_trainer_the_number_stays():
 
 
 def test_who_leases_for_the_first_time_is_a_start_that_was_waited_for():
-    scaling = Scaling(limits(), 15.0, Memory(5), 0.0)
+    scaling = ReplicaScaling(limits(), 15.0, PastDecisions(5), 0.0)
     scaling.look(0.0, sight(5, 0))
     scaling.autoscaler.request(1.0, 8)
     for second in range(2, 40):
@@ -67,15 +67,15 @@ EVENTS = st.lists(
 @given(EVENTS, st.integers(0, 5), st.integers(5, 30), st.integers(0, 40))
 def test_whatever_happens_a_decision_is_within_its_limits_and_has_a_reason(events, minimum, maximum, start):
     bounds = limits(minimum, maximum)
-    scaling = Scaling(bounds, 5.0, Memory(start), 0.0)
+    scaling = ReplicaScaling(bounds, 5.0, PastDecisions(start), 0.0)
     now, working, ready, offset = 0.0, start, 0, 0
     for kind, seconds, number in events:
         before = scaling.autoscaler.memory.desired
         if kind == "crash":
             record = json.loads(json.dumps(scaling.autoscaler.memory.to_record()))
-            memory = Memory.from_record(record)
+            memory = PastDecisions.from_record(record)
             assert memory == scaling.autoscaler.memory
-            scaling, offset = Scaling(bounds, 5.0, memory, now), ready
+            scaling, offset = ReplicaScaling(bounds, 5.0, memory, now), ready
         elif kind == "person":
             scaling.autoscaler.request(now, None if number > 30 else min(max(number, minimum, 1), maximum))
             before = scaling.autoscaler.memory.desired

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from controller.dashboard.scaling import Settings, thinned
+from controller.dashboard.scaling import ScaleSettings, thinned
 from controller.dashboard.session import SECONDS, Sessions
-from controller.dashboard.view import History, thin
+from controller.dashboard.view import EventHistory, thin
 from controller.state.step_log import StepLog
 from schema.wire.messages import Event, EventKind
 from schema.wire.messages.dashboard import Scaling
@@ -162,7 +162,7 @@ def test_thinned_levels_keep_their_extremes_and_what_holds_at_the_end(values: li
 
 
 def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
-    history = History()
+    history = EventHistory()
     for number in range(1, 12_001):
         desired, before = 2 + number // 2 % 2, 2 + (number - 1) // 2 % 2
         data = {"desired": desired, "before": before, "why": "more", "reason": "enough: so", "measures": None}
@@ -171,7 +171,7 @@ def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
     for number, (name, state) in enumerate(states, 20_000):
         data = {"name": name, "replica_id": f"{name}.1", "role": "rollout", "state": state}
         history.add(Event(id=number, at=number, kind=EventKind.REPLICA, text="so", data=data))
-    settings = Settings.of({"autoscale": {"enable": True, "max_replicas": 3}}, Path("run"))
+    settings = ScaleSettings.of({"autoscale": {"enable": True, "max_replicas": 3}}, Path("run"))
     found = history.scaling.answer(settings, history.began, history.ended, None)
     assert [(at - 20_000, count) for at, count in found.replicas] == [(0, 1), (1, 2), (3, 1), (4, 0), (5, 1)]
     assert 500 < len(found.desired) <= 1510
@@ -188,13 +188,13 @@ def test_a_history_of_scaling_is_bounded_and_counts_who_is_there() -> None:
      ({"train": {"train_policy": {"type": "sft"}}}, "supervised"), ({"autoscale": {"enable": True}}, "")],
 )  # fmt: skip
 def test_a_job_that_does_not_scale_says_why(config: dict[str, object], note: str) -> None:
-    found = Settings.of(config, Path("run")).note
+    found = ScaleSettings.of(config, Path("run")).note
     assert note in found
     assert bool(note) == bool(found)
 
 
 def test_a_history_is_bounded() -> None:
-    history = History()
+    history = EventHistory()
     for number in range(1, 9000):
         data = {"version": number} if number % 2 else {
             "name": f"r{number % 3}", "replica_id": "x", "role": "rollout", "state": "lost"

@@ -4,7 +4,7 @@ Ledger, publications and policy epoch are what the store keeps; after each event
 `lose` takes an older one from it. The truth is with the others: which groups each trainer's weights contain, step by
 step, and which weights made each sample. Against that truth everything is judged, never against the ledger's claims.
 
-Trainers use the real `History`; decisions are those of `controller.ledger.reconcile`; what the service does around
+Trainers use the real `RejoinLog`; decisions are those of `controller.ledger.reconcile`; what the service does around
 them (`controller.services`: `recovery`, `replicas`, `trainers.steps`) is repeated here in few lines.
 """
 
@@ -16,14 +16,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from controller.ledger.assembly import Assembled, build_table
-from controller.ledger.group import State
+from controller.ledger.group import GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.reconcile import Claim, FromSnapshot, Known, NeedSnapshot, Refuse, decide
-from controller.ledger.replay import adopt, replay
+from controller.ledger.rejoin import adopt, recommit
 from controller.ledger.values import LedgerParams
 from controller.state.publications import Publications
-from policy_worker.replay_log import History
+from policy_worker.rejoin_log import RejoinLog
 from schema.wire.batch import StepTable, batch_digest
 from schema.wire.messages import (
     CommitReply,
@@ -52,7 +52,7 @@ class Trainer:
     """Hashes of all published versions that its weights descend from."""
     content: str = "initial/0"
     """Identifies its weights: who trained them, and how many steps they contain."""
-    history: History = field(default_factory=History)
+    history: RejoinLog = field(default_factory=RejoinLog)
     timeline: int = 0
     batch: StepTable | None = None
     applied: bool = False
@@ -193,7 +193,7 @@ class World:
         self.publications.declare(claim["publications"], claim["timeline"])
         for trained in history.since(decision.step):
             assert trained.table is not None
-            replay(self.ledger.table, trained.table)
+            recommit(self.ledger.table, trained.table)
             self.seen["replayed"] += 1
             self.check_ledger()
         assert self.ledger.table.committed == trainer.steps
@@ -456,7 +456,10 @@ class World:
             for name in names:
                 group = self.ledger.table.find(name)
                 if group is not None:  # else it was trained before the snapshot that the ledger began from
-                    assert (group.state in (State.TRAINED, State.DURABLE), group.step) == (True, step), name
+                    assert (group.state in (GroupState.TRAINED, GroupState.DURABLE), group.step) == (
+                        True,
+                        step,
+                    ), name
 
     def check_ledger(self) -> None:
         ledger = self.ledger

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from controller.ledger.assembly import Assembled
-from controller.ledger.group import DropReason, Group, State
+from controller.ledger.group import DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
-from controller.ledger.replay import adopt
+from controller.ledger.rejoin import adopt
 from controller.ledger.values import LedgerParams
 from schema.wire.messages import HeldLease, LedgerSnapshot
 from schema.wire.sample import SampleHeader
@@ -132,7 +132,7 @@ class Simulation:
             del replica.leases[name]
             return
         index = self.random.choice(missing)
-        holder = group.lease_id if group is not None and group.state is State.LEASED else None
+        holder = group.lease_id if group is not None and group.state is GroupState.LEASED else None
         header = self._header(index, group, replica)
         outage = self.random.random() < 0.3
         outcome = self.ledger.push(name, lease_id, index, header, 100, outage=outage)
@@ -281,7 +281,7 @@ class Simulation:
         self.history = found.history[:]
         self.published = step
         for name, group in ledger.table.groups.items():
-            if group.state not in (State.TRAINED, State.DURABLE, State.DROPPED):
+            if group.state not in (GroupState.TRAINED, GroupState.DURABLE, GroupState.DROPPED):
                 assert group.newest_version() <= step, f"{name} has tokens of a timeline that is gone"
         for replica in self.replicas:
             if replica.version > step:  # it holds weights of the lost timeline: it must load the new ones
@@ -292,13 +292,13 @@ class Simulation:
         """The controller dies and rebuilds itself from what it had written, by a clock that is set otherwise."""
         self.stored.write(self.ledger)
         before = self.ledger.table.status()
-        left = {group.id: group.expires - self.now for group in self.ledger.table.in_state(State.LEASED)}
+        left = {group.id: group.expires - self.now for group in self.ledger.table.in_state(GroupState.LEASED)}
         self.ledger = self.stored.restore(self.params, self._lease_id)
         jump = self.random.choice([1.0, 3600.0, -3600.0])
         self.now += jump
         self.ledger.extend_leases(jump, self.now)
         assert self.ledger.expire(self.now) == 0, "a lease expires by the clock"
-        for group in self.ledger.table.in_state(State.LEASED):
+        for group in self.ledger.table.in_state(GroupState.LEASED):
             assert abs(group.expires - self.now - left[group.id]) < 1e-6
         assert self.ledger.table.status() == before
         self.check_history()
@@ -323,7 +323,7 @@ class Simulation:
         status = ledger.table.status()
         assert sum(status.states.values()) == status.created == ledger.table.frontier
         assert sum(status.dropped.values()) == status.states["dropped"]
-        counted = [*ledger.table.in_state(State.LEASED), *ledger.table.in_state(State.READY)]
+        counted = [*ledger.table.in_state(GroupState.LEASED), *ledger.table.in_state(GroupState.READY)]
         assert ledger.table.deadlines == Counter(group.deadline for group in counted)
         if self.params.oversample == 1.0:
             assert schedulable(ledger.table.deadlines, ledger.table.first_step, self.params.groups_per_step)
@@ -342,7 +342,7 @@ class Simulation:
             group = self.ledger.table.find(name)
             if step >= self.ledger.table.lineage.floor:
                 assert group is not None
-                assert (group.state in (State.TRAINED, State.DURABLE), group.step) == (True, step)
+                assert (group.state in (GroupState.TRAINED, GroupState.DURABLE), group.step) == (True, step)
 
     def run(self, chaos: float, max_events: int = 20_000) -> None:
         """Random events until the job is finished; `chaos` scales how often something breaks."""

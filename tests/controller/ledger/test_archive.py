@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from controller.ledger.archive import DROPS_PER_ROW, Archive
 from controller.ledger.assembly import Assembled
-from controller.ledger.group import State
+from controller.ledger.group import GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
-from controller.ledger.replay import adopt
+from controller.ledger.rejoin import adopt
 from controller.ledger.values import LeaseDecision, LedgerParams
 from schema.wire.messages import ErrorCode, HeldLease
 from tests.controller.ledger.simulation import Simulation
@@ -152,7 +152,7 @@ def test_forgetting_changes_no_answer(
     seed: int, bound: int, groups_per_step: int, keep: bool, metrics: tuple[str, ...]
 ) -> None:
     params = LedgerParams(
-        groups_per_step=groups_per_step, n_samples=2, staleness_bound=bound, n_positions=20, n_epochs=2,
+        groups_per_step=groups_per_step, n_samples=2, staleness_bound=bound, n_positions=20, data_passes=2,
         max_attempts=1000, on_reward_error="drop", filter_metrics=metrics, keep_payloads=keep,
     )  # fmt: skip
     simulation = TwinSimulation(seed, params, n_replicas=2)
@@ -192,7 +192,7 @@ def test_the_newest_groups_are_kept_whole() -> None:
     assert sorted(ledger.table.groups) == ["e0-p6", "e0-p7", "e0-p8", "e0-p9"]
     old = ledger.table.find("e0-p0")
     assert old is not None
-    assert (old.state, old.step, old.samples) == (State.TRAINED, 0, {})
+    assert (old.state, old.step, old.samples) == (GroupState.TRAINED, 0, {})
     assert ledger.table.find("e0-p00") is None
     assert ledger.table.find("e0-p10") is None
     assert [group.id for group in ledger.table.in_order(5, 2)] == ["e0-p5", "e0-p6"]
@@ -205,7 +205,7 @@ def test_a_group_whose_payload_may_be_needed_is_not_forgotten() -> None:
     train(ledger)
     assert ledger.table.groups.keys() >= {group.id for group in groups}
     ledger.rewind(0)
-    assert {group.state for group in groups} == {State.READY}
+    assert {group.state for group in groups} == {GroupState.READY}
 
 
 def test_drops_are_stored_in_rows_of_many() -> None:

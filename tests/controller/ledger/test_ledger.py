@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from controller.errors import ApiError
-from controller.ledger.assembly import Assembled, Waiting, build_table
-from controller.ledger.group import DropReason, Group, State
+from controller.ledger.assembly import Assembled, WaitingStep, build_table
+from controller.ledger.group import DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.values import LedgerParams
@@ -58,12 +58,12 @@ def test_a_forecast_is_the_next_batch_and_changes_nothing() -> None:
     groups = lease(ledger, 5)
     fill_each(ledger, [groups[0], groups[1], groups[3]])
     first = batch(ledger)
-    assert isinstance(ledger.forecast(), Waiting), "one group is ready, and others are being made"
+    assert isinstance(ledger.prefetch(), WaitingStep), "one group is ready, and others are being made"
     fill(ledger, groups[4])
-    guess = ledger.forecast()
+    guess = ledger.prefetch()
     assert isinstance(guess, Assembled)
     assert (guess.step, guess.groups) == (1, [groups[3], groups[4]])
-    assert {group.state for group in guess.groups} == {State.READY}
+    assert {group.state for group in guess.groups} == {GroupState.READY}
     assert batch(ledger) == first
     fill(ledger, groups[2])  # a group with a nearer deadline comes late: the guess was wrong
     ledger.commit(0)
@@ -79,7 +79,7 @@ def train(ledger: Ledger) -> list[Group]:
 def test_the_whole_way_of_a_group() -> None:
     ledger = make(keep_payloads=True)
     first, second = lease(ledger, 2)
-    assert (first.state, first.attempt, first.deadline) == (State.LEASED, 1, 1)
+    assert (first.state, first.attempt, first.deadline) == (GroupState.LEASED, 1, 1)
     assert first.id == "e0-p0"
     fill_each(ledger, [first, second])
     assert ledger.table.ready == 2
@@ -87,9 +87,9 @@ def test_the_whole_way_of_a_group() -> None:
     assert ledger.assemble(now=1.0) == assembled, "assembling again answers the same"
     assert ledger.commit(0)
     assert not ledger.commit(0)
-    assert first.state is State.TRAINED
+    assert first.state is GroupState.TRAINED
     assert ledger.checkpoint(1) == 1
-    assert first.state is State.DURABLE
+    assert first.state is GroupState.DURABLE
     assert ledger.table.status().staleness == {0: 4}
 
 
@@ -127,9 +127,9 @@ def test_pushes_are_counted_once_and_only_under_the_lease() -> None:
     assert ledger.push("e0-p9", lease_id, 1, make_header(1, 0), 10).code is ErrorCode.NOT_FOUND
     assert ledger.push(group.id, lease_id, 1, make_header(0, 0), 10).code is ErrorCode.BAD_REQUEST
     assert ledger.push(group.id, lease_id, 2, make_header(2, 0), 10).code is ErrorCode.BAD_REQUEST
-    assert group.state is State.LEASED
+    assert group.state is GroupState.LEASED
     assert ledger.push(group.id, lease_id, 1, make_header(1, 0), 10).accepted
-    assert group.state is State.READY
+    assert group.state is GroupState.READY
     again = ledger.push(group.id, lease_id, 1, make_header(1, 0), 10)
     assert again.accepted
     assert again.duplicate
@@ -163,14 +163,14 @@ def test_a_dead_replica_loses_its_leases_and_keeps_its_samples() -> None:
     old_lease = group.lease_id or ""
     ledger.push(group.id, old_lease, 0, make_header(0, 0), 10)
     assert ledger.replica_gone("dead") == 1
-    assert group.state is State.WAITING
+    assert group.state is GroupState.WAITING
     assert ledger.table.outstanding == 0, "its throttle budget is free again"
     (again,) = lease(ledger, 1, replica="alive", request="request-alive")
     assert again is group
     assert (group.attempt, list(group.samples)) == (2, [0])
     assert ledger.push(group.id, old_lease, 1, make_header(1, 0), 10).code is ErrorCode.LEASE_LOST
     fill(ledger, group)
-    assert group.state is State.READY
+    assert group.state is GroupState.READY
 
 
 def test_kept_samples_that_became_too_old_are_generated_again() -> None:
@@ -196,12 +196,12 @@ def test_expiry_renewal_and_forgotten_leases() -> None:
     ledger = make(lease_timeout=10.0)
     first, second = lease(ledger, 2)
     assert ledger.renew("r", [first.lease_id or "", "unknown"], now=8.0) == ["unknown"]
-    assert second.state is State.LEASED, "one missed beat may have crossed the grant"
+    assert second.state is GroupState.LEASED, "one missed beat may have crossed the grant"
     ledger.renew("r", [first.lease_id or ""], now=9.0)
-    assert second.state is State.WAITING
+    assert second.state is GroupState.WAITING
     assert ledger.expire(now=12.0) == 0
     assert ledger.expire(now=30.0) == 1
-    assert first.state is State.WAITING
+    assert first.state is GroupState.WAITING
 
 
 def test_a_poisonous_prompt_is_quarantined_and_preemption_is_not_its_fault() -> None:
@@ -212,7 +212,7 @@ def test_a_poisonous_prompt_is_quarantined_and_preemption_is_not_its_fault() -> 
     for attempt in range(2):
         (group,) = lease(ledger, 1, request=f"request-{attempt}")
         ledger.replica_gone("r")
-    assert (group.state, group.reason) == (State.DROPPED, DropReason.POISON)
+    assert (group.state, group.reason) == (GroupState.DROPPED, DropReason.POISON)
     assert "crashed" in group.error
     assert ledger.table.status().dropped == {"poison": 1}
 
@@ -220,12 +220,12 @@ def test_a_poisonous_prompt_is_quarantined_and_preemption_is_not_its_fault() -> 
 @pytest.mark.parametrize(
     ("policy", "state", "reason"),
     [
-        ("retry", State.WAITING, None),
-        ("drop", State.DROPPED, DropReason.REWARD_ERROR),
-        ("mask", State.READY, None),
+        ("retry", GroupState.WAITING, None),
+        ("drop", GroupState.DROPPED, DropReason.REWARD_ERROR),
+        ("mask", GroupState.READY, None),
     ],
 )
-def test_a_failed_reward_is_never_a_score(policy: Any, state: State, reason: DropReason | None) -> None:
+def test_a_failed_reward_is_never_a_score(policy: Any, state: GroupState, reason: DropReason | None) -> None:
     ledger = make(on_reward_error=policy)
     (group,) = lease(ledger, 1)
     lease_id = group.lease_id or ""
@@ -241,7 +241,7 @@ def test_groups_without_signal_are_dropped_and_make_room() -> None:
     ledger = make(filter_metrics=("right",))
     (group,) = lease(ledger, 1)
     fill(ledger, group, rewards={"right": 1.0})
-    assert (group.state, group.reason) == (State.DROPPED, DropReason.ZERO_VARIANCE)
+    assert (group.state, group.reason) == (GroupState.DROPPED, DropReason.ZERO_VARIANCE)
     assert ledger.table.outstanding == 0
 
 
@@ -293,7 +293,7 @@ def greedy_group(**changes: Any) -> tuple[Ledger, Group]:
     (group,) = lease(ledger, 1)
     for index in range(2):
         ledger.push(group.id, group.lease_id or "", index, make_header(index, 0), 10)
-    assert group.state is State.LEASED
+    assert group.state is GroupState.LEASED
     return ledger, group
 
 
@@ -323,14 +323,14 @@ def test_a_group_is_ready_with_its_greedy_sample_which_counts_as_no_sample() -> 
 @pytest.mark.parametrize(
     ("policy", "changes", "state", "reason"),
     [
-        ("retry", {"score": None, "error": "no"}, State.WAITING, None),
-        ("drop", {"score": None, "error": "no"}, State.DROPPED, DropReason.REWARD_ERROR),
-        ("mask", {"score": None, "error": "no"}, State.DROPPED, DropReason.REWARD_ERROR),
-        ("mask", {"finish_reason": "overlong"}, State.DROPPED, DropReason.OVERLONG),
+        ("retry", {"score": None, "error": "no"}, GroupState.WAITING, None),
+        ("drop", {"score": None, "error": "no"}, GroupState.DROPPED, DropReason.REWARD_ERROR),
+        ("mask", {"score": None, "error": "no"}, GroupState.DROPPED, DropReason.REWARD_ERROR),
+        ("mask", {"finish_reason": "overlong"}, GroupState.DROPPED, DropReason.OVERLONG),
     ],
 )
 def test_without_the_score_of_its_greedy_sample_no_group_is_trained(
-    policy: Any, changes: dict[str, Any], state: State, reason: DropReason | None
+    policy: Any, changes: dict[str, Any], state: GroupState, reason: DropReason | None
 ) -> None:
     ledger, group = greedy_group(on_reward_error=policy)
     push_greedy(ledger, group, **changes)
@@ -339,11 +339,11 @@ def test_without_the_score_of_its_greedy_sample_no_group_is_trained(
         assert sorted(group.samples) == [0, 1], "what was scored is kept"
         (again,) = lease(ledger, 1)
         push_greedy(ledger, again)
-        assert group.state is State.READY
+        assert group.state is GroupState.READY
 
 
 def test_a_greedy_sample_that_differs_is_a_signal() -> None:
-    for greedy, state in ((1.0, State.DROPPED), (0.0, State.READY)):
+    for greedy, state in ((1.0, GroupState.DROPPED), (0.0, GroupState.READY)):
         ledger = make(greedy=True, filter_metrics=("right",))
         (group,) = lease(ledger, 1)
         for index in range(2):
@@ -373,7 +373,7 @@ def test_groups_of_another_size_are_made_again(before: tuple[int, bool], after: 
     stored.write(ledger)
     again = stored.restore(replace(ledger.params, n_samples=after[0], greedy=after[1]))
     again.table.remake_misfits()
-    assert (again.table.ready, len(again.table.by_state[State.WAITING])) == (0, 4)
+    assert (again.table.ready, len(again.table.by_state[GroupState.WAITING])) == (0, 4)
     fill_each(again, lease(again, 4))
     assert len(batch(again).groups) == 2
     again.commit(0)
@@ -427,7 +427,7 @@ def test_a_step_waits_for_what_is_due() -> None:
     train(ledger)
     fill_each(ledger, lease(ledger, 2, version=1), version=1)
     waiting = ledger.assemble(now=0.0)
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingStep)
     assert waiting.stragglers == due
     fill_each(ledger, due)
     assert train(ledger) == due
@@ -440,8 +440,8 @@ def test_stragglers_are_dropped_after_the_time_out_if_asked_for() -> None:
     train(ledger)
     others = lease(ledger, 2, version=1)
     fill_each(ledger, others, version=1)
-    assert isinstance(ledger.assemble(now=0.0), Waiting)
-    assert isinstance(ledger.assemble(now=4.0), Waiting)
+    assert isinstance(ledger.assemble(now=0.0), WaitingStep)
+    assert isinstance(ledger.assemble(now=4.0), WaitingStep)
     assembled = batch(ledger, now=6.0)
     assert assembled.groups == others
     assert {group.reason for group in due} == {DropReason.STALE}
@@ -450,12 +450,12 @@ def test_stragglers_are_dropped_after_the_time_out_if_asked_for() -> None:
 def test_no_step_waits_for_stragglers_while_there_is_no_trainer() -> None:
     ledger = make(on_stale="drop", straggler_timeout=10.0, staleness_bound=0)
     fill_each(ledger, lease(ledger, 2)[:1])
-    assert isinstance(ledger.assemble(now=0.0), Waiting)
+    assert isinstance(ledger.assemble(now=0.0), WaitingStep)
     ledger.table.abandon_step()  # the next trainer comes an hour later
     ledger.rewind(0)
     (again,) = lease(ledger, 1)
-    assert isinstance(ledger.assemble(now=3600.0), Waiting)
-    assert again.state is State.LEASED
+    assert isinstance(ledger.assemble(now=3600.0), WaitingStep)
+    assert again.state is GroupState.LEASED
     ledger.assemble(now=3611.0)
     assert again.reason is DropReason.STALE
 
@@ -479,7 +479,7 @@ def test_no_more_is_leased_than_the_last_steps_need() -> None:
 
 
 def test_epochs_follow_each_other_as_one_stream() -> None:
-    ledger = make(n_positions=3, n_epochs=2)
+    ledger = make(n_positions=3, data_passes=2)
     assert [group.id for group in lease(ledger, 4)] == ["e0-p0", "e0-p1", "e0-p2", "e1-p0"]
 
 
@@ -510,8 +510,8 @@ def test_rewind_reuses_what_the_checkpoint_can_have_made() -> None:
     fill_each(ledger, new, version=1)
     ledger.rewind(0)
     assert (ledger.table.committed, ledger.table.timeline) == (0, 1)
-    assert {group.state for group in old} == {State.READY}
-    assert {group.state for group in new} == {State.WAITING}
+    assert {group.state for group in old} == {GroupState.READY}
+    assert {group.state for group in new} == {GroupState.WAITING}
     assert ledger.table.status().staleness == {}
     assert ledger.table.status().created == 8
 
@@ -523,7 +523,7 @@ def test_rewind_generates_again_what_lost_its_payload() -> None:
     train(ledger)
     assert {name for name, _ in ledger.table.take_changes().dropped_payloads} == {"e0-p0", "e0-p1"}
     ledger.rewind(0)
-    assert {group.state for group in groups} == {State.WAITING}
+    assert {group.state for group in groups} == {GroupState.WAITING}
 
 
 def test_a_snapshot_alone_resumes_the_job() -> None:
@@ -547,9 +547,9 @@ def test_on_policy_a_hung_group_is_a_straggler_too() -> None:
     done, hung = lease(ledger, 2)
     fill(ledger, done)
     waiting = ledger.assemble(now=0.0)
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingStep)
     assert waiting.stragglers == [hung]
-    assert isinstance(ledger.assemble(now=6.0), Waiting)
+    assert isinstance(ledger.assemble(now=6.0), WaitingStep)
     assert hung.reason is DropReason.STALE
     (instead,) = lease(ledger, 1)
     fill(ledger, instead)
@@ -566,7 +566,7 @@ def test_groups_that_were_held_together_are_not_dropped_for_a_crash() -> None:
     assert not lease(ledger, 1, request="more"), "and stays alone"
     assert len(lease(ledger, 1, request="of another", replica="other")) == 1
     fill(ledger, first, version=0)
-    assert first.state is State.READY
+    assert first.state is GroupState.READY
     assert ledger.table.status().dropped == {}
 
 
@@ -578,14 +578,14 @@ def test_a_suspect_waits_for_an_idle_replica() -> None:
     suspect_again = lease(ledger, 1, request="again", replica="other")
     assert suspect_again == [suspect]
     ledger.replica_gone("other", failed=False)
-    assert suspect.state is State.WAITING, "a pre-emption is nobody's fault"
+    assert suspect.state is GroupState.WAITING, "a pre-emption is nobody's fault"
     stored = StoredLedger()
     stored.write(ledger)
     restored = stored.restore(ledger.params)
     (alone,) = lease(restored, 2, request="after a restart")
     assert alone.id == suspect.id
     restored.replica_gone("r")
-    assert (alone.state, alone.reason) == (State.DROPPED, DropReason.POISON)
+    assert (alone.state, alone.reason) == (GroupState.DROPPED, DropReason.POISON)
 
 
 def test_expired_leases_and_silent_replicas_cost_no_attempt() -> None:
@@ -595,4 +595,4 @@ def test_expired_leases_and_silent_replicas_cost_no_attempt() -> None:
         assert ledger.expire(now=100.0) == 1
         (group,) = lease(ledger, 1, request=f"silent-{attempt}")
         ledger.replica_gone("r", failed=False)
-    assert (group.state, group.crashes, group.failures) == (State.WAITING, 0, 0)
+    assert (group.state, group.crashes, group.failures) == (GroupState.WAITING, 0, 0)

@@ -23,11 +23,11 @@ from controller.ledger.reconcile import (
     Lineage,
     NeedSnapshot,
     Refuse,
-    Replay,
+    ResendSteps,
     decide,
     overdue,
 )
-from controller.ledger.replay import adopt, replay
+from controller.ledger.rejoin import adopt, recommit
 from controller.ledger.values import LedgerParams
 from controller.state.publications import Publications
 from schema.wire.batch import StepTable
@@ -49,20 +49,20 @@ def claim(**changes: Any) -> Claim:
 @pytest.mark.parametrize(
     ("known", "claimed", "expected"),
     [
-        (Known(7, 1, 9), claim(), Replay(9)),
-        (Known(7, 1, 6), claim(), Replay(6)),
-        (Known(5, 0, 8), claim(), Replay(4, back_to=4)),
+        (Known(7, 1, 9), claim(), ResendSteps(9)),
+        (Known(7, 1, 6), claim(), ResendSteps(6)),
+        (Known(5, 0, 8), claim(), ResendSteps(4, back_to=4)),
         (Known(5, 0, 3), claim(), NeedSnapshot(0)),
         (Known(0, 0, 0), claim(), NeedSnapshot(0)),
-        (Known(0, 0, 0), claim(timeline=0, began=0, first=0), Replay(0)),
-        (Known(0, 0, 5), claim(timeline=3, began=0, first=0), Replay(0, back_to=0)),
+        (Known(0, 0, 0), claim(timeline=0, began=0, first=0), ResendSteps(0)),
+        (Known(0, 0, 5), claim(timeline=3, began=0, first=0), ResendSteps(0, back_to=0)),
         (Known(7, 1, 4), claim(first=6), NeedSnapshot(4)),
         (Known(7, 1, 4), claim(first=6, snapshot_step=8, snapshot_timeline=1), FromSnapshot(8)),
         (Known(5, 0, 8), claim(timeline=2, first=8, began=8, steps=8), NeedSnapshot(0)),
-        (Known(5, 0, 8), claim(timeline=3, since=0), Replay(4, back_to=4)),
+        (Known(5, 0, 8), claim(timeline=3, since=0), ResendSteps(4, back_to=4)),
         (Known(5, 0, 8), claim(timeline=3, since=1), NeedSnapshot(0)),
         (Known(5, 0, 8), claim(since=1), NeedSnapshot(0)),
-        (Known(5, 1, 8), claim(timeline=3, since=1), Replay(4, back_to=4)),
+        (Known(5, 1, 8), claim(timeline=3, since=1), ResendSteps(4, back_to=4)),
     ],
 )
 def test_what_follows_from_what_both_know(known: Known, claimed: Claim, expected: object) -> None:
@@ -272,12 +272,12 @@ def table(step: int, names: list[str], **changes: Any) -> StepTable:
 def test_a_replayed_step_takes_its_groups_wherever_they_are() -> None:
     ledger = Ledger(GroupTable(PARAMS))
     (held,) = ledger.lease("r", "request-1", 0, 0, 1, 0.0).groups
-    assert replay(ledger.table, table(0, ["e0-p0", "e0-p3"]))
+    assert recommit(ledger.table, table(0, ["e0-p0", "e0-p3"]))
     status = ledger.table.status()
     assert (status.states["trained"], status.states["waiting"], status.created) == (2, 2, 4)
     assert status.staleness == {0: 2}
     assert held.lease_id is None
-    assert not replay(ledger.table, table(0, ["e0-p0", "e0-p3"]))
+    assert not recommit(ledger.table, table(0, ["e0-p0", "e0-p3"]))
 
 
 @pytest.mark.parametrize(
@@ -294,15 +294,15 @@ def test_a_replayed_step_takes_its_groups_wherever_they_are() -> None:
 )  # fmt: skip
 def test_a_replay_that_cannot_be_is_refused_and_changes_nothing(replayed: StepTable, says: str) -> None:
     ledger = Ledger(GroupTable(PARAMS))
-    replay(ledger.table, table(0, ["e0-p0"]))
+    recommit(ledger.table, table(0, ["e0-p0"]))
     before = ledger.table.status()
     if replayed.oldest_version == [-1]:
         replayed = table(3, ["e0-p4"], oldest_version=[0], newest_version=[3])
-        replay(ledger.table, table(1, ["e0-p1"]))
-        replay(ledger.table, table(2, ["e0-p2"]))
+        recommit(ledger.table, table(1, ["e0-p1"]))
+        recommit(ledger.table, table(2, ["e0-p2"]))
         before = ledger.table.status()
     with pytest.raises(ApiError, match=says):
-        replay(ledger.table, replayed)
+        recommit(ledger.table, replayed)
     assert ledger.table.status() == before
 
 
@@ -399,7 +399,7 @@ def test_a_lease_that_cannot_be_taken_back_is_lost(lease: HeldLease) -> None:
     ledger.lease("other", "request-1", 0, 0, 1, 0.0)
     if lease.version == 1:
         for step in range(3):
-            replay(ledger.table, table(step, [f"e0-p{step + 4}"]))
+            recommit(ledger.table, table(step, [f"e0-p{step + 4}"]))
     before = ledger.table.status()
     assert adopt(ledger.table, "r", [lease], 0.0) == [lease.lease_id]
     assert ledger.table.status() == before

@@ -26,9 +26,9 @@ from unittest.mock import patch
 from controller.api.routes.samples import _unpack as unpack
 from controller.client import calls as api
 from controller.errors import ApiError
-from controller.ledger.group import State
+from controller.ledger.group import GroupState
 from controller.services.controller import Controller
-from controller.state.job import Job
+from controller.state.job import JobState
 from controller.store import Fenced, Saved, StateStore, StoreUnavailable
 from schema.config import Config
 from schema.wire import messages as m
@@ -154,7 +154,7 @@ class World:
 
     async def open(self, host: Host, store: StateStore, saved: Saved) -> None:
         began = self.wall() - self.loop.time()
-        job = Job(
+        job = JobState(
             self.config, job_id="job", run_dir=self.run_dir, store=store, saved=saved,
             clock=lambda: began + self.loop.time(), wall=self.wall,
         )  # fmt: skip
@@ -310,26 +310,26 @@ class World:
         assert isinstance(self.loop, VirtualLoop)
         self.loop.fail(AssertionError(what))
 
-    def check(self, job: Job) -> None:
+    def check(self, job: JobState) -> None:
         table = job.require_ledger().table
         status = table.status()
         assert sum(status.states.values()) == status.created == table.frontier
         assert sum(status.dropped.values()) == status.states["dropped"]
-        counted = [*table.in_state(State.LEASED), *table.in_state(State.READY)]
+        counted = [*table.in_state(GroupState.LEASED), *table.in_state(GroupState.READY)]
         assert table.deadlines == Counter(group.deadline for group in counted)
         assert schedulable(table.deadlines, table.first_step, table.params.groups_per_step)
         assert status.max_staleness <= table.params.staleness_bound
         assert status.over_bound == 0
-        held = Counter(group.lease_id for group in table.in_state(State.LEASED))
+        held = Counter(group.lease_id for group in table.in_state(GroupState.LEASED))
         assert not held or max(held.values()) == 1, "one lease id for two groups"
         assert len(job.registry.present("policy")) <= 1
-        assert not any(group.crashes for group in table.in_state(State.WAITING)), "nobody saw a crash"
-        left = [group.expires - job.clock() for group in table.in_state(State.LEASED)]
+        assert not any(group.crashes for group in table.in_state(GroupState.WAITING)), "nobody saw a crash"
+        left = [group.expires - job.clock() for group in table.in_state(GroupState.LEASED)]
         assert max(left, default=0.0) <= table.params.lease_timeout + 1e-3, (
             "a clock that is set keeps a lease"
         )
 
-    def check_end(self, job: Job) -> None:
+    def check_end(self, job: JobState) -> None:
         """Every position is in the weights once, or was dropped with a reason."""
         table = job.require_ledger().table
         trained = Counter(name for step in self.weights for name in step)
@@ -363,7 +363,7 @@ class World:
         self.check_end(final)
 
 
-async def _job(controller: Controller) -> Job:
+async def _job(controller: Controller) -> JobState:
     assert controller.job.progress.finished
     return controller.job
 
@@ -398,7 +398,7 @@ def bundle(replica: str, group: m.LeasedGroup, indices: list[int], version: int)
 async def push(controller: Controller, body: bytes) -> m.PushReply:
     """What the route does."""
     replica_id, pushes = unpack(body)
-    before = {group.id: group.lease_id for group in controller.job.progress.in_state(State.LEASED)}
+    before = {group.id: group.lease_id for group in controller.job.progress.in_state(GroupState.LEASED)}
     reply = await controller.samples.push(replica_id, body, pushes)
     for item, result in zip(pushes, reply.results, strict=True):
         if result.accepted and not result.duplicate:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from controller.errors import ApiError
-from controller.notify import Signal
+from controller.notify import ChangeSignal
 from controller.services import lease_queue
 from controller.services.lease_queue import UNEVEN, LeaseQueue
 from schema.wire.messages import ErrorCode, LeaseReply, LeaseRequest, LeaseStatus
@@ -31,7 +31,7 @@ class Office:
         self.lost: set[str] = set()
         self.full: set[str] = set()
         self.only_version: int | None = None
-        self.changed = Signal()
+        self.changed = ChangeSignal()
         self.queue = LeaseQueue(
             self.changed, self.decide, lambda: self.alike, self.stage, lambda: self.closing
         )

@@ -10,7 +10,7 @@ import pytest
 
 from controller.client import Refused
 from controller.client import calls as api
-from controller.ledger.group import State
+from controller.ledger.group import GroupState
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.sample import decode_sample
@@ -65,7 +65,7 @@ def test_the_next_batch_is_guessed_while_a_step_trains(stage: Stage) -> None:
     service, epoch = served.controller.steps, trainer.reply.policy_epoch
 
     def ahead(step: int, rows: list[int] | None = None) -> bytes | None:
-        return trainer.client.send(api.step_batch(step, epoch, rows or "all", ahead=True))
+        return trainer.client.send(api.step_batch(step, epoch, rows or "all", prefetch=True))
 
     first, second = rollout.lease(2).groups, rollout.lease(2).groups
     assert len(second) == 2
@@ -74,7 +74,7 @@ def test_the_next_batch_is_guessed_while_a_step_trains(stage: Stage) -> None:
     assert trainer.batch(0) is not None
 
     async def meanwhile() -> bytes | None:
-        waits = asyncio.create_task(service.ahead(1, epoch, None, 30.0))
+        waits = asyncio.create_task(service.prefetch(1, epoch, None, 30.0))
         await asyncio.to_thread(rollout.finish, second)
         return await waits
 
@@ -82,10 +82,10 @@ def test_the_next_batch_is_guessed_while_a_step_trains(stage: Stage) -> None:
     assert guess is not None
     assert decode_batch(ahead(1, [1]) or b"")[1] == [decode_batch(guess)[1][1]]
     states = served.job.require_ledger().table.by_state
-    assert (len(states[State.BATCHED]), len(states[State.READY])) == (2, 2)
+    assert (len(states[GroupState.BATCHED]), len(states[GroupState.READY])) == (2, 2)
 
     async def until_the_commit() -> bytes | None:
-        waits = asyncio.create_task(service.ahead(2, epoch, None, 30.0))
+        waits = asyncio.create_task(service.prefetch(2, epoch, None, 30.0))
         await asyncio.to_thread(trainer.commit, 0)
         await asyncio.to_thread(trainer.batch, 1)
         await asyncio.to_thread(trainer.commit, 1)
@@ -95,7 +95,8 @@ def test_the_next_batch_is_guessed_while_a_step_trains(stage: Stage) -> None:
     assert ahead(1) is not None
     assert served.run(until_the_commit()) is None
     assert (
-        refused(trainer.client.send, api.step_batch(3, epoch + 1, ahead=True)).code is ErrorCode.STALE_EPOCH
+        refused(trainer.client.send, api.step_batch(3, epoch + 1, prefetch=True)).code
+        is ErrorCode.STALE_EPOCH
     )
     table, frames = decode_batch(guess)
     assert table.step == 1

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from controller.state.membership import Membership, Order
+from controller.state.membership import MemberOrder, Membership
 from controller.state.standstill import Standstill
 
 STEPS, UPDATES = 6, 2
@@ -50,7 +50,7 @@ class Replica:
     number: int = 0
     applied: int = 0
     leads: int = 0
-    order: Order = field(default_factory=lambda: Order("wait"))
+    order: MemberOrder = field(default_factory=lambda: MemberOrder("wait"))
     own: dict[int, str] = field(default_factory=dict)
     got: dict[int, str] = field(default_factory=dict)
     sent: set[tuple[str, int]] = field(default_factory=set)
@@ -159,16 +159,16 @@ class Crew:
         self.tick += 1
         return 1_000_000 + self.tick
 
-    def ask(self, one: Replica, call: Callable[[], Order], *, begins: bool = False) -> Order:
+    def ask(self, one: Replica, call: Callable[[], MemberOrder], *, begins: bool = False) -> MemberOrder:
         """A call of a replica that is registered, and its answer, which may get lost."""
         control = self.control
         if one.policy_epoch != self.policy_epoch:
-            order = Order("heal")
+            order = MemberOrder("heal")
         else:
             if one.takes_part and control.forgot(one.step, begins=begins):
                 self.declare(one)
                 if control.forgot(one.step, begins=begins):
-                    return Order("wait")
+                    return MemberOrder("wait")
             control.lead(one.name, one.leads)
             order = call()
         self.standstill.heard(one.name, self.tick * TICK_S, waits=order.action == "wait")
@@ -176,7 +176,7 @@ class Crew:
         if order.action in ("train", "again"):
             self.means("membership epoch", order.epoch, content=(order.members, order.counts))
         if not self.calm and self.chance.random() < self.faults:
-            return Order("wait")
+            return MemberOrder("wait")
         one.leads = (one.leads or control.epoch) if control.leader == one.name else 0
         one.known = max(one.known, control.step)
         return order
@@ -278,7 +278,7 @@ class Crew:
         elif order.action == "differs":
             self._obey(one, order)
 
-    def _obey(self, one: Replica, order: Order) -> None:
+    def _obey(self, one: Replica, order: MemberOrder) -> None:
         """What ends a process, or begins a round anew."""
         if order.action == "again":
             self._take(one, order)
@@ -288,7 +288,7 @@ class Crew:
             del self.replicas[one.name]
             self.undetected.add(one.name)
 
-    def _take(self, one: Replica, order: Order) -> None:
+    def _take(self, one: Replica, order: MemberOrder) -> None:
         one.order, one.does = order, "compute"
         one.own = {part: one.own[part] for part in order.parts if part in one.own}
         one.got, one.sent = {}, set()

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from controller.state.alarms import BEGINNING, COLLAPSES, WINDOW, Alarms, Change
+from controller.state.alarms import BEGINNING, COLLAPSES, WINDOW, AlarmChange, Alarms
 from controller.state.step_log import StepLog
 from schema.wire.messages import StepRecord, ValidationRecord
 
@@ -16,7 +16,7 @@ HEALTHY = {
 }  # fmt: skip
 
 
-def feed(alarms: Alarms, steps: int, first: int = 0, **metrics: float) -> list[Change]:
+def feed(alarms: Alarms, steps: int, first: int = 0, **metrics: float) -> list[AlarmChange]:
     changes = []
     for number in range(first, first + steps):
         changes += alarms.step(StepRecord(step=number, at=1.0, metrics={**HEALTHY, **metrics}))
@@ -75,7 +75,7 @@ def test_first_steps_without_entropy_do_not_silence_its_alarm(without: int) -> N
     assert again.active == alarms.active, "nor in a controller that starts again"
     alarms.rewind(without + 4)
     assert feed(alarms, 3, without + 4, entropy=0.01) == [
-        Change("entropy", text, False) for text in again.active.values()
+        AlarmChange("entropy", text, False) for text in again.active.values()
     ], "four first values are left"
 
 

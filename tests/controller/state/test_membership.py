@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.state.membership import PATIENCE, Membership, Order, dealt
+from controller.state.membership import PATIENCE, MemberOrder, Membership, dealt
 from tests.controller.state.crew import Crew, alone
 from tests.support.effort import SOAK, examples
 
@@ -33,23 +33,23 @@ def test_the_first_one_begins_at_once_and_the_next_one_waits_for_a_checkpoint():
     found = Membership(2)
     assert found.join("a", 4, "w").action == "heal", "it has to register while nobody is there"
     found.found("a", 4)
-    assert found.join("a", 4, "w") == Order("train", 1, (0, 1), ("a",), (2,), 4)
+    assert found.join("a", 4, "w") == MemberOrder("train", 1, (0, 1), ("a",), (2,), 4)
     assert found.join("b", 0, "old").action == "wait"
     assert found.begin("a", 4, "w").action == "train", "nobody waits for it within a step"
     found.committed(4)
     assert [found.begin("a", 5, "v").action, found.join("b", 0, "old").action] == ["save", "wait"]
     found.save(5)
     assert found.begin("a", 5, "v").action == "wait"
-    assert found.join("b", 0, "old") == Order("heal", 1, step=5)
+    assert found.join("b", 0, "old") == MemberOrder("heal", 1, step=5)
     assert found.healed("b", 4, "v").action == "heal", "that is another checkpoint"
-    assert found.healed("b", 5, "v") == Order("train", 2, (1,), ("a", "b"), (1, 1), 5)
-    assert found.begin("a", 5, "v") == Order("train", 2, (0,), ("a", "b"), (1, 1), 5)
+    assert found.healed("b", 5, "v") == MemberOrder("train", 2, (1,), ("a", "b"), (1, 1), 5)
+    assert found.begin("a", 5, "v") == MemberOrder("train", 2, (0,), ("a", "b"), (1, 1), 5)
 
 
 def test_who_comes_with_the_same_weights_takes_part_at_once():
     found = one()
     assert found.join("b", 4, "other").action == "wait"
-    assert found.join("b", 4, "w") == Order("train", 2, (1,), ("a", "b"), (1, 1), 4)
+    assert found.join("b", 4, "w") == MemberOrder("train", 2, (1,), ("a", "b"), (1, 1), 4)
     found = one()
     found.ready("a", 1, 4, 0)
     found.holds("a", 1, 4, 0)
@@ -65,14 +65,14 @@ def test_a_round_is_exchanged_when_all_are_ready_and_applied_when_all_hold_it():
     assert [found.holds(name, 2, 5, 0).action for name in "ba"] == ["apply"] * 2
     assert found.ready("a", 2, 5, 1).action == "wait"
     assert found.begin("b", 6).action == "wait"
-    assert found.begin("a", 6) == Order("commit", 2, step=5)
+    assert found.begin("a", 6) == MemberOrder("commit", 2, step=5)
 
 
 def test_who_dies_before_that_is_replaced_and_after_that_is_not_needed():
     found = pair()
     found.ready("a", 2, 5, 0)
     found.gone("b")
-    assert found.ready("a", 2, 5, 0) == Order("again", 3, (0, 1), ("a",), (2,))
+    assert found.ready("a", 2, 5, 0) == MemberOrder("again", 3, (0, 1), ("a",), (2,))
     assert (found.ready("a", 3, 5, 0).action, found.holds("a", 3, 5, 0).action) == ("exchange", "apply")
     found = pair()
     found.holds("a", 2, 5, 0)
@@ -87,8 +87,8 @@ def test_an_exchange_that_fails_is_begun_anew_with_the_same_parts():
     found.ready("a", 2, 5, 0)
     found.broken("b", 2)
     found.broken("a", 2)
-    assert found.ready("a", 2, 5, 0) == Order("again", 3, (0,), ("a", "b"), (1, 1))
-    assert found.holds("b", 2, 5, 0) == Order("again", 3, (1,), ("a", "b"), (1, 1))
+    assert found.ready("a", 2, 5, 0) == MemberOrder("again", 3, (0,), ("a", "b"), (1, 1))
+    assert found.holds("b", 2, 5, 0) == MemberOrder("again", 3, (1,), ("a", "b"), (1, 1))
 
 
 def test_who_is_not_a_member_has_to_heal():
@@ -105,9 +105,9 @@ def test_those_who_wait_while_all_members_die_register_anew():
     found.join("c", 0, "old")
     found.gone("a")
     found.gone("b")
-    assert found.join("c", 0, "old") == Order("heal", 4)
+    assert found.join("c", 0, "old") == MemberOrder("heal", 4)
     found.found("c", 3)
-    assert found.begin("c", 3, "u") == Order("train", 5, (0, 1), ("c",), (2,), 3)
+    assert found.begin("c", 3, "u") == MemberOrder("train", 5, (0, 1), ("c",), (2,), 3)
 
 
 def test_who_loads_for_too_long_waits_for_another_step():
@@ -125,7 +125,7 @@ def test_who_computes_other_numbers_is_out():
     found = pair()
     found.committed(5)
     assert found.begin("b", 6, "false").action == "wait"
-    assert found.begin("a", 6, "u") == Order("train", 3, (0, 1), ("a",), (2,), 6), (
+    assert found.begin("a", 6, "u") == MemberOrder("train", 3, (0, 1), ("a",), (2,), 6), (
         "two differ: the leader's count"
     )
     calls = [found.begin("b", 6, "u"), found.holds("b", 2, 6, 0), found.join("b", 6, "u")]

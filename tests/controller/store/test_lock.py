@@ -8,20 +8,24 @@ import subprocess
 import sys
 import time
 
-from controller.store.lock import Holder, Term, elapsed
+from controller.store.lock import LockHolder, Term, elapsed
 
 
 def test_a_living_process_and_an_unknown_one_are_not_dead() -> None:
-    me = Holder.myself("http://here:1")
+    me = LockHolder.myself("http://here:1")
     assert not me.is_dead()
-    assert Holder.parse(me.render()) == me
-    assert me.key != Holder.myself("http://here:1").key
-    for unknown in (Holder.parse(b"no json"), Holder.parse(b'{"pid": 1, "more": 2}'), Holder.parse(b"[]")):
+    assert LockHolder.parse(me.render()) == me
+    assert me.key != LockHolder.myself("http://here:1").key
+    for unknown in (
+        LockHolder.parse(b"no json"),
+        LockHolder.parse(b'{"pid": 1, "more": 2}'),
+        LockHolder.parse(b"[]"),
+    ):
         assert not unknown.is_dead()
 
 
 def test_a_holder_is_dead_when_its_process_ended_even_if_nobody_looked() -> None:
-    me = Holder.myself("")
+    me = LockHolder.myself("")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         from controller.store.lock import _start_time
 
@@ -36,7 +40,7 @@ def test_a_holder_is_dead_when_its_process_ended_even_if_nobody_looked() -> None
 
 
 def test_of_other_machines_boots_and_containers_nothing_is_known() -> None:
-    gone = dataclasses.replace(Holder.myself(""), started="1")
+    gone = dataclasses.replace(LockHolder.myself(""), started="1")
     assert gone.is_dead()
     assert not dataclasses.replace(gone, boot="another").is_dead()
     assert not dataclasses.replace(gone, namespace="pid:[1]").is_dead()

@@ -66,7 +66,7 @@ def test_a_damaged_missing_or_unexpected_file_is_an_error(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_no_stub_points_outside_of_the_directory(tmp_path: Path, name: str) -> None:
     assert FileName.parse(name) is None
-    text = payload_file.FileEntry(name=name, n_bytes=8, hash="0" * 32).model_dump_json()
+    text = payload_file.StubEntry(name=name, n_bytes=8, hash="0" * 32).model_dump_json()
     stub = encode_frame({}, {"sample": "{}", "file": text})
     with pytest.raises(FrameError):
         resolve(tmp_path, stub)

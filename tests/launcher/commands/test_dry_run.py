@@ -13,8 +13,8 @@ from launcher.commands.dry_run import HOST, Planned, plan, plan_lines
 from launcher.commands.tiny_model import write_tiny_model
 from launcher.errors import LaunchError
 from launcher.job.checked import Checked
-from launcher.job.request import Request
-from launcher.plan.machine import Capacity, Machine
+from launcher.job.request import LaunchRequest
+from launcher.plan.machine import Machine, MachineMemory
 from launcher.plan.rundir import RunDir
 from launcher.preflight.memory import PROGRAM_BYTES
 from tests.launcher.cli import cosmos
@@ -32,19 +32,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(
-    machine: Machine, capacity: Capacity, monkeypatch: pytest.MonkeyPatch, env: dict[str, str] | None = None,
+    machine: Machine, capacity: MachineMemory, monkeypatch: pytest.MonkeyPatch, env: dict[str, str] | None = None,
     **sections: dict[str, Any],
 ) -> Planned:  # fmt: skip
     """The plan on a machine of our making: what there is is an input like any other."""
     monkeypatch.setattr(dryrun, "find_capacity", lambda gpus: capacity)
     policy = {"model_name_or_path": "tiny", "model_max_length": 100, **sections.pop("policy", {})}
     made = config(policy=policy, **sections)
-    return plan(Checked(Request([], [], env or {}), made, machine, []))
+    return plan(Checked(LaunchRequest([], [], env or {}), made, machine, []))
 
 
 def test_processes_of_a_small_machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"COSMOS_REDIS_PASSWORD": "hunter2", "HOME": "/home/me"}
-    found = planned(Machine(2), Capacity(GIB * 8, GIB * 4), monkeypatch, env, controller={"port": 1234})
+    found = planned(Machine(2), MachineMemory(GIB * 8, GIB * 4), monkeypatch, env, controller={"port": 1234})
     assert [process.name for process in found.processes] == [
         "redis", "data", "controller", "policy-0", "rollout-0",
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def test_named_redis_is_not_started_and_its_password_not_shown(
 ) -> None:
     env = {"COSMOS_REDIS_PASSWORD": "hunter2"}
     redis = {"url": "redis://me:hunter2@10.0.0.1:6379/0"}
-    found = planned(Machine(2), Capacity(GIB, GIB), monkeypatch, env, redis=redis)
+    found = planned(Machine(2), MachineMemory(GIB, GIB), monkeypatch, env, redis=redis)
     names = [process.name for process in found.processes]
     assert "redis" not in names
     service = found.processes[names.index("controller")]
@@ -79,7 +79,9 @@ def test_named_redis_is_not_started_and_its_password_not_shown(
 
 
 def test_memory_is_summed_by_device(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(Machine(2), Capacity(8 * GIB, 4 * GIB), monkeypatch, train={"param_dtype": "float32"})
+    found = planned(
+        Machine(2), MachineMemory(8 * GIB, 4 * GIB), monkeypatch, train={"param_dtype": "float32"}
+    )
     by_name = {process.name: sum(part.bytes for part in process.memory) for process in found.processes}
     policy = {part.name: part.bytes for part in found.processes[3].memory}
     assert policy["weights that are updated"] == policy["gradients"] == N * 4
@@ -99,7 +101,7 @@ def test_memory_is_summed_by_device(here: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_devices_of_a_machine_with_gpus(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = ("0", "1", "GPU-x", "3")
-    capacity = Capacity(64 * GIB, 32 * GIB, dict.fromkeys(gpus, 10 * GIB))
+    capacity = MachineMemory(64 * GIB, 32 * GIB, dict.fromkeys(gpus, 10 * GIB))
     found = planned(
         Machine(8, gpus), capacity, monkeypatch,
         policy={"parallelism": {"tp_size": 1, "dp_shard_size": 2}},
@@ -123,7 +125,7 @@ def test_a_reference_model_is_counted_on_devices_of_its_own(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = ("0", "1", "2", "3", "4")
-    capacity = Capacity(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"3": 1})
+    capacity = MachineMemory(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"3": 1})
     found = planned(
         Machine(8, gpus), capacity, monkeypatch,
         train={"param_dtype": "float32", "train_policy": {"kl_beta": 0.1}},
@@ -139,7 +141,7 @@ def test_a_reference_model_is_counted_on_devices_of_its_own(
 def test_a_critic_is_counted_on_devices_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = ("0", "1", "2", "3", "4")
     found = planned(
-        Machine(8, gpus), Capacity(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"2": 1}), monkeypatch,
+        Machine(8, gpus), MachineMemory(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"2": 1}), monkeypatch,
         train={"param_dtype": "float32", "train_policy": {"kl_beta": 0.1, "advantage_estimator": "gae"}},
         critic={"enable": True, "param_dtype": "float32"},
         placement={"policy": [0], "critic": [2], "reference": [3], "rollout": [4]},
@@ -151,11 +153,11 @@ def test_a_critic_is_counted_on_devices_of_its_own(here: Path, monkeypatch: pyte
 
 
 def test_what_does_not_fit_is_a_warning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(Machine(2), Capacity(GIB, GIB // 2), monkeypatch)
+    found = planned(Machine(2), MachineMemory(GIB, GIB // 2), monkeypatch)
     (warning,) = found.warnings
     assert "needed on host, 512 MiB are free" in warning.message
     assert "mini_batch" in warning.hint
-    tiny = Capacity(64 * GIB, 32 * GIB, {"0": 10 * GIB, "1": 1_400_000})
+    tiny = MachineMemory(64 * GIB, 32 * GIB, {"0": 10 * GIB, "1": 1_400_000})
     rollout = {"backend": "vllm", "gpu_memory_utilization": 0.5, "parallelism": {"tp_size": 1}}
     found = planned(Machine(8, ("0", "1")), tiny, monkeypatch, rollout=rollout)
     assert [warning.key for warning in found.warnings] == ["rollout.gpu_memory_utilization"]
@@ -163,7 +165,7 @@ def test_what_does_not_fit_is_a_warning(here: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_shared_gpu_is_summed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capacity = Capacity(64 * GIB, 32 * GIB, {"0": 100 * 2**20})
+    capacity = MachineMemory(64 * GIB, 32 * GIB, {"0": 100 * 2**20})
     rollout = {"backend": "vllm", "gpu_memory_utilization": 0.9}
     found = planned(
         Machine(8, ("0",)), capacity, monkeypatch, rollout=rollout, placement={"share": "memory"},
@@ -174,7 +176,7 @@ def test_a_shared_gpu_is_summed(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_in_turns_a_gpu_holds_the_larger_of_both(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capacity, used = Capacity(64 * GIB, 32 * GIB, {"0": GIB}), {}
+    capacity, used = MachineMemory(64 * GIB, 32 * GIB, {"0": GIB}), {}
     for share in ("memory", "time"):
         rollout = {"backend": "vllm", "gpu_memory_utilization": 0.5}
         found = planned(
@@ -190,7 +192,7 @@ def test_in_turns_a_gpu_holds_the_larger_of_both(here: Path, monkeypatch: pytest
 
 def test_a_model_that_is_elsewhere_has_no_estimate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = {"model_name_or_path": "owner/elsewhere"}
-    found = planned(Machine(2), Capacity(GIB, 1), monkeypatch, {"HF_HOME": str(here)}, policy=policy)
+    found = planned(Machine(2), MachineMemory(GIB, 1), monkeypatch, {"HF_HOME": str(here)}, policy=policy)
     assert found.model is None
     assert found.warnings == []
     text = "\n".join(plan_lines(found))
@@ -200,14 +202,14 @@ def test_a_model_that_is_elsewhere_has_no_estimate(here: Path, monkeypatch: pyte
 
 def test_supervised_training_has_no_rollouts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(
-        Machine(2), Capacity(GIB * 8, GIB * 4), monkeypatch, train={"train_policy": {"type": "sft"}}
+        Machine(2), MachineMemory(GIB * 8, GIB * 4), monkeypatch, train={"train_policy": {"type": "sft"}}
     )
     assert [process.role for process in found.processes] == ["redis", "data", "controller", "policy"]
     assert found.shared == ()
 
 
 def test_the_text_names_everything(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(Machine(2), Capacity(GIB * 8, GIB * 4), monkeypatch)
+    found = planned(Machine(2), MachineMemory(GIB * 8, GIB * 4), monkeypatch)
     text = "\n".join(plan_lines(found))
     for part in (
         "2 cores, no GPU, 4 GiB of host memory free", "329,472 parameters", "-m policy_worker", "-m controller",
@@ -228,11 +230,13 @@ def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytes
     run.make()
     run.write_config(config())
     with pytest.raises(LaunchError, match="holds a run already"):
-        planned(Machine(2), Capacity(GIB, GIB), monkeypatch, train={"timestamp": "mine"})
+        planned(Machine(2), MachineMemory(GIB, GIB), monkeypatch, train={"timestamp": "mine"})
     again = config(train={"timestamp": "mine"}, policy={"model_name_or_path": "tiny"})
-    assert plan(Checked(Request([], [], {}, resume=""), again, Machine(2), [])).continued
+    assert plan(Checked(LaunchRequest([], [], {}, resume=""), again, Machine(2), [])).continued
     evaluation = config(train={"resume": True}, evaluation={"dataset": {"name": "answers.jsonl"}})
-    assert not plan(Checked(Request([], [], {}), evaluation, Machine(2), [])).continued, "it starts afresh"
+    assert not plan(Checked(LaunchRequest([], [], {}), evaluation, Machine(2), [])).continued, (
+        "it starts afresh"
+    )
 
 
 def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
 
 def test_the_summary_says_what_is_trained_by_whom(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(
-        Machine(8, ("0", "1")), Capacity(GIB * 8, GIB * 8, {"0": GIB * 80, "1": GIB * 80}), monkeypatch,
+        Machine(8, ("0", "1")), MachineMemory(GIB * 8, GIB * 8, {"0": GIB * 80, "1": GIB * 80}), monkeypatch,
         placement={"nodes": 2}, policy={"parallelism": {"dp_shard_size": 3}},
         rollout={"n_generation": 4}, train={"train_batch_per_replica": 32, "max_num_steps": 7},
     )  # fmt: skip

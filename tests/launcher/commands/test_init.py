@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from controller.data.prepare import prepare
 from controller.data.tokenizer import PromptTokenizer
-from launcher.commands.init import Request, fit_of, lines, listing, start
+from launcher.commands.init import InitRequest, fit_of, lines, listing, start
 from launcher.commands.tiny_model import END, byte_characters, write_tiny_model
 from launcher.errors import LaunchError
 from launcher.plan.machine import Machine
@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(recipe: str, output: str = "run.toml", **options: object) -> list[str]:
-    return lines(start(Request(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
+    return lines(start(InitRequest(recipe, Path(output), **options), {"CUDA_VISIBLE_DEVICES": ""}))  # type: ignore[arg-type]
 
 
 MACHINES = combinations([0, 1, 2, 3, 8, 100], ["transformers", "vllm"])
@@ -279,10 +279,10 @@ def test_wrong_requests_are_named(here: Path) -> None:
 
 
 def test_the_machine_is_looked_at_unless_told_otherwise() -> None:
-    here = fit_of(Request("grpo"), {"CUDA_VISIBLE_DEVICES": ""})
+    here = fit_of(InitRequest("grpo"), {"CUDA_VISIBLE_DEVICES": ""})
     assert here.gpus == 0
     assert here.engine in ("vllm", "transformers")
-    assert fit_of(Request("grpo", gpus=8, engine="transformers"), {}) == Fit(8, "transformers")
+    assert fit_of(InitRequest("grpo", gpus=8, engine="transformers"), {}) == Fit(8, "transformers")
 
 
 @pytest.mark.parametrize(

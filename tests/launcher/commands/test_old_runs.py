@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands.plot import Curves
+from launcher.commands.plot import PlottedCurves
 from schema.wire import event_file, sample_file
 from tests.launcher.cli import cosmos
 from tests.launcher.display.test_summary import full, result
@@ -36,7 +36,7 @@ def test_every_view_of_an_old_run_is_of_use(run_dir: Path, tmp_path: Path) -> No
     assert json.loads(cosmos("samples", run_dir, "--json").stdout) == []
     cosmos("validate", run_dir / "config.toml").says(0, "is valid")
     cosmos("plot", run_dir, "-o", tmp_path / "old.png").says(0, "old.png: run")
-    assert Curves.read(run_dir).metric("reward_mean")[0] == list(range(9))
+    assert PlottedCurves.read(run_dir).metric("reward_mean")[0] == list(range(9))
     other = {**json.loads((run_dir / "summary.json").read_text()), "steps": [{"at": 1}]}
     (run_dir / "summary.json").write_text(json.dumps(other))
     cosmos("plot", run_dir).complains(2, "has no step to draw")
@@ -49,7 +49,7 @@ def test_half_lines_and_junk_of_a_killed_run_are_passed_over(run_dir: Path) -> N
     for path in (event_file.path_of(run_dir), *sample_file.folder_of(run_dir).iterdir()):
         first, second = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"\0\xff\x80\n" + first + other + second[:-20])
-    assert Curves.read(run_dir).metric("reward_mean") == ([0], [0.5])
+    assert PlottedCurves.read(run_dir).metric("reward_mean") == ([0], [0.5])
     assert len(json.loads(cosmos("samples", run_dir, "--json").stdout)) == 1
     cosmos("status", run_dir, "--why").says(0, "outcome: finished")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.display.summary import Collected, Result
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.display.summary import Collected, RunResult
+from launcher.plan.rundir import RunDir, RunTokens
 from schema.config import load_config
 from tests.launcher.cli import cosmos
 from tests.launcher.samples import job_status, write_job
@@ -22,8 +22,8 @@ def ended(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "out" / "mine")
     run.make()
     run.write_config(config)
-    run.write_tokens(Tokens.fresh())
-    Result(0, "finished", "", run.path, 12.0, Collected(status=job_status()), {}).write()
+    run.write_tokens(RunTokens.fresh())
+    RunResult(0, "finished", "", run.path, 12.0, Collected(status=job_status()), {}).write()
     return run
 
 

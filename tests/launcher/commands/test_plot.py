@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.commands.plot import Curves
+from launcher.commands.plot import PlottedCurves
 from schema.wire import event_file, sample_file
 from tests.launcher.cli import ROOT, cosmos
 from tests.schema.wire.test_event_file import rewind, step, validation
@@ -57,7 +57,7 @@ def test_one_run_and_several_are_drawn(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_drawn(run_dir: Path) -> None:
-    curves = Curves.read(run_dir)
+    curves = PlottedCurves.read(run_dir)
     steps, rewards = curves.metric("reward_mean")
     assert steps == [0, 1, 2]
     assert (rewards[0], rewards[2]) == (0.1, 0.3)

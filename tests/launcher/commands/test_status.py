@@ -12,7 +12,7 @@ import pytest
 from controller.client import calls as api
 from launcher.commands.status import advice, exit_code, find_status, lines, why_lines
 from launcher.errors import LaunchError
-from launcher.job.remote import Target
+from launcher.job.remote import RemoteJob
 from launcher.plan.checkpoints import Checkpoint, newest_checkpoint
 from launcher.plan.rundir import RunDir
 from schema.wire import event_file
@@ -89,16 +89,16 @@ def test_a_launcher_that_ends_the_job_is_not_said_to_start_it(tmp_path: Path):
     run.lock()
     try:
         run.launcher_json.write_text(json.dumps({"pid": os.getpid() + 1, "ending": "stopped"}))
-        assert find_status(Target(run))["state"] == "starting", "that file is of an earlier start"
+        assert find_status(RemoteJob(run))["state"] == "starting", "that file is of an earlier start"
         run.launcher_json.write_text(json.dumps({"pid": os.getpid(), "ending": "failed: no controller"}))
-        now = find_status(Target(run))
+        now = find_status(RemoteJob(run))
         with pytest.raises(LaunchError, match="is ending: failed: no controller"):
-            Target(run).ask(api.job())
+            RemoteJob(run).ask(api.job())
     finally:
         run.unlock()
     assert (now["state"], now["alive"]) == ("ending", True)
     assert lines(now)[0] == f"{tmp_path} is ending: failed: no controller"
-    assert find_status(Target(run))["state"] == "killed"
+    assert find_status(RemoteJob(run))["state"] == "killed"
 
 
 def test_it_says_from_where_a_run_goes_on():
@@ -218,7 +218,7 @@ def test_a_killed_run_shows_what_its_events_say(tmp_path: Path) -> None:
     event_file.append(event_file.path_of(tmp_path), events)
     run = RunDir(tmp_path)
     run.make()
-    now = find_status(Target(run))
+    now = find_status(RemoteJob(run))
     assert now["state"] == "killed"
     text = "\n".join(lines(now) + why_lines(now))
     for words in (

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.display.summary import Collected, Result, learning, out_of_data, rows, table
+from launcher.display.summary import Collected, RunResult, learning, out_of_data, rows, table
 from schema.wire.data_report import DataReport, FileReport, Rows
 from schema.wire.messages import LedgerStatus, Phase, StepRecord
 from tests.launcher.samples import held_out_loss, job_status, validation
 
 
-def result(tmp_path: Path, collected: Collected, outcome: str = "finished", reason: str = "") -> Result:
-    return Result(0, outcome, reason, tmp_path, 95.4, collected, {"policy-0": 0, "rollout-0": 2})
+def result(tmp_path: Path, collected: Collected, outcome: str = "finished", reason: str = "") -> RunResult:
+    return RunResult(0, outcome, reason, tmp_path, 95.4, collected, {"policy-0": 0, "rollout-0": 2})
 
 
 def full() -> Collected:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher.commands.status import exit_code, find_status, lines
-from launcher.job.remote import Target
+from launcher.job.remote import RemoteJob
 from launcher.plan.rundir import RunDir
 from tests.launcher.cli import Answer, cosmos
 
@@ -34,7 +34,7 @@ def test_scores_are_shown_and_written(tmp_path: Path) -> None:
     assert (found["score"], found["best"], found["errors"]) == (0.75, 1.0, 0)
     assert found["sources"]["gsm8k"]["score"] == 0.5
     assert len((run / "scores.jsonl").read_text().splitlines()) == 2
-    shown = find_status(Target(RunDir(run)))
+    shown = find_status(RemoteJob(RunDir(run)))
     assert (shown["state"], exit_code(shown), lines(shown)[1]) == ("finished", 0, "  outcome: finished")
 
 

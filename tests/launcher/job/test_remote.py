@@ -13,10 +13,10 @@ from controller.client import Untrusted
 from controller.client import calls as api
 from launcher.commands import plot
 from launcher.errors import LaunchError
-from launcher.job.remote import HOW_TO_GET_IN, Target, find
+from launcher.job.remote import HOW_TO_GET_IN, RemoteJob, find
 from launcher.nodes import join
 from launcher.plan.addresses import controller_url, reachable_elsewhere, url_of
-from launcher.plan.rundir import RunDir, Tokens
+from launcher.plan.rundir import RunDir, RunTokens
 from launcher.restarts import Role
 from tests.launcher.samples import config
 from tests.support.controller import TOKENS
@@ -39,20 +39,20 @@ def test_other_machines_are_told_an_address_that_they_reach(host: str, here: str
 
 
 def test_a_certificate_that_is_not_trusted_is_no_wrong_address():
-    error = Target(None, "https://h:1", "t")._refused("https://h:1", Untrusted("export COSMOS_TLS_CA"))
+    error = RemoteJob(None, "https://h:1", "t")._refused("https://h:1", Untrusted("export COSMOS_TLS_CA"))
     assert error.render() == "export COSMOS_TLS_CA"
 
 
 def test_a_stale_run_directory_gives_no_token_away(tmp_path: Path) -> None:
     """Another program has the port of its controller by now; `status`, `stop`, `join` and the like read its files."""
-    run, tokens = RunDir(tmp_path / "run"), Tokens.fresh()
+    run, tokens = RunDir(tmp_path / "run"), RunTokens.fresh()
     run.make()
     run.write_tokens(tokens, trainers=True)
     run.write_config(config())
     with impostor(lambda *_: http(b"{}")) as there:
         run.controller_json.write_text(json.dumps({"url": there.url, "pid": 1, "job_id": "j"}))
         os.utime(run.controller_json, (0.0, 0.0))
-        target = Target(run, token=tokens.user)
+        target = RemoteJob(run, token=tokens.user)
         with pytest.raises(LaunchError, match="is not running"):
             target.ask(api.job())
         run.lock()
@@ -86,7 +86,7 @@ def test_another_users_run_directory_gets_no_token(tmp_path: Path, monkeypatch: 
         run.controller_json.write_text(json.dumps({"url": "https://127.0.0.1:1"}))
         run.lock()
     try:
-        mine.write_tokens(Tokens.fresh())
+        mine.write_tokens(RunTokens.fresh())
         monkeypatch.setattr(os, "geteuid", lambda: 1)
         for owner in (1, 2):
             os.chown(theirs.config_json, owner, owner)
@@ -95,12 +95,12 @@ def test_another_users_run_directory_gets_no_token(tmp_path: Path, monkeypatch: 
         (theirs.path / ".tokens" / "user").symlink_to(mine.path / ".tokens" / "user")
         assert theirs.read_token() is None, "it is not of who started that run"
         assert mine.read_token()
-        target = Target(theirs, token="t")
+        target = RemoteJob(theirs, token="t")
         assert target.address() == "", "nor is this"
         os.chown(theirs.controller_json, 2, 2)
         theirs.controller_json.touch()
         with pytest.raises(LaunchError, match="none can be read") as caught:
-            Target(theirs).ask(api.job())
+            RemoteJob(theirs).ask(api.job())
         assert caught.value.hint.endswith("and ask its controller: https://127.0.0.1:1")
     finally:
         for run in (mine, theirs):
@@ -112,10 +112,10 @@ def test_a_token_that_the_controller_does_not_have_is_not_sent() -> None:
     answers = [TOKENS["policy"]]
     with impostor(lambda head, address: http(proof_of(head.split()[1], answers, address))) as there:
         with pytest.raises(LaunchError, match="or the address is") as caught:
-            Target(None, there.url, "the-token-of-an-earlier-start").ask(api.job())
+            RemoteJob(None, there.url, "the-token-of-an-earlier-start").ask(api.job())
         assert caught.value.hint == HOW_TO_GET_IN
         assert b"earlier-start" not in there.received
 
 
-def vars_of(tokens: Tokens) -> list[str]:
+def vars_of(tokens: RunTokens) -> list[str]:
     return [tokens.user, tokens.rollout, tokens.policy]

@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.job.replay import Changes, differences, medians, read_config, run_ranks, sweep, text_of
+from launcher.job.replay import ConfigChanges, differences, medians, read_config, run_ranks, sweep, text_of
 from launcher.plan.machine import Machine
 from launcher.plan.needs import PlacementError
-from launcher.plan.placement import ProcessSpec, Replica, place, replay
+from launcher.plan.placement import PlacedReplica, ProcessSpec, place, replay
 from launcher.plan.rundir import RunDir
 from launcher.processes.host import Folders
 from launcher.processes.supervisor import Setting
-from launcher.restarts import Budget, Role
+from launcher.restarts import RestartBudget, Role
 from schema.config import load_config
 from schema.config.trained import settings_digest
 from schema.wire import batch_file
@@ -92,7 +92,7 @@ def test_files_of_another_job_and_damaged_ones_are_named(run: RunDir):
 # ---- where it runs --------------------------------------------------------------------------------------------
 
 
-def environments(found: Replica, name: str) -> list[str]:
+def environments(found: PlacedReplica, name: str) -> list[str]:
     return [process.env[name] for process in found.processes]
 
 
@@ -140,10 +140,13 @@ def play(directory: Path, *programs: str, show: Any, grace: float = 1.0) -> int:
     argvs = [(sys.executable, "-I", "-S", "-c", REPORT + program, str(output)) for program in programs]
     ranks = tuple(ProcessSpec(f"replay-{n}", Role.POLICY, argv) for n, argv in enumerate(argvs))
     setting = Setting(
-        Folders(directory, directory), grace, Budget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env}
+        Folders(directory, directory),
+        grace,
+        RestartBudget(0, 0.0, 0.0),
+        lambda spec: {**os.environ, **spec.env},
     )
     return asyncio.run(
-        run_ranks(Replica("replay", Role.POLICY, ranks), directory / "output.jsonl", setting, show)
+        run_ranks(PlacedReplica("replay", Role.POLICY, ranks), directory / "output.jsonl", setting, show)
     )
 
 
@@ -236,7 +239,7 @@ BEGIN = {
     "event": "begin", "run": "RUN", "steps": [4, 5], "ranks": 2, "weights": "checkpoint C", "weights_step": 4,
     "exact": True,
 }  # fmt: skip
-SAME = Changes([], "", "")
+SAME = ConfigChanges([], "", "")
 
 
 @pytest.mark.parametrize(
@@ -245,22 +248,22 @@ SAME = Changes([], "", "")
         ({}, {}, SAME, []),
         ({"exact": False}, {}, SAME, ["the weights are not exactly those of step 4"]),
         (
-            {"ranks": 1}, {}, Changes(["train.seed"], "", "b"),
+            {"ranks": 1}, {}, ConfigChanges(["train.seed"], "", "b"),
             ["step 4 was trained on 2 ranks", "train.seed changed"],
         ),
-        ({}, {}, Changes(["profiler.enable_profiler", "train.output_dir"], "", ""), []),
-        ({}, {}, Changes(["placement.policy"], "", ""), ["placement.policy changed"]),
+        ({}, {}, ConfigChanges(["profiler.enable_profiler", "train.output_dir"], "", ""), []),
+        ({}, {}, ConfigChanges(["placement.policy"], "", ""), ["placement.policy changed"]),
         (
             {}, {"ranks": 1, "total_steps": 80}, SAME,
             ["step 5 was trained on 1 rank", "the schedule had 60 steps at step 4, 80 at step 5"],
         ),
         ({}, {"settings": "b"}, SAME, ["step 5 was trained with settings other than those of config.toml"]),
-        ({}, {"settings": "b"}, Changes(["train.seed"], "b", ""),
+        ({}, {"settings": "b"}, ConfigChanges(["train.seed"], "b", ""),
             ["step 4 was trained with settings other than those of config.toml", "train.seed changed"]),
     ],
 )  # fmt: skip
 def test_it_says_whether_numbers_can_be_compared(
-    facts: dict[str, Any], later: dict[str, Any], changes: Changes, reasons: list[str]
+    facts: dict[str, Any], later: dict[str, Any], changes: ConfigChanges, reasons: list[str]
 ):
     begin = {**BEGIN, **facts}
     found = differences(begin, {4: FACTS, 5: FACTS.model_copy(update=later)}, changes)

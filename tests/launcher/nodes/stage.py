@@ -19,11 +19,11 @@ from launcher.nodes.agent import Joining, run_node
 from launcher.nodes.agreement import facts
 from launcher.nodes.announcement import Announcement, HeadAddress, place_of
 from launcher.nodes.head import NodeHost, NodeServer, Terms
-from launcher.nodes.link import Link
+from launcher.nodes.link import NodeLink
 from launcher.plan.machine import Machine
-from launcher.plan.placement import ProcessSpec, Replica, place
+from launcher.plan.placement import PlacedReplica, ProcessSpec, place
 from launcher.plan.rundir import RunDir
-from launcher.processes.host import Order
+from launcher.processes.host import ProcessOrder
 from schema.config import Config
 from tests.launcher.samples import config
 from tests.support.ports import free_port
@@ -89,10 +89,10 @@ class Stage:
         left.write(place_of(self.config, self.head))
 
     @asynccontextmanager
-    async def by_hand(self) -> AsyncIterator[Link]:
+    async def by_hand(self) -> AsyncIterator[NodeLink]:
         """A proven connection to the head, on which a test says what it wants."""
         reader, writer = await asyncio.open_connection(self.head.host, self.head.port)
-        link = await Link.to_head(reader, writer, SILENCE, self.announced().token, self.head)
+        link = await NodeLink.to_head(reader, writer, SILENCE, self.announced().token, self.head)
         try:
             yield link
         finally:
@@ -103,7 +103,7 @@ class Stage:
         said |= {"clock": time.time(), "machine": MACHINE, "facts": known or self.facts()}
         return m.Hello(**said | changed)
 
-    async def be_welcome(self, link: Link) -> None:
+    async def be_welcome(self, link: NodeLink) -> None:
         link.send(self.hello())
         challenge = await link.expect(m.Challenge)
         (self.run.path / challenge.name).touch()
@@ -111,12 +111,14 @@ class Stage:
         assert (await link.expect(m.Welcome)).node == 1
         await link.expect(m.Layout)
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[PlacedReplica]:
         return place(self.config, MACHINE, MACHINE)
 
-    def order(self, name: str = "policy-0-rank1") -> Order:
+    def order(self, name: str = "policy-0-rank1") -> ProcessOrder:
         specs: list[ProcessSpec] = [spec for one in self.replicas() for spec in one.processes]
-        return Order(next(spec for spec in specs if spec.name == name), meeting() if "rank" in name else {})
+        return ProcessOrder(
+            next(spec for spec in specs if spec.name == name), meeting() if "rank" in name else {}
+        )
 
 
 def sent(spec: ProcessSpec) -> dict[str, str]:

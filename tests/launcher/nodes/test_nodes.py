@@ -15,12 +15,12 @@ from launcher.errors import LaunchError
 from launcher.nodes import messages as m
 from launcher.nodes.announcement import Announcement, place_of
 from launcher.nodes.head import NodeServer
-from launcher.nodes.link import Link, LinkClosedError
+from launcher.nodes.link import LinkClosedError, NodeLink
 from launcher.plan.machine import Machine
-from launcher.plan.placement import Replica
-from launcher.processes.host import End, Folders, HostLostError
+from launcher.plan.placement import PlacedReplica
+from launcher.processes.host import Folders, HostLostError, ProcessEnd
 from launcher.processes.supervisor import LOST, Setting, Supervisor
-from launcher.restarts import Budget, Role
+from launcher.restarts import RestartBudget, Role
 from schema.util.proof import Handshake
 from tests.launcher.nodes.stage import MACHINE, Stage, meeting, on, there, worker
 from tests.launcher.processes.test_supervisor import Watcher, comes_true
@@ -30,7 +30,7 @@ from tests.launcher.scripts import alive
 __all__ = ["worker"]
 
 
-class Unknown(m.Message):
+class Unknown(m.NodeMessage):
     """Of another version, say."""
 
     kind: str = "unknown"
@@ -56,7 +56,7 @@ def test_a_node_runs_what_the_head_names_and_leaves_with_the_job(
             worker(f"import os, sys; print(sys.argv[1:], [os.environ[n] for n in '{names}'.split()])")
             told = await there(server).spawn(stage.order())
             values = ["here", "1", "x", "of-policy-0-rank1", "127.0.0.1", "0"]
-            assert await told.wait() == End(0, (f"['-P', '-m', 'policy_worker'] {values}",))
+            assert await told.wait() == ProcessEnd(0, (f"['-P', '-m', 'policy_worker'] {values}",))
             assert (stage.run.logs / "policy-0-rank1.log").is_file()
             worker(STAYS)
             stays = await there(server).spawn(stage.order("rollout-1"))
@@ -228,7 +228,9 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 
 def supervisor_over(server: NodeServer, root: Path, watcher: Watcher) -> Supervisor:
-    setting = Setting(Folders(root, root), 0.2, Budget(0, 0.0, 0.0), lambda spec: {}, server.hosts, meeting)
+    setting = Setting(
+        Folders(root, root), 0.2, RestartBudget(0, 0.0, 0.0), lambda spec: {}, server.hosts, meeting
+    )
     return Supervisor(setting, watcher)
 
 
@@ -265,7 +267,7 @@ def test_a_policy_without_its_node_ends_the_job_in_the_end(tmp_path: Path) -> No
         async with stage.listening() as server:
             supervisor = supervisor_over(server, tmp_path, Watcher())
             only = (stage.order().spec,)
-            supervisor.launch(Replica("policy-0", Role.POLICY, only))
+            supervisor.launch(PlacedReplica("policy-0", Role.POLICY, only))
             ending = await supervisor.ended
             assert "policy-0 cannot go on: node 1 did not come back in 0.3 s" in ending.verdict.reason
             with pytest.raises(HostLostError):
@@ -281,7 +283,7 @@ def test_a_link_ends_when_the_other_side_is_silent(tmp_path: Path) -> None:
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        link = Link(reader, writer, 0.1, Handshake("", "", "", ""), "client")
+        link = NodeLink(reader, writer, 0.1, Handshake("", "", "", ""), "client")
         with pytest.raises(LinkClosedError, match=r"no sign of life for 0.1 s"):
             await link.receive()
         await link.close()

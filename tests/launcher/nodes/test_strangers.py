@@ -21,7 +21,7 @@ from launcher.errors import LaunchError
 from launcher.nodes import listener
 from launcher.nodes import messages as m
 from launcher.nodes.announcement import HeadAddress, place_of
-from launcher.nodes.link import LENGTH_BYTES, PURPOSE, Link, LinkClosedError
+from launcher.nodes.link import LENGTH_BYTES, PURPOSE, LinkClosedError, NodeLink
 from launcher.nodes.orders import SENT, OrderError, Orders, run_of
 from launcher.plan.machine import Machine
 from launcher.restarts import Role
@@ -410,13 +410,13 @@ def test_a_proven_head_cannot_make_a_node_run_or_write_what_it_likes(
     ]
 
     async def body(stage: Stage) -> None:
-        async def joined(link: Link) -> None:
+        async def joined(link: NodeLink) -> None:
             await link.expect(m.Hello)
             link.send(m.Challenge(name=NAME, run=str(stage.run.path), controller=("127.0.0.1", 1)))
             assert (await link.expect(m.Proof)).faults == {}
             link.send(m.Welcome(node=1))
 
-        async def orders(link: Link) -> None:
+        async def orders(link: NodeLink) -> None:
             await joined(link)
             link.send(start)
             assert "no rank 1 of policy-0" in await refusal(link), "nothing is placed yet"
@@ -431,25 +431,25 @@ def test_a_proven_head_cannot_make_a_node_run_or_write_what_it_likes(
             assert "LD_PRELOAD" not in line
             link.send(m.Signal.model_construct(number=1, signal=19))
 
-        async def elsewhere(link: Link) -> None:
+        async def elsewhere(link: NodeLink) -> None:
             await link.expect(m.Hello)
             link.send(m.Challenge(name=NAME, run=str(tmp_path.parent), controller=("127.0.0.1", 1)))
             with pytest.raises(LinkClosedError):
                 await link.receive()
 
-        async def other_gpus(link: Link) -> None:
+        async def other_gpus(link: NodeLink) -> None:
             await joined(link)
             link.send(m.Layout(machines=(MACHINE, Machine(4, ("0", "7"))), rollouts=True))
             assert "the head gives this machine the GPUs ('0', '7')" in (await link.expect(m.Leave)).reason
 
-        async def over(link: Link) -> None:
+        async def over(link: NodeLink) -> None:
             await joined(link)
             link.send(m.Finish(outcome="finished", exit_code=0))
 
         turns, faults = [orders, elsewhere, other_gpus, over], list[BaseException]()
 
         async def head(reader: Reader, writer: Writer) -> None:
-            link = await Link.to_node(reader, writer, SILENCE, "the token", stage.head)
+            link = await NodeLink.to_node(reader, writer, SILENCE, "the token", stage.head)
             try:
                 await turns.pop(0)(link)
                 with contextlib.suppress(LinkClosedError):
@@ -475,7 +475,7 @@ def test_a_proven_head_cannot_make_a_node_run_or_write_what_it_likes(
 NAME = f".node-{'0' * 32}"
 
 
-async def refusal(link: Link) -> str:
+async def refusal(link: NodeLink) -> str:
     assert (await link.expect(m.Started)).pid == 0
     (line,) = (await link.expect(m.Ended)).lines
     return line

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.display.summary import Collected, Result, rows
+from launcher.display.summary import Collected, RunResult, rows
 from launcher.errors import LaunchError
 from launcher.plan.credentials import base_environment, environment
-from launcher.plan.rundir import RunDir, Tokens, choose, newest, read_json, write_text
+from launcher.plan.rundir import RunDir, RunTokens, choose, newest, read_json, write_text
 from launcher.restarts import Role
 from schema.config import Config, load_config
 from tests.launcher.samples import config, write_job
@@ -189,7 +189,7 @@ def test_the_config_is_written_with_its_place_and_can_be_run_again(tmp_path: Pat
 
 def test_tokens_are_private_and_distinct(tmp_path: Path):
     run = make(RunDir(tmp_path / "mine"), job(tmp_path))
-    tokens = Tokens.fresh()
+    tokens = RunTokens.fresh()
     assert len({tokens.user, tokens.rollout, tokens.policy}) == 3
     assert len(tokens.user) >= 43
     run.write_tokens(tokens)
@@ -205,7 +205,7 @@ def test_tokens_are_private_and_distinct(tmp_path: Path):
 
 
 def test_each_role_gets_its_own_secrets_only():
-    tokens = Tokens("u-secret", "r-secret", "p-secret")
+    tokens = RunTokens("u-secret", "r-secret", "p-secret")
     given = {role: environment(role, tokens, "http://c", "redis://r", "w") for role in Role}
     assert given[Role.ROLLOUT] == {"COSMOS_CONTROLLER_URL": "http://c", "COSMOS_TOKEN": "r-secret"}
     assert given[Role.POLICY] == {"COSMOS_CONTROLLER_URL": "http://c", "COSMOS_TOKEN": "p-secret"}
@@ -285,7 +285,9 @@ def test_time_and_restarts_add_up_over_the_starts_of_a_run(tmp_path: Path) -> No
         run.forget_earlier_end()
     assert run.earlier() == {"starts": 2, "elapsed_s": 120.0, "restarts": {"rollout-0": 3}}
     collected = Collected()
-    summary = Result(0, "finished", "", tmp_path, 30.0, collected, {"rollout-0": 1}, run.earlier()).summary()
+    summary = RunResult(
+        0, "finished", "", tmp_path, 30.0, collected, {"rollout-0": 1}, run.earlier()
+    ).summary()
     assert (summary["starts"], summary["total_elapsed_s"], summary["restarts"]) == (
         3,
         150.0,

@@ -19,7 +19,7 @@ from launcher.plan import pods
 from launcher.plan.placement import ProcessSpec
 from launcher.plan.rundir import RunDir
 from launcher.pods import children, pod
-from launcher.pods.children import Ended
+from launcher.pods.children import EndedChildren
 from launcher.restarts import SIGNALLED, Role
 from schema.config import Config
 from schema.wire.messages import Phase
@@ -31,7 +31,7 @@ from tests.support.valkey import running_valkey
 from tests.support.waiting import PATIENCE, until
 
 
-def run(*scripts: str, hung: Coroutine[None, None, str] | None = None) -> Ended:
+def run(*scripts: str, hung: Coroutine[None, None, str] | None = None) -> EndedChildren:
     specs = [
         ProcessSpec(f"p{i}", Role.POLICY, (sys.executable, "-c", text), rank=i, node=1)
         for i, text in enumerate(scripts)
@@ -142,7 +142,7 @@ def test_ranks_of_one_start_meet_and_those_of_another_do_not(monkeypatch: pytest
 def test_the_first_that_fails_ends_the_others_and_is_the_reason() -> None:
     sleeper = "import time; time.sleep(1000)"
     ended = run(sleeper, "import sys; print('out of luck'); sys.exit(3)")
-    assert ended == Ended(3, "p1: exit code 3\nout of luck", 0)
+    assert ended == EndedChildren(3, "p1: exit code 3\nout of luck", 0)
 
 
 def test_who_is_hung_is_killed_and_named() -> None:
@@ -160,11 +160,11 @@ def test_signals_are_passed_on() -> None:
     polite = (
         "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(0)); os.kill({}, 15); signal.pause()"
     )
-    assert run(polite.format(os.getpid())) == Ended(0, "ended in order", signal.SIGTERM)
+    assert run(polite.format(os.getpid())) == EndedChildren(0, "ended in order", signal.SIGTERM)
 
 
 def test_a_policy_has_succeeded_when_the_job_is_over() -> None:
-    in_order, asked = Ended(0, "ended in order"), Ended(0, "ended in order", signal.SIGTERM)
+    in_order, asked = EndedChildren(0, "ended in order"), EndedChildren(0, "ended in order", signal.SIGTERM)
     finished, training = job_status(phase=Phase.FINISHED), job_status(phase=Phase.TRAINING)
     failed = job_status(phase=Phase.FAILED, last_error="no replica came")
     assert pod._verdict(Role.POLICY, in_order, finished)[0] == 0
@@ -174,7 +174,7 @@ def test_a_policy_has_succeeded_when_the_job_is_over() -> None:
     assert pod._verdict(Role.POLICY, in_order, None)[0] == 1
     assert pod._verdict(Role.POLICY, in_order, failed) == (2, "the job has failed: no replica came")
     assert pod._verdict(Role.ROLLOUT, asked, training)[0] == 0
-    assert pod._verdict(Role.POLICY, Ended(4, "no checkpoint"), None) == (4, "no checkpoint")
+    assert pod._verdict(Role.POLICY, EndedChildren(4, "no checkpoint"), None) == (4, "no checkpoint")
 
 
 # ---- with a controller ---------------------------------------------------------------------------------------

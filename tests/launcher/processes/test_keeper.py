@@ -12,7 +12,7 @@ import pytest
 
 from launcher.plan import nsight
 from launcher.processes import keeper
-from launcher.processes.keeper import Settings
+from launcher.processes.keeper import KeeperSettings
 from tests.launcher.scripts import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
 from tests.support.nsys import with_nsys
 from tests.support.waiting import PATIENCE, until
@@ -22,7 +22,7 @@ KEEPER = (sys.executable, "-I", "-S", keeper.__file__)
 
 def keep(script: str, *, out: bool = False, **settings: object) -> subprocess.Popen[str]:
     values = {"parent": os.getpid(), "grace": PATIENCE, **settings}
-    argv = [*KEEPER, Settings(**values).to_json(), *PYTHON, script]  # type: ignore[arg-type]
+    argv = [*KEEPER, KeeperSettings(**values).to_json(), *PYTHON, script]  # type: ignore[arg-type]
     stdout = subprocess.PIPE if out else None
     return subprocess.Popen(argv, stdout=stdout, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -37,7 +37,7 @@ def test_a_signal_becomes_128_plus_its_number():
 
 
 def test_a_missing_program_is_named():
-    settings = Settings(parent=os.getpid(), grace=1.0).to_json()
+    settings = KeeperSettings(parent=os.getpid(), grace=1.0).to_json()
     run = subprocess.run(
         [*KEEPER, settings, "/no/such/program"], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
@@ -212,8 +212,10 @@ def test_what_is_stopped_is_continued_but_for_sessions_of_their_own(tmp_path: Pa
 
 
 def test_settings_travel_whole():
-    settings = Settings(7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"), environment=3)
-    assert Settings.from_json(settings.to_json()) == settings
+    settings = KeeperSettings(
+        7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"), environment=3
+    )
+    assert KeeperSettings.from_json(settings.to_json()) == settings
 
 
 # ---- under a profiler ---------------------------------------------------------------------------------------------

@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import addresses, redis_server
-from launcher.plan.placement import ProcessSpec, Replica
+from launcher.plan.placement import PlacedReplica, ProcessSpec
 from launcher.processes import host
 from launcher.processes.host import Folders, LocalHost
 from launcher.processes.private_directory import make_private
 from launcher.processes.supervisor import Exit, Setting, Situation, Supervisor
-from launcher.restarts import Budget, Role
+from launcher.restarts import RestartBudget, Role
 from schema.util import memory_kills
 from schema.util.memory_kills import BY_LIMIT
 from tests.launcher.scripts import ON_TERM, PYTHON, STUBBORN, WITH_GRANDCHILD, alive, pids, until_gone
 from tests.schema.util.test_memory_kills import counted
 from tests.support.waiting import PATIENCE, until
 
-BUDGET = Budget(max_restarts=2, backoff=0.01, backoff_max=0.02)
+BUDGET = RestartBudget(max_restarts=2, backoff=0.01, backoff_max=0.02)
 
 
 class Watcher:
@@ -47,12 +47,12 @@ class Watcher:
         self.events.append(text)
 
 
-def replica(name: str, *scripts: str, role: Role = Role.ROLLOUT) -> Replica:
+def replica(name: str, *scripts: str, role: Role = Role.ROLLOUT) -> PlacedReplica:
     specs = tuple(
         ProcessSpec(name if len(scripts) == 1 else f"{name}-rank{rank}", role, (*PYTHON, script), rank=rank)
         for rank, script in enumerate(scripts)
     )
-    return Replica(name, role, specs, rendezvous=role is Role.POLICY)
+    return PlacedReplica(name, role, specs, rendezvous=role is Role.POLICY)
 
 
 def supervise(
@@ -402,7 +402,7 @@ def test_stop_ends_a_replica_that_waits_for_its_restart(tmp_path: Path):
     watcher = Watcher()
 
     async def main() -> None:
-        patient = Budget(max_restarts=2, backoff=600.0, backoff_max=600.0)
+        patient = RestartBudget(max_restarts=2, backoff=600.0, backoff_max=600.0)
         supervisor = Supervisor(Setting(Folders(tmp_path, tmp_path), 5.0, patient, lambda _: {}), watcher)
         kept = supervisor.launch(replica("rollout-0", "raise SystemExit(1)"))
         await comes_true(lambda: kept.state == "waiting")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.trackers.follow import Follower, Sent, validation_metrics
+from launcher.trackers.follow import Sent, TrackerFollower, validation_metrics
 from schema.wire.event_file import course
 from schema.wire.messages import Event, EventKind
 from tests.launcher.samples import held_out_loss
@@ -71,7 +71,7 @@ def test_the_newest_segment_is_the_course_of_the_run(moments: list[tuple[str, in
         nonlocal stored
         stored = copy.copy(sent)
 
-    follower = Follower(stored, board.open, save)
+    follower = TrackerFollower(stored, board.open, save)
     known = events([(kind, number) for kind, number, _ in moments])
     begin = 0
 
@@ -83,7 +83,7 @@ def test_the_newest_segment_is_the_course_of_the_run(moments: list[tuple[str, in
 
     for at, (_, _, then) in enumerate(moments, start=1):
         if then == "again":  # a new process, which knows what was stored
-            follower, begin = Follower(copy.copy(stored), board.open, save), 0
+            follower, begin = TrackerFollower(copy.copy(stored), board.open, save), 0
         catch_up(at)
         board.fails = then == "fail"
         if then == "fail" and (follower._course.steps or follower._course.validations):

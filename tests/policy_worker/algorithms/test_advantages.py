@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from policy_worker.algorithms.advantages import AdvantageConfig, Shaping
 from policy_worker.algorithms.estimators import (
     ESTIMATORS,
-    Estimator,
     Options,
     Outcomes,
+    RegisteredEstimator,
     TokenOutcomes,
     discounted,
     estimator_of,
@@ -325,7 +325,7 @@ def test_an_estimator_of_ones_own_is_found_by_its_name(monkeypatch: pytest.Monke
         pairs = zip(outcomes.scores, outcomes.sources, strict=True)
         return [score * len(source) for score, source in pairs]
 
-    found = AdvantageConfig(Estimator(by_source)).of_step(
+    found = AdvantageConfig(RegisteredEstimator(by_source)).of_step(
         [1.0, None, 3.0], [0, 0, 0], [1] * 3, (), alone, sources=["a", "bb", "cc"]
     )
     assert found.by_sample == [1.0, 0.0, 6.0]

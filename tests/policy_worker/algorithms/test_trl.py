@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.trl.venv import trl_python
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from schema.wire.sample import Sample
 from tests.policy_worker.material import random_samples, write_model
 from tests.policy_worker.training.test_grpo import trained
@@ -72,7 +72,7 @@ def plainly(samples: list[Sample]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.soak
-def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, group: Group) -> None:
+def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, group: RankGroup) -> None:
     samples = random_samples(8)
     write_model(tmp_path / "policy", 0)
     write_model(tmp_path / "reference", 1)

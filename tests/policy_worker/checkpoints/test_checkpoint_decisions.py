@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from policy_worker.checkpoints.find import chain_of, is_ancestor
-from policy_worker.checkpoints.layout import DataFacts, FileFacts, Found, share_of
+from policy_worker.checkpoints.layout import DataFacts, FileFacts, FoundCheckpoint, share_of
 from policy_worker.checkpoints.load import (
-    Parts,
+    CheckpointParts,
     check_data,
     parts_to_load,
     schedule_differences,
@@ -24,9 +24,9 @@ from policy_worker.trained.lr_schedule import Schedule
 from tests.policy_worker.checkpoint_material import manifest
 
 
-def found(step: int, timeline: int = 0, lineage: list[tuple[int, int]] | None = None) -> Found:
+def found(step: int, timeline: int = 0, lineage: list[tuple[int, int]] | None = None) -> FoundCheckpoint:
     facts = {"timeline": timeline, "lineage": lineage or [(timeline, 0)]}
-    return Found(Path(f"/c/step-{step:08d}-{timeline}"), manifest(step, **facts))
+    return FoundCheckpoint(Path(f"/c/step-{step:08d}-{timeline}"), manifest(step, **facts))
 
 
 @pytest.mark.parametrize(
@@ -38,18 +38,18 @@ def test_saves_come_by_steps_by_epochs_and_at_the_end(steps: int, epochs: int, e
     due = [
         step
         for step in range(1, 10)
-        if rhythm.due(step, last=step == 9, epochs=step // 3, epochs_before=(step - 1) // 3)
+        if rhythm.due(step, last=step == 9, data_passes=step // 3, data_passes_before=(step - 1) // 3)
     ]
     assert due == expected
-    assert not Rhythm(False, 1, 1).due(1, last=True, epochs=1, epochs_before=0)
+    assert not Rhythm(False, 1, 1).due(1, last=True, data_passes=1, data_passes_before=0)
 
 
 def test_an_epoch_that_ends_between_two_questions_is_not_missed():
-    assert Rhythm(True, 100, 2).due(7, last=False, epochs=5, epochs_before=3)
-    assert not Rhythm(True, 100, 2).due(7, last=False, epochs=3, epochs_before=2)
+    assert Rhythm(True, 100, 2).due(7, last=False, data_passes=5, data_passes_before=3)
+    assert not Rhythm(True, 100, 2).due(7, last=False, data_passes=3, data_passes_before=2)
 
 
-def names(kept: list[Found], deleted: list[Found]) -> list[int]:
+def names(kept: list[FoundCheckpoint], deleted: list[FoundCheckpoint]) -> list[int]:
     return sorted(one.step for one in kept if one not in deleted)
 
 
@@ -114,14 +114,14 @@ EVERYTHING: dict[str, Any] = {"contents": ["model", "optimizer", "extra"], "expo
 @pytest.mark.parametrize(
     ("facts", "wanted", "expected"),
     [
-        ({}, None, Parts("state", True, True)),
-        ({}, ["model"], Parts("state", False, False)),
-        ({}, ["hf_model", "extra"], Parts("export", False, True)),
-        ({"contents": ["optimizer"]}, None, Parts("export", True, False)),
-        ({"contents": ["model"], "exported": False}, None, Parts("state", False, False)),
+        ({}, None, CheckpointParts("state", True, True)),
+        ({}, ["model"], CheckpointParts("state", False, False)),
+        ({}, ["hf_model", "extra"], CheckpointParts("export", False, True)),
+        ({"contents": ["optimizer"]}, None, CheckpointParts("export", True, False)),
+        ({"contents": ["model"], "exported": False}, None, CheckpointParts("state", False, False)),
     ],
 )
-def test_what_is_read(facts: dict[str, Any], wanted: list[str] | None, expected: Parts):
+def test_what_is_read(facts: dict[str, Any], wanted: list[str] | None, expected: CheckpointParts):
     assert parts_to_load(manifest(1, **{**EVERYTHING, **facts}), wanted) == expected
 
 

@@ -41,7 +41,7 @@ from policy_worker.checkpoints.state import (
 from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
 from policy_worker.checkpoints.uploads import Uploader
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config.sections.train import CheckpointConfig
@@ -52,14 +52,14 @@ from tests.policy_worker.material import make_config, tiny_model
 from tests.support.waiting import PATIENCE
 
 
-def trainer_of(group: Group, seed: int = 0, **train: Any) -> Trainer:
+def trainer_of(group: RankGroup, seed: int = 0, **train: Any) -> Trainer:
     return Trainer(tiny_model(seed), make_config(None, train), group, Schedule(10))
 
 
 # ---- state ----------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_holds_no_pickle_and_every_file_is_in_its_manifest(tmp_path: Path, group: Group):
+def test_a_checkpoint_holds_no_pickle_and_every_file_is_in_its_manifest(tmp_path: Path, group: RankGroup):
     found = save_state(trainer_of(group), tmp_path, 3)
     assert found is not None
     files = {path.name for path in found.path.iterdir()}
@@ -77,7 +77,7 @@ def test_a_checkpoint_holds_no_pickle_and_every_file_is_in_its_manifest(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003"]
 
 
-def test_a_tied_tensor_is_kept_once(tmp_path: Path, group: Group):
+def test_a_tied_tensor_is_kept_once(tmp_path: Path, group: RankGroup):
     found = save_state(trainer_of(group), tmp_path)
     assert found is not None
     with StateFiles(state_files(found.path, "model")) as files:
@@ -85,7 +85,7 @@ def test_a_tied_tensor_is_kept_once(tmp_path: Path, group: Group):
         assert "model.lm.lm_head.weight" not in files.tensors
 
 
-def test_staged_pieces_are_copies_whose_memory_is_kept(group: Group):
+def test_staged_pieces_are_copies_whose_memory_is_kept(group: RankGroup):
     trainer, staging = trainer_of(group), Staging(group.device)
     pieces = pieces_of(state_to_save(trainer, ["model"])["model"])
     first = staging.copy(pieces)
@@ -100,7 +100,7 @@ def test_staged_pieces_are_copies_whose_memory_is_kept(group: Group):
     assert torch.equal(again[0].data, before + 1.0)
 
 
-def test_a_missing_piece_is_noticed(tmp_path: Path, group: Group):
+def test_a_missing_piece_is_noticed(tmp_path: Path, group: RankGroup):
     found = save_state(trainer_of(group), tmp_path)
     assert found is not None
     path = found.path / "model-00000.safetensors"
@@ -136,7 +136,7 @@ def test_what_is_read_takes_a_block_of_memory(tmp_path: Path):
     assert all(torch.equal(tensor, saved[key]) for key, tensor in read.items())
 
 
-def test_another_optimizer_is_named(tmp_path: Path, group: Group):
+def test_another_optimizer_is_named(tmp_path: Path, group: RankGroup):
     save_state(trainer_of(group), tmp_path)
     config = make_config(train={"optm_name": "Muon"})
     trainer = Trainer(tiny_model(), config, group, Schedule(10))
@@ -147,7 +147,7 @@ def test_another_optimizer_is_named(tmp_path: Path, group: Group):
 
 
 def test_an_average_that_was_not_saved_begins_with_the_weights_that_were(
-    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: RankGroup, caplog: pytest.LogCaptureFixture
 ):
     config = make_config(train={"ema_decay": 0.5})
     save_state(trainer_of(group, seed=1), tmp_path / "without")
@@ -167,7 +167,7 @@ def test_an_average_that_was_not_saved_begins_with_the_weights_that_were(
     load_state(trainer_of(group), tmp_path / "with" / "step-00000000", make_config())  # and without one
 
 
-def test_another_architecture_is_named(tmp_path: Path, group: Group):
+def test_another_architecture_is_named(tmp_path: Path, group: RankGroup):
     trainer = trainer_of(group)
     found = save_state(trainer, tmp_path)
     assert found is not None
@@ -178,7 +178,7 @@ def test_another_architecture_is_named(tmp_path: Path, group: Group):
         load_state(trainer, found.path, make_config())
 
 
-def test_other_shapes_are_named(tmp_path: Path, group: Group):
+def test_other_shapes_are_named(tmp_path: Path, group: RankGroup):
     save_state(trainer_of(group), tmp_path)
     trainer = trainer_of(group)
     trainer.model.lm.model.norm.weight = torch.nn.Parameter(torch.zeros(16))
@@ -263,7 +263,7 @@ def test_only_what_the_dead_left_is_removed(tmp_path: Path):
     assert faults(whole, look(whole).manifest.files) == []
 
 
-def test_one_of_the_same_step_is_replaced_whole(tmp_path: Path, group: Group):
+def test_one_of_the_same_step_is_replaced_whole(tmp_path: Path, group: RankGroup):
     old = make_checkpoint(tmp_path, 4, latest=True)
     found = save_state(trainer_of(group), tmp_path, 4)
     assert found is not None

@@ -13,8 +13,8 @@ import pytest
 from policy_worker.checkpoints.find import before_step, candidates, choose, found_at, newest_in
 from policy_worker.checkpoints.layout import look
 from policy_worker.errors import CheckpointError, DamagedCheckpointError
-from policy_worker.parallel.group import Group
-from policy_worker.training.replay import Beginning
+from policy_worker.parallel.rank_group import RankGroup
+from policy_worker.training.replay import ReplayStart
 from schema.config import Config
 from schema.wire.batch_file import Facts
 from tests.policy_worker.checkpoint_material import make_checkpoint
@@ -89,7 +89,7 @@ def test_a_run_continues_itself_whatever_it_began_from(tmp_path: Path):
         assert (found.found[0].path, found.own, found.strict) == (own, True, False)
 
 
-def test_resume_true_takes_the_newest_of_the_neighbours(tmp_path: Path, group: Group):
+def test_resume_true_takes_the_newest_of_the_neighbours(tmp_path: Path, group: RankGroup):
     for number, name in enumerate(("x", "y", "z")):
         make_checkpoint(
             tmp_path / name / "checkpoints", 10 - number, latest=True, written_at=1000 + number % 2
@@ -128,12 +128,12 @@ def test_a_run_that_was_killed_before_its_first_pointer_can_be_named(tmp_path: P
     assert found_at(tmp_path / "b").path == path
 
 
-def test_nothing_to_resume_from_starts_afresh(tmp_path: Path, group: Group):
+def test_nothing_to_resume_from_starts_afresh(tmp_path: Path, group: RankGroup):
     (tmp_path / "a").mkdir()
     assert choose(group, config_with(True), tmp_path / "a") is None
 
 
-def test_weights_alone_begin_at_step_0(tmp_path: Path, group: Group):
+def test_weights_alone_begin_at_step_0(tmp_path: Path, group: RankGroup):
     path = make_checkpoint(tmp_path / "b" / "checkpoints", 7, latest=True)
     ckpt = {"load_contents": ["model"], "load_schedule": False}
     config = make_config(train={"resume": str(path), "ckpt": ckpt})
@@ -150,7 +150,7 @@ def test_weights_alone_begin_at_step_0(tmp_path: Path, group: Group):
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("how", ["short", "altered", "gone", "manifest"])
 def test_damage_is_passed_over_aloud(
-    tmp_path: Path, group: Group, resume: bool, how: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: RankGroup, resume: bool, how: str, caplog: pytest.LogCaptureFixture
 ):
     own = tmp_path / "a" / "checkpoints"
     older = make_checkpoint(own, 5)
@@ -173,7 +173,7 @@ def test_damage_is_passed_over_aloud(
     assert newest.exists()
 
 
-def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: Group):
+def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: RankGroup):
     root = tmp_path / "b" / "checkpoints"
     make_checkpoint(root, 5)
     newest = make_checkpoint(root, 10, latest=True)
@@ -188,7 +188,7 @@ def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: Group):
     assert sorted(os.listdir(root)) == ["latest", "step-00000005", "step-00000010"]
 
 
-def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: Group):
+def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: RankGroup):
     path = make_checkpoint(tmp_path / "a" / "checkpoints", 10, latest=True)
     damage(path)
     with pytest.raises(
@@ -199,7 +199,12 @@ def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: Grou
 
 
 def weights_before(
-    group: Group, run: Path, step: int, timeline: int = 0, began_from: Any = "", config: Config | None = None
+    group: RankGroup,
+    run: Path,
+    step: int,
+    timeline: int = 0,
+    began_from: Any = "",
+    config: Config | None = None,
 ) -> tuple[str, int] | None:
     """Name and steps of what a replay of this step begins with."""
     found = before_step(group, config or make_config(), run, step, timeline, str(began_from))
@@ -207,7 +212,7 @@ def weights_before(
 
 
 def test_a_replay_begins_at_the_nearest_checkpoint_before_its_step(
-    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: RankGroup, caplog: pytest.LogCaptureFixture
 ):
     root = tmp_path / "checkpoints"
     make_checkpoint(root, 5)
@@ -224,7 +229,7 @@ def test_a_replay_begins_at_the_nearest_checkpoint_before_its_step(
 
 
 def test_a_replay_names_the_damaged_checkpoints_that_it_passes_over(
-    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: RankGroup, caplog: pytest.LogCaptureFixture
 ):
     root = tmp_path / "checkpoints"
     for step in (5, 10, 20):
@@ -245,12 +250,12 @@ def test_a_replay_names_the_damaged_checkpoints_that_it_passes_over(
 def test_a_replay_does_not_take_the_model_for_what_the_run_began_from():
     facts = Facts(job_id="job", total_steps=10, ranks=1, settings="", began_from="")
     restarted = facts.model_copy(update={"began_from": "RUN/checkpoints/step-00000005"})
-    assert Beginning([7], facts, None, False).weights == "the model as it was at step 0"
-    assert "no checkpoint that led to step 7 is left" in Beginning([7], restarted, None, False).weights
+    assert ReplayStart([7], facts, None, False).weights == "the model as it was at step 0"
+    assert "no checkpoint that led to step 7 is left" in ReplayStart([7], restarted, None, False).weights
 
 
 def test_a_replay_of_the_first_steps_begins_where_the_run_began(
-    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group: RankGroup, caplog: pytest.LogCaptureFixture
 ):
     run, other = tmp_path / "run", make_checkpoint(tmp_path / "other" / "checkpoints", 3)
     make_checkpoint(run / "checkpoints", 9)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from policy_worker.checkpoints.export import write_shards
 from policy_worker.model.load import load_model
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
@@ -32,12 +32,12 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def trainer_of(model: Path, group: Group, **train: object) -> tuple[Trainer, Config]:
+def trainer_of(model: Path, group: RankGroup, **train: object) -> tuple[Trainer, Config]:
     config = make_config(policy={"model_name_or_path": str(model)}, train=dict(train))
     return Trainer(load_model(config), config, group, Schedule(1)), config
 
 
-def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, group: Group):
+def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, group: RankGroup):
     trainer, config = trainer_of(model, group)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -59,7 +59,7 @@ def test_transformers_loads_it_with_equal_logits(tmp_path: Path, model: Path, gr
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_sharded_or_not_it_is_exported_in_the_transfer_type(
-    tmp_path: Path, model: Path, group: Group, param_dtype: str
+    tmp_path: Path, model: Path, group: RankGroup, param_dtype: str
 ):
     trainer, config = trainer_of(model, group, param_dtype=param_dtype, transfer_dtype="bfloat16")
     export_whole(trainer, config, tmp_path / "final")
@@ -71,7 +71,7 @@ def test_sharded_or_not_it_is_exported_in_the_transfer_type(
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_older_export_is_replaced_whole(tmp_path: Path, model: Path, group: Group):
+def test_an_older_export_is_replaced_whole(tmp_path: Path, model: Path, group: RankGroup):
     trainer, config = trainer_of(model, group)
     target = tmp_path / "out" / "final"
     target.mkdir(parents=True)
@@ -81,7 +81,7 @@ def test_an_older_export_is_replaced_whole(tmp_path: Path, model: Path, group: G
     assert [path.name for path in target.parent.iterdir()] == ["final"]
 
 
-def test_a_failed_export_leaves_the_older_one(tmp_path: Path, model: Path, group: Group):
+def test_a_failed_export_leaves_the_older_one(tmp_path: Path, model: Path, group: RankGroup):
     trainer, config = trainer_of(model, group)
     target = tmp_path / "out" / "final"
     export_whole(trainer, config, target)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from policy_worker.memory import offload
 from policy_worker.memory.offload import Gradients, in_parts
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.optim import _laid_out_as
 from tests.policy_worker.parallel.test_ranks import assert_equal, run_here
 from tests.support.devices import DEVICE
@@ -37,7 +37,9 @@ def states(trained: Any) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_where_it_is_changes_no_number(train: dict[str, Any], group: Group, monkeypatch: pytest.MonkeyPatch):
+def test_where_it_is_changes_no_number(
+    train: dict[str, Any], group: RankGroup, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(offload, "NUMBERS", 3000)
     expected, metrics = run_here(group, grpo=GRPO, train=train, steps=3)
     for key in OFFLOADS if DEVICE.type == "cpu" else OFFLOADS[1:]:  # by the first one the host computes
@@ -47,7 +49,7 @@ def test_where_it_is_changes_no_number(train: dict[str, Any], group: Group, monk
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_adapters_and_a_critic_have_the_same_numbers(group: Group):
+def test_adapters_and_a_critic_have_the_same_numbers(group: RankGroup):
     grpo = {"advantage_estimator": "gae", "mini_batch": 2}
     lora = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
     everything = dict.fromkeys(OFFLOADS[1:], True)
@@ -61,7 +63,7 @@ def test_adapters_and_a_critic_have_the_same_numbers(group: Group):
 
 @pytest.mark.usefixtures("deterministic")
 def test_what_is_in_host_memory_is_saved_and_restored(
-    tmp_path, group: Group, monkeypatch: pytest.MonkeyPatch
+    tmp_path, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(offload, "NUMBERS", 3000)
     expected, _ = run_here(group, steps=4)

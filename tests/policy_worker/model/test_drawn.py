@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.model.drawn import Context, KeptSets, Reshaping, drawn_of
+from policy_worker.model.drawn import DrawnContext, KeptSets, Reshaping, drawn_of
 from policy_worker.model.head import Head
 from policy_worker.model.logprobs import Beside, token_kl, token_logprobs
 
 V, D = 23, 6
 
 
-def make_contexts(seed: int, reshaping: Reshaping) -> list[Context]:
+def make_contexts(seed: int, reshaping: Reshaping) -> list[DrawnContext]:
     """Three segments; the second has two answers, the first token of the third's has no set."""
     rng = np.random.default_rng(seed)
     found = []
@@ -36,11 +36,11 @@ def make_contexts(seed: int, reshaping: Reshaping) -> list[Context]:
             sets[0] = np.zeros(0, np.int32)
         kept = KeptSets(np.array([len(one) for one in sets], np.int32), np.concatenate(sets))
         held = np.array([0, 19], np.int32) if reshaping.min_tokens else None
-        found.append(Context(row, ids, learned, kept if reshaping.filters else None, held))
+        found.append(DrawnContext(row, ids, learned, kept if reshaping.filters else None, held))
     return found
 
 
-def naive(logits: Tensor, contexts: list[Context], how: Reshaping, temperature: float) -> Tensor:
+def naive(logits: Tensor, contexts: list[DrawnContext], how: Reshaping, temperature: float) -> Tensor:
     """[K, V]: token by token as the definitions read. Ids that could not be drawn have −∞."""
     rows, k = [], 0
     for context in contexts:

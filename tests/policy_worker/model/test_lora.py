@@ -21,7 +21,7 @@ from policy_worker.errors import CheckpointError, SettingsError
 from policy_worker.model import lora
 from policy_worker.model.load import load_model, load_reference
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import BatchSource
@@ -49,7 +49,7 @@ KL = {"kl_beta": 0.1}
 
 
 def trained(
-    group: Group, config: Config, steps: int = 2, restored: Path | None = None
+    group: RankGroup, config: Config, steps: int = 2, restored: Path | None = None
 ) -> tuple[Trainer, list[dict[str, float]]]:
     """The trainer of the models that the configuration names, after some steps, and their metrics.
 
@@ -110,7 +110,7 @@ BEGINS_AT_THE_BASE = set(CASES) - {"random"}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_adapters_move_and_the_base_stays(path: Path, group: Group, case: str):
+def test_adapters_move_and_the_base_stays(path: Path, group: RankGroup, case: str):
     base = {name: tensor.clone() for name, tensor in hub_tensors(tiny_lm())}
     trainer, _ = trained(group, config_of(path, CASES[case]), steps=0)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -188,7 +188,7 @@ def test_of_a_mixture_of_experts_all_linear_layers_but_the_experts():
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_the_base_is_kept_in_the_type_it_computes_in(tmp_path: Path, group: Group):
+def test_the_base_is_kept_in_the_type_it_computes_in(tmp_path: Path, group: RankGroup):
     tiny_lm(tie=False).save_pretrained(tmp_path)
     keys = ALL | {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}
     trainer, metrics = trained(group, config_of(tmp_path, keys, KL, {"param_dtype": "bfloat16"}))
@@ -199,7 +199,7 @@ def test_the_base_is_kept_in_the_type_it_computes_in(tmp_path: Path, group: Grou
         assert metrics[1][name] == pytest.approx(expected[1][name], rel=0.1, abs=0.02), name
 
 
-def test_recomputed_layers_give_the_same(path: Path, group: Group):
+def test_recomputed_layers_give_the_same(path: Path, group: RankGroup):
     random = ALL | {"init_lora_weights": False}
     expected, _ = trained(group, config_of(path, random))
     recomputing = {"model_gradient_checkpointing": True}
@@ -216,7 +216,7 @@ def test_recomputed_layers_give_the_same(path: Path, group: Group):
 )
 @pytest.mark.parametrize("case", ["everything", "whole head", "pissa"])
 def test_the_reference_within_the_policy_is_the_base(
-    tmp_path: Path, group: Group, case: str, grpo: dict[str, Any]
+    tmp_path: Path, group: RankGroup, case: str, grpo: dict[str, Any]
 ):
     tiny_lm(tie=False).save_pretrained(tmp_path / "model")
     shutil.copytree(tmp_path / "model", tmp_path / "same")
@@ -234,20 +234,20 @@ def test_the_reference_within_the_policy_is_the_base(
         assert torch.allclose(weights(within)[name], tensor, rtol=0, atol=0 if exact else 1e-5)
 
 
-def test_a_reference_that_is_reset_is_the_policy_of_then(path: Path, group: Group):
+def test_a_reference_that_is_reset_is_the_policy_of_then(path: Path, group: RankGroup):
     config = config_of(path, ALL, KL | {"kl_type": "full", "reference_reset_interval": 2})
     _, metrics = trained(group, config, steps=3)
     assert metrics[1]["reference_kl"] > 1e-4
     assert metrics[2]["reference_kl"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_adapters_that_begin_at_random_are_the_reference_as_they_begin(path: Path, group: Group):
+def test_adapters_that_begin_at_random_are_the_reference_as_they_begin(path: Path, group: RankGroup):
     _, metrics = trained(group, config_of(path, ALL | {"init_lora_weights": False}, KL), steps=2)
     assert metrics[0]["reference_kl"] == pytest.approx(0.0, abs=1e-9)
     assert metrics[1]["reference_kl"] > 0.0
 
 
-def test_what_drops_out_does_so_in_training_steps_alone(path: Path, group: Group):
+def test_what_drops_out_does_so_in_training_steps_alone(path: Path, group: RankGroup):
     random = ALL | {"init_lora_weights": False}
     _, expected = trained(group, config_of(path, random), steps=1)
     torch.manual_seed(5)
@@ -264,7 +264,7 @@ def test_what_drops_out_does_so_in_training_steps_alone(path: Path, group: Group
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("case", ["decomposed", "pissa", "random", "whole norm"])
-def test_a_run_goes_on_bit_for_bit_from_its_adapters(tmp_path: Path, path: Path, group: Group, case: str):
+def test_a_run_goes_on_bit_for_bit_from_its_adapters(tmp_path: Path, path: Path, group: RankGroup, case: str):
     grpo = KL | {"kl_type": "full", "advantage_estimator": "gae"}
     config = config_of(path, CASES[case], grpo, {"ema_decay": 0.5}, critic={"lora": ALL})
     straight, metrics = trained(group, config, steps=4)
@@ -284,7 +284,7 @@ def test_a_run_goes_on_bit_for_bit_from_its_adapters(tmp_path: Path, path: Path,
     assert held == {name for name, p in half.model.named_parameters() if p.requires_grad} | taken
 
 
-def test_adapters_of_another_base_are_refused(tmp_path: Path, path: Path, group: Group):
+def test_adapters_of_another_base_are_refused(tmp_path: Path, path: Path, group: RankGroup):
     grpo = {"advantage_estimator": "gae"}
     trainer, _ = trained(group, config_of(path, ALL, grpo, critic={"lora": ALL}), steps=1)
     found = save_state(trainer, tmp_path / "saved", 1)
@@ -306,7 +306,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, path: Path, group:
 
 
 @pytest.mark.parametrize("case", ["decomposed", "whole norm", "embeddings", "pissa"])
-def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: Group, case: str):
+def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: RankGroup, case: str):
     embeddings = {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}
     lm = tiny_lm(tie=False)
     lm.save_pretrained(tmp_path / "model")
@@ -339,7 +339,7 @@ def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: G
 
 
 def test_adapters_are_not_merged_into_another_base(
-    tmp_path: Path, path: Path, group: Group, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, path: Path, group: RankGroup, capsys: pytest.CaptureFixture[str]
 ):
     config = config_of(path, ALL)
     trainer, _ = trained(group, config, steps=1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.model.micro_batch import Layout, MicroBatch, Segment, TrainSample, collate
+from policy_worker.model.micro_batch import BatchLayout, MicroBatch, Segment, TrainSample, collate
 from schema.wire.sample import Sample
 from tests.policy_worker.material import make_sample, tiny_model
 from tests.support.devices import DEVICE, rounding
@@ -26,7 +26,7 @@ TWO = sample_of(([31, 32, 33], [0, 1, 0]), ([41, 42, 43], [0, 0, 1]))
 
 
 def test_padded_rows():
-    batch = collate([LONG, SHORT], [7, 3], Layout(False, 61))
+    batch = collate([LONG, SHORT], [7, 3], BatchLayout(False, 61))
     assert batch.input_ids.tolist() == [[11, 12, 13], [21, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert batch.index.tolist() == [1, 2, 3]  # positions 1 and 2 of the first row, 0 of the second
@@ -37,7 +37,7 @@ def test_padded_rows():
 
 
 def test_packed_row_with_several_segments():
-    batch = collate([LONG, TWO], [0, 1], Layout(True, 61))
+    batch = collate([LONG, TWO], [0, 1], BatchLayout(True, 61))
     assert batch.input_ids.tolist() == [[11, 12, 13, 31, 32, 41, 42]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
     assert batch.index.tolist() == [1, 2, 3, 6]
@@ -52,7 +52,7 @@ def test_a_prompt_is_there_once():
         sample_of(([11, 12, 15, 16, 17, 18], [0, 0, 1, 0, 1, 1])),
         sample_of(([11, 12, 19], [0, 0, 1])),
     ]
-    batch = collate(samples, [0, 1, 2, 3], Layout(False, 61, least_spared=0.05))
+    batch = collate(samples, [0, 1, 2, 3], BatchLayout(False, 61, least_spared=0.05))
     assert batch.input_ids.tolist() == [[11, 12, 15, 16, 17, 13, 21]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 0]]
     assert batch.labels.tolist() == [13, 14, 22, 15, 17, 18, 19]
@@ -62,13 +62,13 @@ def test_a_prompt_is_there_once():
     assert (shared.start, shared.shared, shared.samples, alone.start, alone.shared) == (0, 2, 3, 6, 0)
     assert shared.own.reshape(3, 3).tolist() == [[2, 3, 4], [5, 0, 0], [0, 0, 0]]
     assert shared.back.tolist() == [0, 1, 2, 3]
-    plain = collate(samples[:2], [0, 1], Layout(False, 61, least_spared=0.05))
+    plain = collate(samples[:2], [0, 1], BatchLayout(False, 61, least_spared=0.05))
     assert plain.input_ids.shape == (2, 3), "nothing is shared, so nothing is gained by one row"
 
 
 def test_an_empty_micro_batch_predicts_nothing():
     for packed, shares in ((False, False), (True, False), (True, True)):
-        batch = collate([], [], Layout(packed, 61, least_spared=0.05 if shares else None))
+        batch = collate([], [], BatchLayout(packed, 61, least_spared=0.05 if shares else None))
         assert batch.input_ids.shape == batch.position_ids.shape == (1, 1)
         assert batch.index.shape == batch.labels.shape == (0,)
         assert batch.n_samples == 0
@@ -76,13 +76,13 @@ def test_an_empty_micro_batch_predicts_nothing():
 
 def test_several_segments_need_packing():
     with pytest.raises(SettingsError, match="sequence_packing"):
-        collate([TWO], [0], Layout(False, 61))
+        collate([TWO], [0], BatchLayout(False, 61))
 
 
 @pytest.mark.parametrize("bad", [61, -1])
 def test_token_ids_that_the_model_does_not_know(bad: int):
     with pytest.raises(SettingsError, match=r"embeddings for 0 to 60.*tokenizer of another model"):
-        collate([sample_of(([3, bad], [0, 1]))], [0], Layout(False, 61))
+        collate([sample_of(([3, bad], [0, 1]))], [0], BatchLayout(False, 61))
 
 
 def test_a_generated_token_needs_a_predecessor():
@@ -130,7 +130,10 @@ def test_learned_tokens_are_counted_by_the_version_that_made_them():
 @pytest.mark.parametrize(("packed", "shares"), [(False, False), (True, False), (False, True), (True, True)])
 def test_tokens_see_only_their_own_sequence(packed: bool, shares: bool):
     """Log-probs of a sample are the same alone and in company, up to rounding."""
-    model, layout = tiny_model(packed=packed).to(DEVICE), Layout(packed, 61, DEVICE, 0.05 if shares else None)
+    model, layout = (
+        tiny_model(packed=packed).to(DEVICE),
+        BatchLayout(packed, 61, DEVICE, 0.05 if shares else None),
+    )
     rng = np.random.default_rng(0)
     prompt = [5, 6, 7, 8]
     samples = [
@@ -160,12 +163,12 @@ def test_each_piece_of_the_rows_predicts_its_tokens(layout: tuple[bool, float | 
         sample_of(([11, 12, 15, 16, 17, 18], [0, 0, 1, 0, 1, 1])),
     ]
     packed, spared = layout
-    whole = collate(samples, [0, 1, 2], Layout(packed, 61, least_spared=spared))
+    whole = collate(samples, [0, 1, 2], BatchLayout(packed, 61, least_spared=spared))
     of_whole = whole.input_ids.reshape(-1)[whole.index].tolist()
     seen: list[int] = []
     for piece in range(pieces):
         batch = collate(
-            samples, [0, 1, 2], Layout(packed, 61, least_spared=spared, pieces=pieces, piece=piece)
+            samples, [0, 1, 2], BatchLayout(packed, 61, least_spared=spared, pieces=pieces, piece=piece)
         )
         length = batch.input_ids.shape[1]
         assert length % pieces == 0
@@ -180,7 +183,7 @@ def test_each_piece_of_the_rows_predicts_its_tokens(layout: tuple[bool, float | 
 
 
 def test_a_row_that_is_shorter_than_its_pieces_are_many():
-    batch = collate([SHORT], [0], Layout(True, 61, pieces=4, piece=2))
+    batch = collate([SHORT], [0], BatchLayout(True, 61, pieces=4, piece=2))
     assert batch.input_ids.tolist() == [[21, 0, 0, 0]]
     assert [len(piece) for piece in batch.pieces] == [1, 0, 0, 0]
     assert batch.of_piece(batch.labels).tolist() == []

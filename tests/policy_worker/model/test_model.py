@@ -29,7 +29,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model import attention
 from policy_worker.model.head import Head
 from policy_worker.model.load import load_model
-from policy_worker.model.micro_batch import Layout, collate
+from policy_worker.model.micro_batch import BatchLayout, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import _check_parts, _check_pieces, prepare_model
 from schema.config import Config
@@ -57,7 +57,7 @@ def from_config(config) -> PolicyModel:
 @pytest.mark.parametrize("packed", [False, True])
 def test_log_probs_are_those_of_transformers(config, packed: bool):
     model = prepare_model(from_config(config), packed=packed, recompute=False).to(DEVICE)
-    batch = collate([LONG, SHORT], [0, 1], Layout(packed, 53, DEVICE))
+    batch = collate([LONG, SHORT], [0, 1], BatchLayout(packed, 53, DEVICE))
     found = model(batch, 0.8)
     expected = []
     for sample in (LONG, SHORT):
@@ -74,7 +74,7 @@ def test_shared_prompts_change_no_gradient(recompute: bool):
     for least_spared in (None, 0.05):
         model = prepare_model(from_config(Qwen2Config(**SMALL)), packed=False, recompute=recompute).to(DEVICE)
         samples = [sample_of(([7, 8, 9, *range(11, 11 + n)], [0, 0, 0, *[1] * n])) for n in (5, 1, 3)]
-        out = model(collate(samples, [0, 1, 2], Layout(False, 53, DEVICE, least_spared)), 0.8)
+        out = model(collate(samples, [0, 1, 2], BatchLayout(False, 53, DEVICE, least_spared)), 0.8)
         (out.logprobs.square().sum() + out.entropy.sum()).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, plain in gradients[0].items():
@@ -97,7 +97,7 @@ def test_a_model_whose_attention_takes_no_blocks_shares_no_prompts(config, reaso
         model = prepare_model(from_config(config), packed=False, recompute=False)
     assert not model.takes_blocks
     assert reason in caplog.text
-    batch = collate([LONG, SHORT], [0, 1], Layout(True, 53))
+    batch = collate([LONG, SHORT], [0, 1], BatchLayout(True, 53))
     assert model(batch).logprobs.isfinite().all(), "the blocks of a packed row are not for it"
 
 
@@ -123,8 +123,8 @@ def test_windows_of_blocks_are_those_of_transformers(name: str, shared: bool):
     assert model.lm.config.sliding_window == WINDOWED[name].sliding_window, "a probe has put it back"
     samples = [sample_of(([7, 8, 9, 10, *range(11, 11 + n)], [0, 0, 0, 0, *[1] * n])) for n in (6, 1, 4)]
     batches = {
-        True: collate(samples, [0, 1, 2], Layout(False, 53, DEVICE, 0.05)),
-        False: collate(samples, [0, 1, 2], Layout(False, 53, DEVICE)),
+        True: collate(samples, [0, 1, 2], BatchLayout(False, 53, DEVICE, 0.05)),
+        False: collate(samples, [0, 1, 2], BatchLayout(False, 53, DEVICE)),
     }
     found = model(batches[shared], 1.0).logprobs
     alone = []
@@ -233,7 +233,7 @@ def test_capped_scaled_and_shifted_logits_are_those_of_transformers(name: str):
     model = from_config(HEADS[name])
     _make_logits_large(model)
     model = prepare_model(model, packed=False, recompute=False).to(DEVICE)
-    batch = collate([LONG, SHORT], [0, 1], Layout(False, 53, DEVICE))
+    batch = collate([LONG, SHORT], [0, 1], BatchLayout(False, 53, DEVICE))
     found, expected = model(batch, 0.8), []
     for sample in (LONG, SHORT):
         ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None].to(DEVICE)

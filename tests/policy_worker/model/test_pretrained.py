@@ -29,10 +29,10 @@ from transformers import (
 from policy_worker.errors import SettingsError
 from policy_worker.model import probe
 from policy_worker.model.head import Head
-from policy_worker.model.load import Source, load_model
+from policy_worker.model.load import ModelSource, load_model
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.load_program import assert_same, compare, read_whole, trainer_of
 from tests.policy_worker.material import make_config, tiny_lm, write_model
 from tests.policy_worker.model.test_model import HEADS
@@ -87,7 +87,7 @@ def write_family(directory: Path, name: str) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_is_what_transformers_reads(tmp_path: Path, name: str, dtype: torch.dtype):
     path = write_family(tmp_path, name)
-    loaded = Source("it", path, None, False).load(AutoModelForCausalLM, dtype)
+    loaded = ModelSource("it", path, None, False).load(AutoModelForCausalLM, dtype)
     assert all(parameter.is_meta for parameter in loaded.lm.parameters())
     assert loaded.weights is not None
     loaded.weights.fill(loaded.lm, CPU)
@@ -99,7 +99,7 @@ def test_a_model_is_what_transformers_reads(tmp_path: Path, name: str, dtype: to
     assert named.keys() == dict(hub_tensors(expected)).keys()
 
 
-def test_a_critic_and_a_reference_are_what_transformers_reads(tmp_path: Path, group: Group):
+def test_a_critic_and_a_reference_are_what_transformers_reads(tmp_path: Path, group: RankGroup):
     sections = {
         "grpo": {"advantage_estimator": "gae", "kl_beta": 0.1},
         "train": {"param_dtype": "bfloat16"},
@@ -122,7 +122,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_a_model_with_adapters_is_what_transformers_and_peft_make(tmp_path: Path, group: Group, case: str):
+def test_a_model_with_adapters_is_what_transformers_and_peft_make(
+    tmp_path: Path, group: RankGroup, case: str
+):
     """In 16 bits but for what trains; the random numbers that follow are the same as well."""
     name, keys = ADAPTERS[case]
     policy = {"model_name_or_path": write_family(tmp_path, name), "lora": {"r": 4, "lora_alpha": 8, **keys}}
@@ -154,7 +156,7 @@ def test_one_file_with_ties_stored_twice(tmp_path: Path):
     }
     for case, tensors in cases.items():
         save_file(others | tensors, file, {"format": "pt"})
-        loaded = Source("it", str(tmp_path), None, False).load(AutoModelForCausalLM, torch.float32)
+        loaded = ModelSource("it", str(tmp_path), None, False).load(AutoModelForCausalLM, torch.float32)
         assert loaded.weights is not None
         loaded.weights.fill(loaded.lm, CPU)
         assert_same(loaded.lm, AutoModelForCausalLM.from_pretrained(tmp_path))

@@ -23,9 +23,17 @@ from transformers import (
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.memory import activations
-from policy_worker.model.micro_batch import OWN, Layout, MicroBatch, Mixtures, Routing, TrainSample, collate
+from policy_worker.model.micro_batch import (
+    OWN,
+    BatchLayout,
+    MicroBatch,
+    Mixtures,
+    RoutingRecord,
+    TrainSample,
+    collate,
+)
 from policy_worker.model.model import PolicyModel
-from policy_worker.model.prepare import prepare_model, replay_in
+from policy_worker.model.prepare import prepare_model, replay_routing
 from tests.policy_worker.material import (
     VOCABULARY,
     random_samples,
@@ -49,7 +57,7 @@ MIXTURES = Mixtures(2, 4)
 def mixture(wanted: Any = "weights", **prepared: Any) -> PolicyModel:
     model = PolicyModel(tiny_family("qwen3_moe").double())
     prepare_model(model, packed=True, **{"recompute": False, **prepared})
-    return replay_in(model, wanted)
+    return replay_routing(model, wanted)
 
 
 def samples_of(n: int = 3) -> list[TrainSample]:
@@ -57,7 +65,9 @@ def samples_of(n: int = 3) -> list[TrainSample]:
 
 
 def batch_of(samples: list[TrainSample], mixtures: Mixtures | None = MIXTURES, **layout: Any) -> MicroBatch:
-    return collate(samples, [*range(len(samples))], Layout(True, VOCABULARY, mixtures=mixtures, **layout))
+    return collate(
+        samples, [*range(len(samples))], BatchLayout(True, VOCABULARY, mixtures=mixtures, **layout)
+    )
 
 
 def learn(model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -89,22 +99,22 @@ def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 )
 def test_experts_of_each_kind_of_model_can_be_chosen(config: PreTrainedConfig, expected: Mixtures) -> None:
     """What is proven at the start: each mixture gets ids and weights that its router would not have chosen."""
-    model = replay_in(PolicyModel(AutoModelForCausalLM.from_config(config)), "weights")
-    assert model.replay is not None
-    assert model.replay.mixtures == expected
+    model = replay_routing(PolicyModel(AutoModelForCausalLM.from_config(config)), "weights")
+    assert model.routing_replay is not None
+    assert model.routing_replay.mixtures == expected
 
 
 def test_models_without_experts_or_with_other_routers_are_refused() -> None:
     with pytest.raises(
         SettingsError, match=r'routing_replay = "ids": Qwen3ForCausalLM has no layers of experts'
     ):
-        replay_in(PolicyModel(tiny_lm()), "ids")
+        replay_routing(PolicyModel(tiny_lm()), "ids")
     for config in (
         PhimoeConfig(**SMALL, num_local_experts=4),
         DeepseekV2Config(**SMALL, **LATENT, topk_method="group_limited_greedy"),  # 0 outside of its groups
     ):
         with pytest.raises(SettingsError, match=r"routers of .* do not choose experts by one top k"):
-            replay_in(PolicyModel(AutoModelForCausalLM.from_config(config)), "ids")
+            replay_routing(PolicyModel(AutoModelForCausalLM.from_config(config)), "ids")
 
 
 @pytest.mark.parametrize("wanted", ["ids", "weights"])
@@ -116,10 +126,10 @@ def test_a_mixture_says_what_its_recorded_experts_say(wanted: str) -> None:
     hidden = torch.randn(1, 5, 32, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[3, 0], [1, 2], [0, 1], [2, 3], [OWN, OWN]], dtype=torch.int16)
     weights = torch.rand(1, 5, 2, 2)
-    assert model.replay is not None
-    model.replay.begin(Routing(ids[None, :, None].expand(1, 5, 2, 2), weights))
+    assert model.routing_replay is not None
+    model.routing_replay.begin(RoutingRecord(ids[None, :, None].expand(1, 5, 2, 2), weights))
     found = block(hidden)[0]
-    model.replay.begin(None)
+    model.routing_replay.begin(None)
     scores = torch.softmax(hidden[0] @ block.gate.weight.T, -1)
     chosen = ids.long()
     chosen[4] = scores[4].topk(2).indices
@@ -152,21 +162,23 @@ def test_what_the_model_would_choose_itself_changes_nothing() -> None:
     for hook in hooks:
         hook.remove()
     ids, weights = (torch.stack([one[i] for one in chosen], 1)[None].detach() for i in (0, 1))
-    found = learn(model, replace(batch, routing=Routing(ids.to(torch.int16), weights)))
+    found = learn(model, replace(batch, routing=RoutingRecord(ids.to(torch.int16), weights)))
     assert_alike(found, expected)
-    assert model.replay is not None
-    assert model.replay.take_seen() == [ids.shape[1] * 2, 0], "each choice, of which none differs"
-    assert model.replay.take_seen() == [0, 0]
-    found = learn(model, replace(batch, routing=Routing(torch.full_like(ids, OWN).to(torch.int16), weights)))
+    assert model.routing_replay is not None
+    assert model.routing_replay.take_seen() == [ids.shape[1] * 2, 0], "each choice, of which none differs"
+    assert model.routing_replay.take_seen() == [0, 0]
+    found = learn(
+        model, replace(batch, routing=RoutingRecord(torch.full_like(ids, OWN).to(torch.int16), weights))
+    )
     assert_alike(found, expected)
-    assert model.replay.take_seen() == [0, 0], "nothing was recorded"
+    assert model.routing_replay.take_seen() == [0, 0], "nothing was recorded"
     learn(model, batch)
-    recorded, otherwise = model.replay.take_seen()
+    recorded, otherwise = model.routing_replay.take_seen()
     assert recorded == (batch.routing.ids[..., 0] != OWN).sum()
     assert 0.5 < otherwise / recorded < 1, "of six pairs one is right by chance"
-    with model.replay.off():
+    with model.routing_replay.off():
         assert_alike(learn(model, batch), expected)
-    assert model.replay.take_seen() == [0, 0]
+    assert model.routing_replay.take_seen() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +205,8 @@ def test_records_lie_where_their_tokens_are(packed: bool) -> None:
     made = with_experts(with_common_prompts(random_samples(5)), *MIXTURES)
     samples = [TrainSample.of_wire(sample) for sample in made]
     for layout in (
-        Layout(packed, VOCABULARY, mixtures=MIXTURES, parts=4),
-        Layout(True, VOCABULARY, mixtures=MIXTURES, least_spared=0.0),
+        BatchLayout(packed, VOCABULARY, mixtures=MIXTURES, parts=4),
+        BatchLayout(True, VOCABULARY, mixtures=MIXTURES, least_spared=0.0),
     ):
         batch = collate(samples, [*range(5)], layout)
         assert batch.routing is not None
@@ -221,7 +233,7 @@ def test_records_lie_where_their_tokens_are(packed: bool) -> None:
     other = replace(second, segments=[replace(segment, experts=(ids[:, ::-1], weights))])
     learned = len(ids) - second.learned_tokens  # the row of the last prompt token
 
-    def blocks(changed: int | None = None, layout: Layout = layout, sample: TrainSample = second) -> int:
+    def blocks(changed: int | None = None, layout: BatchLayout = layout, sample: TrainSample = second) -> int:
         if changed is not None:
             rounded = weights.copy()
             rounded[changed] *= 1 + 1e-6

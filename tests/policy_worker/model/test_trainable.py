@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 from policy_worker.errors import CheckpointError, SettingsError
 from policy_worker.model.load import load_critic, load_model
 from policy_worker.model.trainable import freeze, routers_of
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from tests.policy_worker.checkpoint_material import load_state, save_state
@@ -32,7 +32,7 @@ LAYER = "model.layers.0"
 
 
 def grpo_of(
-    group: Group, directory: Path, lm: PreTrainedModel, policy: dict[str, Any], **train: Any
+    group: RankGroup, directory: Path, lm: PreTrainedModel, policy: dict[str, Any], **train: Any
 ) -> tuple[Grpo, dict[str, Tensor]]:
     """The algorithm that trains the saved model with these keys of its section; the weights that it begins with."""
     lm.save_pretrained(directory)
@@ -59,7 +59,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     [{}, {"optm_name": "Muon"}, {"optm_name": "SGD"}, {"ema_decay": 0.5}, {"param_dtype": "bfloat16"}],
     ids=["adamw", "muon", "sgd", "ema", "sharded"],
 )
-def test_frozen_parameters_stay_and_others_move(tmp_path: Path, group: Group, train: dict[str, Any]):
+def test_frozen_parameters_stay_and_others_move(tmp_path: Path, group: RankGroup, train: dict[str, Any]):
     chosen = {LAYER: False, f"{LAYER}.mlp": True, f"{LAYER}.mlp.up_proj.weight": False, "lm_head": False}
     grpo, before = grpo_of(group, tmp_path / "model", tiny_lm(), {"trainable_map": chosen}, **train)
     trainer = grpo._trainer
@@ -80,7 +80,7 @@ def test_frozen_parameters_stay_and_others_move(tmp_path: Path, group: Group, tr
         assert trainer.ema.average.keys() == {f"lm.{name}" for name in expected}
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, group: Group):
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, group: RankGroup):
     policy = {"trainable_map": {LAYER: False}}
     grpo, _ = grpo_of(group, tmp_path / "model", tiny_lm(), policy)
     train_step(grpo, 0)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, group: Group):
         load_state(other._trainer, found.path, make_config())
 
 
-def test_routers_stay_as_they_are(tmp_path: Path, group: Group):
+def test_routers_stay_as_they_are(tmp_path: Path, group: RankGroup):
     policy = {"freeze_moe_router": True, "trainable_map": {"model.embed_tokens": False}}
     grpo, before = grpo_of(group, tmp_path / "model", tiny_experts(), policy)
     for step in range(2):

@@ -6,13 +6,13 @@ import math
 import sys
 from pathlib import Path
 
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.loss_scale import FIRST, LossScaler
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 
 
 def main(out: Path) -> None:
-    group = Group(RankEnvironment.of_environ())
+    group = RankGroup(RankEnvironment.of_environ())
     try:
         scaler = LossScaler(group, "train.param_dtype")
         norms = (1.0, math.inf if group.rank else 1.0, 1.0)

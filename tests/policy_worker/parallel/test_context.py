@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.parallel.test_ranks import (
     EVERYTHING,
     GRPO,
@@ -69,7 +69,7 @@ def of_families(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check(
-    directory: Path, group: Group, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]
+    directory: Path, group: RankGroup, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]
 ) -> None:
     found = run_each(directory, world, [{"mesh": mesh, **case} for case in cases])
     for case, (tensors, metrics) in zip(cases, found, strict=True):
@@ -90,12 +90,12 @@ def check(
 
 
 @pytest.mark.slow
-def test_two_pieces_equal_whole_rows(tmp_path: Path, group: Group):
+def test_two_pieces_equal_whole_rows(tmp_path: Path, group: RankGroup):
     check(tmp_path / "2", group, 2, {"cp": 2}, [*of_algorithms(), *of_families(FAMILIES)])
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_pieces_goes_on_in_whole_rows_and_back(tmp_path: Path, group: Group):
+def test_a_checkpoint_of_pieces_goes_on_in_whole_rows_and_back(tmp_path: Path, group: RankGroup):
     grpo = GRPO | {"advantage_estimator": "gae"}
     options: dict[str, Any] = {"grpo": grpo, "train": STEPS["train"] | PACKED["train"]}
     last: dict[str, Any] = {"first_step": 2, "steps": 3, **options}
@@ -115,7 +115,7 @@ MESHES = [{"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}, {"cp": 4}]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_pieces_on_four_ranks_equal_whole_rows(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_pieces_on_four_ranks_equal_whole_rows(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     names = ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe"]
     families = [
         {"family": name, "tie": tie, "kv_heads": heads}

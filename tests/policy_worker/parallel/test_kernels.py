@@ -16,8 +16,8 @@ import torch
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel import kernels
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.kernels import convert_to_fp8, use_liger
+from policy_worker.parallel.rank_group import RankGroup
 from schema.config.sections.train import FP8Config
 from tests.policy_worker.material import make_config, make_trainer, tiny_lm, tiny_model
 from tests.policy_worker.parallel.test_ranks import GRPO, SAMPLES, assert_equal, gradients, run_each, run_here
@@ -38,7 +38,7 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_code")
-def test_compiled_layers_compute_and_are_named_as_others(group: Group):
+def test_compiled_layers_compute_and_are_named_as_others(group: RankGroup):
     """Rows of other lengths and blocks are not compiled anew."""
     options: dict[str, Any] = {"grpo": GRPO, "train": {"sequence_packing": True}}
     expected, _ = run_here(group, **options)
@@ -63,7 +63,7 @@ def test_compiled_layers_compute_and_are_named_as_others(group: Group):
     ],
     ids=str,
 )
-def test_compiled_layers_recompute_and_offload_parts(group: Group, train: dict[str, Any]):
+def test_compiled_layers_recompute_and_offload_parts(group: RankGroup, train: dict[str, Any]):
     options: dict[str, Any] = {"grpo": GRPO, "sections": AGAIN, "steps": 2}
     if "recompute_moe_layers" in train:
         options["model"] = {"family": "qwen3_moe"}
@@ -92,7 +92,7 @@ MESHES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 @pytest.mark.soak
 @pytest.mark.parametrize(("mesh", "cases"), MESHES, ids=str)
 def test_ranks_compile_their_part(
-    tmp_path: Path, group: Group, mesh: dict[str, Any], cases: list[dict[str, Any]]
+    tmp_path: Path, group: RankGroup, mesh: dict[str, Any], cases: list[dict[str, Any]]
 ):
     runs = [{"samples": SAMPLES, "grpo": GRPO, "steps": 2} | case for case in cases]
     found = run_each(tmp_path / "2", 2, [{"mesh": mesh, "train": COMPILED} | run for run in runs])
@@ -103,7 +103,7 @@ def test_ranks_compile_their_part(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("train", [{}, {"sequence_packing": True}, {"param_dtype": "bfloat16"}], ids=str)
-def test_generated_code_computes_the_same(group: Group, train: dict[str, Any]):
+def test_generated_code_computes_the_same(group: RankGroup, train: dict[str, Any]):
     """With a C++ compiler on a CPU, Triton on a GPU."""
     tolerance = 0.1 if "param_dtype" in train else CLOSE
     expected, _ = run_here(group, grpo=GRPO, train=train)
@@ -176,7 +176,7 @@ def other_norm(lm: Any) -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_with_ligers_kernels_are_compared_with_themselves(
-    monkeypatch: pytest.MonkeyPatch, group: Group, change: Any, kinds: Any, refusal: str, dtype: str
+    monkeypatch: pytest.MonkeyPatch, group: RankGroup, change: Any, kinds: Any, refusal: str, dtype: str
 ):
     """All that are on the devices, plain or sharded; and no loss is replaced."""
     modules = library(change, *kinds)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from policy_worker.errors import SettingsError
 from policy_worker.model import lora
 from policy_worker.model.model import PolicyModel
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.parallel.tensor import apply_tp
 from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.material import tiny_lm, write_model
@@ -33,7 +33,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weig
 
 
 @pytest.mark.slow
-def test_two_ranks_with_adapters_equal_one_and_one_goes_on(tmp_path: Path, group: Group):
+def test_two_ranks_with_adapters_equal_one_and_one_goes_on(tmp_path: Path, group: RankGroup):
     # of policy and critic, with norms that are trained whole; the reference is within the policy, and reset once
     options: dict[str, Any] = {
         "exact": True,
@@ -78,7 +78,7 @@ def adapters() -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
 def test_adapters_on_layers_that_ranks_share_equal_one_process(
-    tmp_path: Path, group: Group, mesh: dict[str, int]
+    tmp_path: Path, group: RankGroup, mesh: dict[str, int]
 ):
     cases = [staged(case) if "pp" in mesh else case for case in adapters()]
     assert_one(tmp_path / "2", group, 2, mesh, cases)
@@ -86,7 +86,7 @@ def test_adapters_on_layers_that_ranks_share_equal_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     learning = {"policy": {"lora": LORA | {"init_lora_weights": "pissa"}}, "critic": {"lora": LORA}}
     grpo = GRPO | EVERYTHING | {"advantage_estimator": "gae"}
     options: dict[str, Any] = staged({"samples": SAMPLES, "grpo": grpo, "sections": learning})
@@ -115,7 +115,7 @@ def test_adapters_that_two_share_go_on_alone_and_back(tmp_path: Path, group: Gro
         ({"target_modules": ["embed_tokens"]}, r"embed_tokens with an adapter"),
     ],
 )
-def test_what_tensor_parallelism_cannot_cut_is_named(group: Group, keys: dict[str, Any], name: str):
+def test_what_tensor_parallelism_cannot_cut_is_named(group: RankGroup, keys: dict[str, Any], name: str):
     model = PolicyModel(tiny_lm(tie=False))
     lora.inject(model.lm, LoraConfig(**keys), "policy.lora")
     with pytest.raises(SettingsError, match=rf"tensor parallelism cannot cut .*{name}.*tp_size = 1"):
@@ -134,7 +134,7 @@ MESHES = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_adapters_on_meshes_of_four_equal_one_process(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_adapters_on_meshes_of_four_equal_one_process(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     cases = [staged(case) if "pp" in mesh else case for case in adapters()]
     mixture = [case for case in cases if case["model"]["family"] == "qwen3_moe"]
     assert_one(tmp_path / "4", group, 4, mesh, mixture if "ep" in mesh else cases)

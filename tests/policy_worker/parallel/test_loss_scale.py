@@ -14,8 +14,8 @@ from policy_worker.checkpoints.layout import look
 from policy_worker.errors import NonFiniteGradientError
 from policy_worker.model.micro_batch import Segment, TrainSample
 from policy_worker.parallel import loss_scale
-from policy_worker.parallel.group import Group
 from policy_worker.parallel.loss_scale import FIRST, LossScaler
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.material import make_trainer, sft_config, tiny_lm, train_step
 from tests.policy_worker.parallel.test_ranks import GRPO, assert_equal, gradients, run_each, run_here
 from tests.policy_worker.ranks import start_ranks, wait_ranks
@@ -28,7 +28,7 @@ OVERFLOWING = 2.0**40
 """A scale at which gradients of the tiny models are beyond 65504."""
 
 
-def test_the_scale_follows_the_rule_of_torch(group: Group, monkeypatch: pytest.MonkeyPatch):
+def test_the_scale_follows_the_rule_of_torch(group: RankGroup, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loss_scale, "STEADY", 3)
     ours, theirs = LossScaler(group, "train.param_dtype"), torch.amp.GradScaler("cpu", growth_interval=3)
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -45,7 +45,7 @@ def test_the_scale_follows_the_rule_of_torch(group: Group, monkeypatch: pytest.M
     assert ours.metrics()["skipped_steps"] == 0.0, "since it was asked last"
 
 
-def test_gradients_are_divided_exactly_before_they_are_clipped(group: Group):
+def test_gradients_are_divided_exactly_before_they_are_clipped(group: RankGroup):
     found = [run_here(group, grpo=GRPO, train=FLOAT16, scales=[scale]) for scale in (2.0**10, 2.0**14)]
     (small, once), (large, again) = found
     assert once[0]["grad_norm"] > 0.5, "it is clipped"
@@ -55,11 +55,11 @@ def test_gradients_are_divided_exactly_before_they_are_clipped(group: Group):
     assert total == pytest.approx(0.5, rel=1e-3)
 
 
-def test_a_stage_in_which_nothing_trains_has_nothing_to_divide(group: Group):
+def test_a_stage_in_which_nothing_trains_has_nothing_to_divide(group: RankGroup):
     LossScaler(group, "train.param_dtype").unscale([torch.nn.Parameter(torch.ones(2))])
 
 
-def test_what_is_kept_in_host_memory_is_scaled_and_skipped_alike(group: Group):
+def test_what_is_kept_in_host_memory_is_scaled_and_skipped_alike(group: RankGroup):
     """A step that is made and one that overflows, with gradients and state elsewhere in between."""
     away = {"fsdp_gradient_offload": True, "optimizer_offload": True, "overlap_grad_reduce": False}
     for scale, keys in ((2.0**10, away), (OVERFLOWING, away), (2.0**10, {"fsdp_offload": True})):
@@ -69,7 +69,7 @@ def test_what_is_kept_in_host_memory_is_scaled_and_skipped_alike(group: Group):
         assert [one["skipped_steps"] for one in metrics] == [one["skipped_steps"] for one in there]
 
 
-def test_a_step_that_overflows_changes_nothing_but_the_scale(group: Group):
+def test_a_step_that_overflows_changes_nothing_but_the_scale(group: RankGroup):
     options: dict[str, Any] = {"grpo": GRPO | {"mu_iterations": 3}, "train": FLOAT16 | {"ema_decay": 0.5}}
     tensors, metrics = run_here(group, scales=[OVERFLOWING], steps=1, **options)
     start = tiny_lm().state_dict()
@@ -79,7 +79,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(group: Group):
     assert "grad_norm" not in metrics[0]
 
 
-def test_some_of_a_steps_optimizer_steps_may_overflow(group: Group):
+def test_some_of_a_steps_optimizer_steps_may_overflow(group: RankGroup):
     """With the scale that the first of them leaves, the others are those of a run that begins with it."""
     fitting = OVERFLOWING
     options: dict[str, Any] = {"grpo": GRPO | {"mu_iterations": 3}, "train": FLOAT16}
@@ -91,7 +91,7 @@ def test_some_of_a_steps_optimizer_steps_may_overflow(group: Group):
     assert math.isfinite(metrics["grad_norm"])
 
 
-def test_a_model_that_is_beyond_float16_is_an_error(group: Group):
+def test_a_model_that_is_beyond_float16_is_an_error(group: RankGroup):
     scaler = LossScaler(group, "critic.param_dtype")
     scaler.state = 2.0, 0
     assert scaler.skips(math.nan)
@@ -99,7 +99,7 @@ def test_a_model_that_is_beyond_float16_is_an_error(group: Group):
         scaler.skips(math.inf)
 
 
-def test_policy_and_critic_have_scales_of_their_own(group: Group):
+def test_policy_and_critic_have_scales_of_their_own(group: RankGroup):
     options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae"}, "train": FLOAT16}
     before, _ = run_here(
         group, grpo={"advantage_estimator": "gae", "mu_iterations": 1}, train={"optm_lr": 0.0}
@@ -113,7 +113,7 @@ def test_policy_and_critic_have_scales_of_their_own(group: Group):
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_the_scale_is_restored(tmp_path: Path, group: Group):
+def test_the_scale_is_restored(tmp_path: Path, group: RankGroup):
     options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae"}, "train": FLOAT16}
     scales = [OVERFLOWING, OVERFLOWING / 4]
     straight, metrics = run_here(group, scales=scales, steps=4, **options)
@@ -129,7 +129,7 @@ def test_the_scale_is_restored(tmp_path: Path, group: Group):
     assert "loss_scale" not in anew[0], "without float16 there is none"
 
 
-def test_supervised_training_in_float16(tmp_path: Path, group: Group):
+def test_supervised_training_in_float16(tmp_path: Path, group: RankGroup):
     write_rows(tmp_path / "data")
     exact, found = (
         train_step(make_sft(group, tmp_path / "data", param_dtype=dtype), 0)
@@ -140,7 +140,7 @@ def test_supervised_training_in_float16(tmp_path: Path, group: Group):
     assert (found["loss_scale"], found["skipped_steps"]) == (FIRST, 0.0)
 
 
-def test_small_gradients_live_on_with_a_scale_and_vanish_without(group: Group):
+def test_small_gradients_live_on_with_a_scale_and_vanish_without(group: RankGroup):
     """A loss of 1e-6 has gradients that float16 does not have."""
     found = {}
     for scale in (1.0, FIRST):
@@ -179,7 +179,7 @@ def test_a_rank_skips_what_another_one_cannot_make(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "cases"), MESHES, ids=str)
 def test_ranks_compute_in_float16_and_skip_alike(
-    tmp_path: Path, group: Group, mesh: dict[str, Any], cases: list[dict[str, Any]]
+    tmp_path: Path, group: RankGroup, mesh: dict[str, Any], cases: list[dict[str, Any]]
 ):
     """Gradients are those of float32 up to rounding; from a scale that overflows, all ranks find the same one."""
     plain: dict[str, Any] = {

@@ -13,7 +13,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model import lora
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.fsdp import Units
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.material import make_config, make_trainer, tiny_model
 from tests.policy_worker.parallel.test_meshes import model
 from tests.policy_worker.parallel.test_ranks import GRPO, SAMPLES, assert_equal, run_each
@@ -111,7 +111,7 @@ def names_of(model: torch.nn.Module) -> list[str]:
     return [name.removeprefix("lm.") for name, m in model.named_modules() if isinstance(m, FSDPModule)]
 
 
-def sharded(group: Group, units: Units | None = None, **how: Any) -> list[str]:
+def sharded(group: RankGroup, units: Units | None = None, **how: Any) -> list[str]:
     keys = make_config(train={"param_dtype": "bfloat16", **how}).train
     return names_of(distribute(tiny_model(), group, keys, units=units))
 
@@ -119,7 +119,7 @@ def sharded(group: Group, units: Units | None = None, **how: Any) -> list[str]:
 LAYERS = ["model.layers.0", "model.layers.1"]
 
 
-def test_units_are_the_layers_or_what_is_named(group: Group):
+def test_units_are_the_layers_or_what_is_named(group: RankGroup):
     assert sharded(group) == ["", *LAYERS]
     found = sharded(group, fsdp_wrap_layers=["Qwen3MLP", "Qwen3DecoderLayer"])
     assert found == ["", "model.layers.0", "model.layers.0.mlp", "model.layers.1", "model.layers.1.mlp"]
@@ -128,7 +128,7 @@ def test_units_are_the_layers_or_what_is_named(group: Group):
     assert "lm_head" not in found
 
 
-def test_units_are_as_large_as_is_written(group: Group):
+def test_units_are_as_large_as_is_written(group: RankGroup):
     layer = tiny_model().decoder_layers()[0]
     sizes = {part: sum(p.numel() for p in module.parameters()) for part, module in layer.named_children()}
     whole = sum(sizes.values())
@@ -140,14 +140,14 @@ def test_units_are_as_large_as_is_written(group: Group):
     assert sharded(group, fsdp_wrap_min_params=10**9) == [""]
 
 
-def test_frozen_models_have_units_of_their_own(group: Group):
+def test_frozen_models_have_units_of_their_own(group: RankGroup):
     keys = make_config(train={"param_dtype": "bfloat16", "fsdp_wrap_layers": ["Qwen3MLP"]}).train
     frozen = distribute(tiny_model(), group, keys, frozen=True, offload=True, units=Units(["Qwen3Attention"]))
     assert names_of(frozen) == ["", *(f"{name}.self_attn" for name in LAYERS)]
     assert names_of(distribute(tiny_model(), group, keys, frozen=True, offload=True)) == ["", *LAYERS]
 
 
-def test_adapters_stay_with_the_layers_that_use_their_weights(group: Group):
+def test_adapters_stay_with_the_layers_that_use_their_weights(group: RankGroup):
     config = make_config(
         train={"param_dtype": "bfloat16", "fsdp_wrap_layers": ["Linear"]},
         policy={"lora": {"r": 4, "target_modules": ["q_proj"], "use_dora": True}},
@@ -160,7 +160,7 @@ def test_adapters_stay_with_the_layers_that_use_their_weights(group: Group):
 
 
 @pytest.mark.parametrize("name", ["NoSuchLayer", "Embedding", "ModuleList"])
-def test_a_class_that_the_model_does_not_have_is_refused_with_those_that_it_has(group: Group, name: str):
+def test_a_class_that_the_model_does_not_have_is_refused_with_those_that_it_has(group: RankGroup, name: str):
     config = make_config(train={"fsdp_wrap_layers": [name]})
     with pytest.raises(SettingsError, match=rf"train\.fsdp_wrap_layers: .* of class '{name}'.*Qwen3MLP"):
         make_trainer(config, group)
@@ -169,7 +169,7 @@ def test_a_class_that_the_model_does_not_have_is_refused_with_those_that_it_has(
         make_trainer(config, group)
 
 
-def test_wrapping_the_reference_changes_no_number(group: Group):
+def test_wrapping_the_reference_changes_no_number(group: RankGroup):
     """The reference alone is sharded otherwise, where it is sharded at all: in host memory."""
     config = make_config({"kl_beta": 0.1}, reference={"offload": True, "fsdp_wrap_layers": ["Qwen3MLP"]})
     trainer = make_trainer(config, group)

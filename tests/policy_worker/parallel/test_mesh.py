@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.distribute import check_heads
-from policy_worker.parallel.mesh import MeshSizes, device_mesh
+from policy_worker.parallel.mesh import ParallelDims, device_mesh
 from schema.config.sections.policy import ParallelismConfig
 from tests.policy_worker.material import tiny_lm
 from tests.policy_worker.norm_program import CLIP, step_of
@@ -43,13 +43,13 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
 def coordinates(mesh: DeviceMesh, rank: int) -> dict[str, int]:
     """By name, of any rank; 0 in dimensions that the mesh does not have."""
     found = (mesh.mesh == rank).nonzero()[0].tolist()
-    return dict.fromkeys(asdict(MeshSizes()), 0) | dict(zip(mesh.mesh_dim_names or (), found, strict=True))
+    return dict.fromkeys(asdict(ParallelDims()), 0) | dict(zip(mesh.mesh_dim_names or (), found, strict=True))
 
 
 @settings(max_examples=60)
 @given(shape=SIZES, data=st.data())
 def test_coordinates_are_those_of_the_mesh(shape: tuple[int, ...], data: st.DataObject):
-    sizes = MeshSizes(*shape)
+    sizes = ParallelDims(*shape)
     rank = data.draw(st.integers(0, sizes.ranks - 1))
     with as_rank(rank, sizes.ranks):
         mesh = device_mesh(sizes, "cpu")
@@ -71,11 +71,11 @@ def test_coordinates_are_those_of_the_mesh(shape: tuple[int, ...], data: st.Data
 
 @given(shape=SIZES, open_shards=st.booleans())
 def test_configured_sizes_are_found_again(shape: tuple[int, ...], open_shards: bool):
-    sizes = MeshSizes(*shape)
+    sizes = ParallelDims(*shape)
     configured = {f"{name}_size": size for name, size in asdict(sizes).items() if name != "sequence"}
     if open_shards:
         configured["dp_shard_size"] = -1
-    assert MeshSizes.of_config(ParallelismConfig(**configured), sizes.ranks) == sizes
+    assert ParallelDims.of_config(ParallelismConfig(**configured), sizes.ranks) == sizes
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_configured_sizes_are_found_again(shape: tuple[int, ...], open_shards: b
 )
 def test_sizes_of_other_ranks_are_refused(configured: dict[str, int], world: int, message: str):
     with pytest.raises(SettingsError, match=message):
-        MeshSizes.of_config(ParallelismConfig(**configured), world)
+        ParallelDims.of_config(ParallelismConfig(**configured), world)
 
 
 @pytest.mark.slow
@@ -106,13 +106,13 @@ def test_one_norm_of_parameters_on_different_meshes(tmp_path: Path, impl: str):
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (MeshSizes(tp=2, cp=2), ""),
-        (MeshSizes(tp=4), "tp_size = 4 does not divide the 2 key/value heads of Qwen3ForCausalLM"),
-        (MeshSizes(cp=3), "tp_size = 1 * cp_size = 3 does not divide the 4 attention heads"),
-        (MeshSizes(cp=4), ""),
+        (ParallelDims(tp=2, cp=2), ""),
+        (ParallelDims(tp=4), "tp_size = 4 does not divide the 2 key/value heads of Qwen3ForCausalLM"),
+        (ParallelDims(cp=3), "tp_size = 1 * cp_size = 3 does not divide the 4 attention heads"),
+        (ParallelDims(cp=4), ""),
     ],
 )
-def test_ranks_get_whole_heads(sizes: MeshSizes, words: str):
+def test_ranks_get_whole_heads(sizes: ParallelDims, words: str):
     model = PolicyModel(tiny_lm())
     with pytest.raises(SettingsError, match=re.escape(words)) if words else nullcontext():
         check_heads(model, sizes)

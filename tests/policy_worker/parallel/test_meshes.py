@@ -16,8 +16,8 @@ from policy_worker.checkpoints.layout import look, state_files
 from policy_worker.checkpoints.storage import StateFiles
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.experts import apply_ep
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.material import tiny_family, write_model
 from tests.policy_worker.parallel.test_ranks import (
     EVERYTHING,
@@ -65,7 +65,7 @@ def everything() -> list[dict[str, Any]]:
 
 
 def assert_one(
-    directory: Path, group: Group, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]
+    directory: Path, group: RankGroup, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]
 ) -> None:
     """Ranks of a mesh come to what one process does: gradients, or weights of cases that are exact; and metrics."""
     cases = [{"samples": SAMPLES} | case for case in cases]
@@ -84,7 +84,7 @@ def assert_one(
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_layers_equal_one(tmp_path: Path, group: Group):
+def test_two_ranks_that_share_layers_equal_one(tmp_path: Path, group: RankGroup):
     exact = model("llama") | {"exact": True, "steps": 3, "grpo": GRPO}
     unplanned = exact | model("glm4_moe")  # norms of queries and keys that its plan does not name
     assert_one(tmp_path / "2", group, 2, {"tp": 2}, [*everything(), exact, unplanned])
@@ -125,7 +125,7 @@ def split() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_positions_between_layers_equal_one(tmp_path: Path, group: Group):
+def test_two_ranks_that_share_positions_between_layers_equal_one(tmp_path: Path, group: RankGroup):
     assert_one(tmp_path / "2", group, 2, SPLIT, split())
 
 
@@ -146,13 +146,13 @@ def experts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group):
+def test_two_ranks_that_share_experts_equal_one(tmp_path: Path, group: RankGroup):
     assert_one(tmp_path / "2", group, 2, {"dp_shard": 2, "ep": 2}, experts())
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "glm4_moe"])
 def test_a_shared_expert_computes_and_learns_while_tokens_travel(
-    group: Group, family: str, monkeypatch: pytest.MonkeyPatch
+    group: RankGroup, family: str, monkeypatch: pytest.MonkeyPatch
 ):
     lm, events, exchange = tiny_family(family), [], dist.all_to_all_single
 
@@ -204,11 +204,11 @@ MORE_SPLIT = [
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MORE_SPLIT, ids=str)
 def test_more_ranks_that_share_positions_between_layers_equal_one(
-    tmp_path: Path, group: Group, mesh: dict[str, int]
+    tmp_path: Path, group: RankGroup, mesh: dict[str, int]
 ):
     mesh = SPLIT | mesh
     exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
-    world = MeshSizes(**mesh).ranks
+    world = ParallelDims(**mesh).ranks
     families = FAMILIES if mesh["tp"] > 2 else ("gemma3_text", "qwen3_moe")
     cases = [model(family, tie="qwen" in family) | exact for family in families]
     cases += split() if mesh["tp"] == 2 and world == 4 else []
@@ -223,7 +223,7 @@ def staged(case: dict[str, Any], **pipe: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_have_stages_equal_one(tmp_path: Path, group: Group):
+def test_two_ranks_that_have_stages_equal_one(tmp_path: Path, group: RankGroup):
     several, critic, *others = everything()
     exact = model("llama", tie=False) | {"exact": True, "steps": 3, "grpo": GRPO}
     again = {"sections": {"policy": {"model_gradient_checkpointing": True}}}
@@ -245,7 +245,7 @@ STAGED = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", STAGED, ids=str)
-def test_four_ranks_with_stages_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_four_ranks_with_stages_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     exact = {"exact": True, "steps": 3, "grpo": GRPO}
     cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
     pipe = {} if mesh["pp"] == 4 else {"virtual_pp_size": 2}
@@ -264,15 +264,15 @@ SHARED = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", SHARED, ids=str)
-def test_more_ranks_that_share_experts_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
-    world = MeshSizes(**mesh).ranks
+def test_more_ranks_that_share_experts_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
+    world = ParallelDims(**mesh).ranks
     cases = [staged(case) for case in experts()] if "pp" in mesh else experts()
     assert_one(tmp_path / str(world), group, world, mesh, cases)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", PAIRS, ids=str)
-def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_four_ranks_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     exact = {"exact": True, "steps": 3, "grpo": GRPO}
     cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
     # the reference of the others has two heads of keys and values
@@ -281,7 +281,7 @@ def test_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", TRIPLES, ids=str)
-def test_eight_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_eight_ranks_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
     cases = [model(family, tie=family == "qwen3") | exact for family in ("qwen3", "gemma3_text", "qwen3_moe")]
     cases = [staged(case) for case in cases] if "pp" in mesh else cases
@@ -289,7 +289,7 @@ def test_eight_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int
 
 
 @pytest.mark.slow
-def test_a_state_goes_on_on_any_mesh(tmp_path: Path, group: Group):
+def test_a_state_goes_on_on_any_mesh(tmp_path: Path, group: RankGroup):
     options = {"samples": SAMPLES, "grpo": GRPO | {"advantage_estimator": "gae"}, "train": {"optm_lr": 1e-2}}
     expected, _ = train(group, options | {"steps": 3})
     saved = {"mesh": {"tp": 2, "dp_shard": 2}, "steps": 2, "save": str(tmp_path / "4"), "save_step": 2}
@@ -307,7 +307,7 @@ def test_a_state_goes_on_on_any_mesh(tmp_path: Path, group: Group):
 
 
 @pytest.mark.slow
-def test_a_state_goes_on_in_stages_and_back(tmp_path: Path, group: Group):
+def test_a_state_goes_on_in_stages_and_back(tmp_path: Path, group: RankGroup):
     grpo = GRPO | {"advantage_estimator": "gae", "kl_beta": 0.1, "reference_reset_interval": 1}
     write_model(tmp_path / "model")
     policy = {"model_name_or_path": str(tmp_path / "model")}
@@ -343,7 +343,7 @@ CHAIN = [{"pp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "ep": 2}, {}, FIRST]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_state_wanders_over_meshes_and_comes_back(tmp_path: Path, group: Group, family: str):
+def test_a_state_wanders_over_meshes_and_comes_back(tmp_path: Path, group: RankGroup, family: str):
     """Weights, optimizer, critic, reference and average are what they were, bit for bit, and so is the export; the
     step that follows is the same up to rounding."""
     write_model(tmp_path / "model")
@@ -378,11 +378,11 @@ def test_a_state_wanders_over_meshes_and_comes_back(tmp_path: Path, group: Group
         state = place / "saved" / "step-00000002"
 
 
-def on(mesh: dict[str, int], group: Group, directory: Path, cases: list[dict[str, Any]]) -> list[Result]:
+def on(mesh: dict[str, int], group: RankGroup, directory: Path, cases: list[dict[str, Any]]) -> list[Result]:
     """The cases on the ranks of a mesh; of one rank here."""
     if not mesh:
         return [train(group, case) for case in cases]
-    return run_each(directory, MeshSizes(**mesh).ranks, [{"mesh": mesh} | case for case in cases])
+    return run_each(directory, ParallelDims(**mesh).ranks, [{"mesh": mesh} | case for case in cases])
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -403,7 +403,7 @@ def assert_same_state(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_critic_goes_on_in_another_mesh(tmp_path: Path, group: Group):
+def test_a_critic_goes_on_in_another_mesh(tmp_path: Path, group: RankGroup):
     gae = {"samples": SAMPLES, "exact": True, "grpo": GRPO | {"advantage_estimator": "gae"}}
     adapters = {"critic": {"lora": {"r": 2, "target_modules": "all-linear"}}}
     layers, stages = {"roles": {"critic": {"tp_size": 2}}}, {"roles": {"critic": {"pp_size": 2}}}
@@ -448,7 +448,7 @@ def with_roles(**roles: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_roles_with_meshes_of_their_own_equal_one(tmp_path: Path, group: Group):
+def test_roles_with_meshes_of_their_own_equal_one(tmp_path: Path, group: RankGroup):
     shards, layers, stages = {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}
     split = layers | {"sequence_parallel": True}
     cases = with_roles(reference=layers, critic=stages) + with_roles(reference=split, critic=split)[:1]
@@ -473,7 +473,7 @@ OF_ROLES: list[dict[str, Any]] = [
     "mesh",
     [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}],
 )
-def test_roles_on_four_ranks_equal_one(tmp_path: Path, group: Group, mesh: dict[str, int]):
+def test_roles_on_four_ranks_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     cases = [
         with_roles(reference=one, critic=OF_ROLES[number - 3])[number % 2]
         for number, one in enumerate(OF_ROLES)

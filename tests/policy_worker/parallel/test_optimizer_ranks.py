@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from tests.policy_worker.optimizer_program import CASES, in_one_go, resumed
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 
 
 @pytest.mark.slow
-def test_optimizers_on_two_ranks_equal_one_and_resume_bit_for_bit(tmp_path: Path, group: Group):
+def test_optimizers_on_two_ranks_equal_one_and_resume_bit_for_bit(tmp_path: Path, group: RankGroup):
     arguments = ["tests.policy_worker.optimizer_program", str(tmp_path), *CASES]
     for code, output in wait_ranks(start_ranks(2, arguments)):
         assert code == 0, output

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from policy_worker.errors import SettingsError
 from policy_worker.model.model import PolicyModel
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from tests.policy_worker.checkpoint_material import load_state
@@ -75,7 +75,7 @@ def _result(directory: Path) -> Result:
     return tensors, json.loads((directory / "metrics.json").read_text())
 
 
-def run_here(group: Group, **options: Any) -> Result:
+def run_here(group: RankGroup, **options: Any) -> Result:
     return train(group, {"samples": SAMPLES, **options})
 
 
@@ -91,7 +91,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(tmp_path: Path, group: Group):
+def test_two_ranks_equal_one(tmp_path: Path, group: RankGroup):
     # samples of versions 0 to 3 in turn, at step 3
     old: dict[str, Any] = {
         "samples": {**SAMPLES, "version": [0, 1, 2, 3] * 2 + [0]},
@@ -114,7 +114,7 @@ def test_two_ranks_equal_one(tmp_path: Path, group: Group):
 
 
 @pytest.mark.slow
-def test_two_ranks_that_train_a_part_equal_one(tmp_path: Path, group: Group):
+def test_two_ranks_that_train_a_part_equal_one(tmp_path: Path, group: RankGroup):
     # one layer stays whole, the other in part; the embeddings are of the rest of the model
     chosen = {"model.layers.0": False, "model.layers.1.mlp": False, "model.embed_tokens": False}
     options: dict[str, Any] = {"sections": {"policy": {"trainable_map": chosen}}, "steps": 2}
@@ -172,7 +172,7 @@ def far() -> Iterator[dict[str, Any]]:
 @pytest.mark.scaled
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_several_ranks_equal_one_whatever_the_algorithm(
-    tmp_path: Path, group: Group, world: int, far: dict[str, Any]
+    tmp_path: Path, group: RankGroup, world: int, far: dict[str, Any]
 ):
     # the first with passes over all samples, empty micro-batches, packed, and guessed ahead
     random, size = Random(world), {"max_token_len_per_mini_batch": 25}
@@ -207,7 +207,7 @@ def test_several_ranks_equal_one_whatever_the_algorithm(
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_whatever_is_guessed_of_the_next_batch_the_step_is_the_same(group: Group):
+def test_whatever_is_guessed_of_the_next_batch_the_step_is_the_same(group: RankGroup):
     expected, metrics = run_here(group, grpo=GRPO, steps=3)
     assert [step["ahead_fraction"] for step in metrics] == [0.0, 0.0, 0.0]
     taken = {}
@@ -220,7 +220,7 @@ def test_whatever_is_guessed_of_the_next_batch_the_step_is_the_same(group: Group
 
 
 @pytest.mark.slow
-def test_two_copies_equal_one_rank(tmp_path: Path, group: Group):
+def test_two_copies_equal_one_rank(tmp_path: Path, group: RankGroup):
     alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
     tensors, metrics = run(tmp_path / "2", 2, mesh={"dp_replicate": 2}, grpo=GRPO | EVERYTHING)
     assert_equal(gradients(tensors), gradients(alone), 2e-6)
@@ -230,7 +230,7 @@ def test_two_copies_equal_one_rank(tmp_path: Path, group: Group):
 
 
 @pytest.mark.slow
-def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: Group):
+def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: RankGroup):
     # ranks 0 and 2 lead
     alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
     mesh, answers = {"dp_shard": 2, "cp": 2}, {"0": ["whole", "anew"], "2": ["gone"]}
@@ -242,7 +242,7 @@ def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: Group):
 
 
 @pytest.mark.slow
-def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Path, group: Group):
+def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Path, group: RankGroup):
     train = {"optm_lr": 1e-2, "optm_warmup_steps": 0}
     options: dict[str, Any] = {"grpo": GRPO | {"advantage_estimator": "gae"}, "train": train}
     expected, _ = run_here(group, steps=3, **options)
@@ -262,7 +262,9 @@ def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Pa
 @pytest.mark.parametrize(
     ("reshard", "impl"), [("always", "fused"), pytest.param("never", "for-loop", marks=pytest.mark.soak)]
 )
-def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: Group, reshard: str, impl: str):
+def test_more_ranks_than_samples_over_several_steps(
+    tmp_path: Path, group: RankGroup, reshard: str, impl: str
+):
     options: dict[str, Any] = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
     options["train"] = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}
     expected, _ = run_here(group, **options)
@@ -271,7 +273,7 @@ def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: Group
     assert_equal(found, expected, 1e-4)
 
 
-def test_bfloat16_parameters_and_float32_masters(group: Group):
+def test_bfloat16_parameters_and_float32_masters(group: RankGroup):
     alone, expected = run_here(group, grpo=GRPO)
     tensors, metrics = run_here(group, grpo=GRPO, train={"param_dtype": "bfloat16"})
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
@@ -289,7 +291,7 @@ def test_bfloat16_parameters_and_float32_masters(group: Group):
     ],
     ids=str,
 )
-def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[str, Any]):
+def test_state_restores_bit_for_bit(tmp_path: Path, group: RankGroup, train: dict[str, Any]):
     straight, _ = run_here(group, train=train, steps=4)
     run_here(group, train=train, steps=2, save=str(tmp_path / "s"))
     again, _ = run_here(
@@ -299,7 +301,7 @@ def test_state_restores_bit_for_bit(tmp_path: Path, group: Group, train: dict[st
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_critic_is_restored_bit_for_bit(tmp_path: Path, group: Group):
+def test_a_critic_is_restored_bit_for_bit(tmp_path: Path, group: RankGroup):
     options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae"}}
     straight, metrics = run_here(group, steps=4, **options)
     assert any(name.startswith("critic.") for name in straight)
@@ -314,7 +316,7 @@ def test_a_critic_is_restored_bit_for_bit(tmp_path: Path, group: Group):
 
 
 @pytest.mark.slow
-def test_a_critic_on_devices_of_its_own_equals_one_on_the_policys(tmp_path: Path, group: Group):
+def test_a_critic_on_devices_of_its_own_equals_one_on_the_policys(tmp_path: Path, group: RankGroup):
     options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae", "kl_beta": 0.1}}
     apart = {
         "placement": {"policy": [0, 1], "reference": [2, 3], "critic": [4, 5]},
@@ -329,7 +331,7 @@ def test_a_critic_on_devices_of_its_own_equals_one_on_the_policys(tmp_path: Path
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_reference_that_was_reset_and_a_kl_that_adapted_are_restored(tmp_path: Path, group: Group):
+def test_a_reference_that_was_reset_and_a_kl_that_adapted_are_restored(tmp_path: Path, group: RankGroup):
     term = {"beta": 0.1, "controller": "adaptive", "target": 1e-3, "horizon": 50}
     options: dict[str, Any] = {
         "grpo": {"kl_beta": 0.1, "kl_in_reward": term, "reference_reset_interval": 3},
@@ -346,14 +348,14 @@ def test_a_reference_that_was_reset_and_a_kl_that_adapted_are_restored(tmp_path:
     assert_equal(again, straight, 0.0)
 
 
-def test_an_offloaded_reference_gives_the_same(group: Group):
+def test_an_offloaded_reference_gives_the_same(group: RankGroup):
     expected, _ = run_here(group, grpo=GRPO | {"kl_beta": 0.1})
     found, _ = run_here(group, grpo=GRPO | {"kl_beta": 0.1}, sections={"reference": {"offload": True}})
     assert_equal(found, expected, 1e-7)
 
 
 @pytest.mark.slow
-def test_a_whole_reference_on_devices_of_its_own_equals_a_sharded_one(tmp_path: Path, group: Group):
+def test_a_whole_reference_on_devices_of_its_own_equals_a_sharded_one(tmp_path: Path, group: RankGroup):
     options: dict[str, Any] = {
         "grpo": GRPO | {"kl_beta": 0.1, "kl_type": "full", "reference_reset_interval": 2},
         "train": {"optm_lr": 1e-2, "optm_warmup_steps": 0},
@@ -373,7 +375,7 @@ def test_a_whole_reference_on_devices_of_its_own_equals_a_sharded_one(tmp_path: 
 
 
 @pytest.mark.slow
-def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: Group):
+def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: RankGroup):
     state = str(tmp_path / "state" / "step-00000000")
     straight, _ = run_here(group, steps=3)
     run(tmp_path / "2", 2, steps=2, save=str(tmp_path / "state"), staged=True)
@@ -384,7 +386,7 @@ def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, grou
         assert_equal(found, straight, 1e-4)
 
 
-def test_state_of_another_model_is_refused(tmp_path: Path, group: Group):
+def test_state_of_another_model_is_refused(tmp_path: Path, group: RankGroup):
     run_here(group, steps=1, save=str(tmp_path / "s"))
     lm = tiny_lm(layers=3)
     trainer = Trainer(PolicyModel(lm), make_config(), group, Schedule(10))

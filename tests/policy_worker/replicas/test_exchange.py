@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from policy_worker.replicas import exchange as base
-from policy_worker.replicas.exchange import Exchange, ExchangeEnded, Round, Watch
+from policy_worker.replicas.exchange import Exchange, ExchangeEnded, ExchangeWatch, Round
 from policy_worker.replicas.gradients import PartGradients
 from policy_worker.replicas.transports import CollectiveExchange, StoredExchange
 from tests.support.waiting import PATIENCE
@@ -33,7 +33,7 @@ class Place:
         self._store = dist.HashStore()
 
     def exchange(self, me: int, members: int, seconds: float = PATIENCE, epoch: int = 1) -> Exchange:
-        watch = Watch(lambda: self.reason, seconds)
+        watch = ExchangeWatch(lambda: self.reason, seconds)
         if self._kind == "stored":
             return StoredExchange(DirectoryStore(self._folder), 0, watch)
         store = dist.PrefixStore(f"e{epoch}/", self._store)

@@ -13,7 +13,7 @@ from policy_worker.errors import SettingsError
 from policy_worker.model.load import load_critic
 from policy_worker.model.model import ValueModel
 from policy_worker.model.prepare import prepare_model
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.critic import fit
 from schema.config import Config
 from schema.wire.sample import Sample
@@ -83,7 +83,9 @@ def naive_loss(model: ValueModel, old: ValueModel, samples: list[Sample], config
     ],
     ids=str,
 )
-def test_one_optimizer_step_equals_the_naive_one(group: Group, critic: dict[str, Any], train: dict[str, Any]):
+def test_one_optimizer_step_equals_the_naive_one(
+    group: RankGroup, critic: dict[str, Any], train: dict[str, Any]
+):
     # of the second pass over the batch, so that values have moved away from the old ones
     samples = with_common_prompts(random_samples(12, n_masked=1))
     keys = {"mu_iterations": 2, "optm_lr": 3e-3, "optm_grad_norm_clip": 0.0, **critic}
@@ -114,7 +116,7 @@ def test_one_optimizer_step_equals_the_naive_one(group: Group, critic: dict[str,
         assert metrics["critic/clip_fraction"] > 0.1
 
 
-def test_values_of_a_problem_with_two_states_are_found(group: Group):
+def test_values_of_a_problem_with_two_states_are_found(group: RankGroup):
     # after the prompt both tokens are as likely; 5 then earns 1, 6 nothing, both after one more token. γ = 0.9
     samples = [make_sample(i, [3, 4], [5 + i % 2, 7], [-0.7, 0.0], float(i % 2 == 0)) for i in range(8)]
     keys = {"optm_lr": 1e-2, "warmup_steps": 1000, "value_clip": 1.0, "mini_batch": 8}
@@ -136,7 +138,7 @@ def test_values_of_a_problem_with_two_states_are_found(group: Group):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "it only warms up"
 
 
-def test_masked_samples_and_failed_ones_teach_nothing(group: Group):
+def test_masked_samples_and_failed_ones_teach_nothing(group: RankGroup):
     samples = random_samples(12, n_masked=2)
     spoiled = [make_sample(i, [3], [4] * 5, [-1.0] * 5, None) for i in range(2)] + samples[2:]
     gradients = []

@@ -14,8 +14,8 @@ import torch
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import PolicyModel
-from policy_worker.model.prepare import prepare_model, replay_in
-from policy_worker.parallel.group import Group
+from policy_worker.model.prepare import prepare_model, replay_routing
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.frozen import EarlierPolicy
 from policy_worker.training.batches.source import BatchSource, DataEnded, decode_payload
 from policy_worker.training.grpo import Grpo
@@ -47,14 +47,14 @@ EVEN = [0.0, 0.5, 1.0, 0.5]
 RICH = {"entropy_coeff": 0.02, "positive_nll_coef": 0.1, "epsilon_high": 0.28}
 
 
-def make_grpo(group: Group, config: Config, answer: bytes, model: PolicyModel | None = None) -> Grpo:
+def make_grpo(group: RankGroup, config: Config, answer: bytes, model: PolicyModel | None = None) -> Grpo:
     """The algorithm on a controller that always answers with the same batch."""
     source = BatchSource(group, lambda call: answer, 1, config.staleness_bound)
     return Grpo(config, make_trainer(config, group, model), source)
 
 
 def trained(
-    group: Group,
+    group: RankGroup,
     samples: Sequence[Sample],
     grpo: dict[str, Any],
     train: dict[str, Any] | None = None,
@@ -106,7 +106,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
+def test_equals_an_independent_implementation(group: RankGroup, options: dict[str, Any]):
     samples = with_common_prompts(random_samples(12, n_masked=2))
     metrics, gradients = trained(group, samples, {"mini_batch": 5, **options})
     assert (metrics["shared_fraction"] > 0.1) == (group.device.type == "cpu")
@@ -128,7 +128,7 @@ KL = [
 
 
 @pytest.mark.parametrize("options", KL, ids=str)
-def test_kl_equals_an_independent_implementation(group: Group, options: dict[str, Any]):
+def test_kl_equals_an_independent_implementation(group: RankGroup, options: dict[str, Any]):
     samples, model = with_common_prompts(random_samples(8, n_masked=1)), tiny_model()
     config = make_config(options)
     loss = grpo_loss(model.lm, samples, config.grpo, frozen=tiny_model(seed=1).lm)
@@ -139,7 +139,7 @@ def test_kl_equals_an_independent_implementation(group: Group, options: dict[str
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
 
 
-def test_prefixes_shared_by_good_and_bad_answers_are_left_out(group: Group):
+def test_prefixes_shared_by_good_and_bad_answers_are_left_out(group: RankGroup):
     samples = with_shared_prefixes(random_samples(12, n_masked=1))
     options = {**RICH, "loss_type": "seq-mean-token-mean", "mini_batch": 3}
     metrics, gradients = trained(group, samples, {**options, "min_filter_prefix_tokens": 2})
@@ -167,7 +167,7 @@ def test_prefixes_shared_by_good_and_bad_answers_are_left_out(group: Group):
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
 
 
-def test_a_step_all_of_whose_tokens_are_left_out_updates_nothing(group: Group):
+def test_a_step_all_of_whose_tokens_are_left_out_updates_nothing(group: RankGroup):
     samples = [make_sample(i, [5, 6], [7, 8, 9], [-1.0] * 3, float(i)) for i in range(4)]
     algorithm = make_grpo(group, make_config({"min_filter_prefix_tokens": 3}), encode_step(samples))
     before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
@@ -192,7 +192,7 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_masked_samples_equal_an_independent_implementation(group: Group, options: dict[str, Any]):
+def test_masked_samples_equal_an_independent_implementation(group: RankGroup, options: dict[str, Any]):
     samples, model = cut_short(random_samples(12, n_masked=1)), tiny_model()
     frozen = tiny_model(seed=1).lm if "kl_in_reward" in options else None
     loss = grpo_loss(model.lm, samples, make_config(options).grpo, frozen=frozen)
@@ -209,7 +209,7 @@ def test_masked_samples_equal_an_independent_implementation(group: Group, option
 
 
 @pytest.mark.parametrize("computed", [True, False])
-def test_samples_that_are_masked_are_not_trained_in_place_of_others(group: Group, computed: bool):
+def test_samples_that_are_masked_are_not_trained_in_place_of_others(group: RankGroup, computed: bool):
     """Nothing of this optimizer step is computed for its own sake: each sample is masked or without advantage."""
     samples = [
         replace(s, header=s.header.model_copy(update={"score": EVEN[i % 4], "finish_reason": end}))
@@ -229,7 +229,7 @@ def test_samples_that_are_masked_are_not_trained_in_place_of_others(group: Group
 
 @pytest.mark.parametrize("options", [{}, {"kl_in_reward": {"beta": 0.1}}], ids=str)
 def test_a_step_all_of_whose_samples_are_masked_updates_nothing(
-    group: Group, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    group: RankGroup, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     config = make_config({"sample_masks": {"mean_score_above": 9.0}, **options})
     algorithm = make_grpo(group, config, encode_step(random_samples(8)))
@@ -257,7 +257,9 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CORRECTIONS, ids=str)
-def test_weights_of_the_old_policy_equal_an_independent_implementation(group: Group, options: dict[str, Any]):
+def test_weights_of_the_old_policy_equal_an_independent_implementation(
+    group: RankGroup, options: dict[str, Any]
+):
     samples, model = random_samples(8, n_masked=1), tiny_model()
     loss = grpo_loss(model.lm, samples, make_config(options).grpo)
     loss.backward()
@@ -268,7 +270,7 @@ def test_weights_of_the_old_policy_equal_an_independent_implementation(group: Gr
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, gradients, 3e-5)
 
 
-def test_a_rejection_that_empties_a_step_updates_nothing(group: Group):
+def test_a_rejection_that_empties_a_step_updates_nothing(group: RankGroup):
     reject = {"rollout_correction": {"reject": "token", "reject_above": 1e-9}}
     config = make_config({**reject, "mini_batch": 3})
     algorithm = make_grpo(group, config, encode_step(random_samples(8)))
@@ -279,7 +281,7 @@ def test_a_rejection_that_empties_a_step_updates_nothing(group: Group):
         assert torch.equal(old, new)
 
 
-def test_mismatch_is_measured_apart_for_engine_and_staleness(group: Group):
+def test_mismatch_is_measured_apart_for_engine_and_staleness(group: RankGroup):
     samples = random_samples(8, version=[0, 0, 1, 1] * 2)
     config = make_config({"allowed_outdated_steps": 1, "mini_batch": 3}, {"metrics_of_all_samples": True})
     algorithm = make_grpo(group, config, encode_step(samples, step=1))
@@ -302,7 +304,7 @@ def test_mismatch_is_measured_apart_for_engine_and_staleness(group: Group):
             assert found == pytest.approx(value, rel=rounding(1e-4), abs=1e-7), (cause, name)
 
 
-def test_experts_are_replayed_in_the_policy_alone(group: Group):
+def test_experts_are_replayed_in_the_policy_alone(group: RankGroup):
     """And every tenth step says what the mismatch would be without."""
     samples = random_samples(4)
     options = {"routing_replay": "ids", "kl_beta": 0.1, "use_decoupled_loss": True}
@@ -310,7 +312,7 @@ def test_experts_are_replayed_in_the_policy_alone(group: Group):
 
     def made(samples: Sequence[Sample], step: int) -> Grpo:
         model = prepare_model(PolicyModel(tiny_experts()), packed=False, recompute=False)
-        return make_grpo(group, config, encode_step(samples, step=step), replay_in(model, "ids"))
+        return make_grpo(group, config, encode_step(samples, step=step), replay_routing(model, "ids"))
 
     for step in (9, 10):
         algorithm = made(with_experts(random_samples(4, version=step), 2, 4), step)
@@ -334,7 +336,7 @@ def test_experts_are_replayed_in_the_policy_alone(group: Group):
     [{}, {"batch_size_per_optimize": 4}, {"loss_type": "seq-mean-token-mean", "variant": "gspo"}, RICH],
     ids=str,
 )
-def test_samples_without_advantage_are_left_out_exactly(group: Group, options: dict[str, Any]):
+def test_samples_without_advantage_are_left_out_exactly(group: RankGroup, options: dict[str, Any]):
     samples = [
         replace(s, header=s.header.model_copy(update={"score": 1.0 if i >= 8 else EVEN[i % 4]}))
         for i, s in enumerate(random_samples(12))
@@ -362,7 +364,7 @@ def test_samples_without_advantage_are_left_out_exactly(group: Group, options: d
         torch.testing.assert_close(whole, lean, atol=rounding(2e-6), rtol=rounding(1e-5))
 
 
-def test_the_old_policy_is_that_of_before_the_first_optimizer_step(group: Group):
+def test_the_old_policy_is_that_of_before_the_first_optimizer_step(group: RankGroup):
     samples = on_policy_samples(tiny_model())
     steps = {"batch_size_per_optimize": 4, "mu_iterations": 3}
     found = []
@@ -380,7 +382,7 @@ DRAWN = {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_t
 
 
 @pytest.mark.parametrize("kind", ["full", "k3"])
-def test_every_pass_is_of_what_tokens_were_drawn_from(group: Group, kind: str):
+def test_every_pass_is_of_what_tokens_were_drawn_from(group: RankGroup, kind: str):
     """The policy, itself as reference and as π_old agree over kept sets and penalties, in every layout."""
     samples = with_kept_sets(with_common_prompts(random_samples(12)))
     grpo = {"kl_beta": 0.2, "kl_type": kind, "use_decoupled_loss": True}
@@ -402,7 +404,7 @@ def test_every_pass_is_of_what_tokens_were_drawn_from(group: Group, kind: str):
         assert_equal_gradients(run(packing, mini_batch)[1], gradients)
 
 
-def test_a_token_that_was_not_in_its_set_is_a_bad_batch(group: Group):
+def test_a_token_that_was_not_in_its_set_is_a_bad_batch(group: RankGroup):
     samples = with_kept_sets(random_samples(8))
     for sample in samples:
         sample.kept_ids[:5] = (sample.kept_ids[0] + 7) % 61
@@ -413,7 +415,7 @@ def test_a_token_that_was_not_in_its_set_is_a_bad_batch(group: Group):
         train_step(algorithm, 0)
 
 
-def test_samples_without_their_sets_end_the_job(group: Group):
+def test_samples_without_their_sets_end_the_job(group: RankGroup):
     algorithm = make_grpo(
         group, make_config(rollout={"sampling_config": DRAWN}), encode_step(random_samples(8))
     )
@@ -421,7 +423,7 @@ def test_samples_without_their_sets_end_the_job(group: Group):
         train_step(algorithm, 0)
 
 
-def test_the_policy_as_it_was_chooses_experts_for_itself_as_a_reference(group: Group):
+def test_the_policy_as_it_was_chooses_experts_for_itself_as_a_reference(group: RankGroup):
     """Then it is what a model of its own is, and not the policy."""
     samples = with_experts(random_samples(8), 2, 4)
 
@@ -431,14 +433,14 @@ def test_the_policy_as_it_was_chooses_experts_for_itself_as_a_reference(group: G
     found = []
     for reference in (lambda policy: mixture(), EarlierPolicy):
         config = make_config({"routing_replay": "ids", "kl_beta": 0.2})
-        algorithm = make_grpo(group, config, encode_step(samples), replay_in(mixture(), "ids"))
+        algorithm = make_grpo(group, config, encode_step(samples), replay_routing(mixture(), "ids"))
         algorithm._trainer.reference = reference(algorithm._trainer.model)
         found.append(train_step(algorithm, 0)["reference_kl"])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0] > 1e-3
 
 
-def test_a_reference_that_is_the_policy_adds_nothing(group: Group):
+def test_a_reference_that_is_the_policy_adds_nothing(group: RankGroup):
     samples = random_samples(8)
     _, expected = trained(group, samples, {})
     config = make_config({"kl_beta": 0.5, "kl_type": "k3"}, {"optm_grad_norm_clip": 0.0})
@@ -453,7 +455,7 @@ def test_a_reference_that_is_the_policy_adds_nothing(group: Group):
     assert_equal_gradients(expected, found)
 
 
-def test_temperature_divides_the_logits(group: Group):
+def test_temperature_divides_the_logits(group: RankGroup):
     samples = random_samples()
     metrics, gradients = trained(group, samples, {"temperature": 0.6})
     model = tiny_model()
@@ -494,7 +496,7 @@ CUTS = [
     ids=str,
 )
 def test_no_cut_of_the_batch_changes_loss_or_gradient(
-    group: Group, cut: tuple[dict[str, Any], dict[str, Any]], kind: dict[str, Any]
+    group: RankGroup, cut: tuple[dict[str, Any], dict[str, Any]], kind: dict[str, Any]
 ):
     samples, options, (grpo, train) = (
         with_common_prompts(random_samples(12, n_masked=1)),
@@ -509,7 +511,7 @@ def test_no_cut_of_the_batch_changes_loss_or_gradient(
         assert metrics[name] == pytest.approx(whole[name], rel=1e-4), name
 
 
-def test_order_of_groups_and_samples_does_not_matter(group: Group):
+def test_order_of_groups_and_samples_does_not_matter(group: RankGroup):
     samples = random_samples(12)
     _, expected = trained(group, samples, RICH)
     order = [9, 8, 11, 10, 2, 0, 3, 1, 5, 6, 7, 4]  # within groups, and the groups
@@ -518,7 +520,7 @@ def test_order_of_groups_and_samples_does_not_matter(group: Group):
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_recomputing_activations_changes_nothing(group: Group):
+def test_recomputing_activations_changes_nothing(group: RankGroup):
     samples = random_samples()
     config = make_config({}, {"optm_grad_norm_clip": 0.0})
     norms = [
@@ -533,7 +535,7 @@ def test_recomputing_activations_changes_nothing(group: Group):
 BASE: dict[str, Any] = {"epsilon_low": 0.1, "epsilon_high": 0.1}
 
 
-def test_greedy_samples_are_nothing_but_baselines(group: Group):
+def test_greedy_samples_are_nothing_but_baselines(group: RankGroup):
     """A step with a greedy sample behind each group trains like one without, whose scores are the differences."""
     samples, bases = cut_short(random_samples(12, n_masked=1)), [1.5, 0.0, -0.5]
     samples[5].header = samples[5].header.model_copy(
@@ -591,7 +593,7 @@ def with_parts(samples: list[Sample], place: int, share: float) -> list[Sample]:
     return [of(sample) for sample in samples]
 
 
-def test_parts_of_scores_count_where_they_were_earned(group: Group):
+def test_parts_of_scores_count_where_they_were_earned(group: RankGroup):
     samples = random_samples(12)
     options = {"gamma": 0.5, "kl_beta": 0.0}
 
@@ -604,7 +606,7 @@ def test_parts_of_scores_count_where_they_were_earned(group: Group):
     assert not differ(weights(with_parts(samples, 0, 0.5), "rloo"), weights(samples, "rloo"))
 
 
-def test_a_payload_that_contradicts_its_mark_is_refused(group: Group):
+def test_a_payload_that_contradicts_its_mark_is_refused(group: RankGroup):
     samples = random_samples(4)
     table = make_table(samples).model_copy(update={"baseline": [False, False, False, True]})
     with pytest.raises(BadBatchError, match="baseline are"):
@@ -616,7 +618,7 @@ def test_a_payload_that_contradicts_its_mark_is_refused(group: Group):
 
 
 def after_a_step(
-    group: Group, answer: bytes, options: dict[str, Any], estimator: str
+    group: RankGroup, answer: bytes, options: dict[str, Any], estimator: str
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """(metrics, weights) of a step that is answered with this batch."""
     grpo = {"entropy_coeff": 0.02, **options, "advantage_estimator": estimator}
@@ -626,7 +628,7 @@ def after_a_step(
     return metrics, {name: value.detach().clone().cpu() for name, value in weights.items()}
 
 
-def test_a_greedy_sample_older_than_the_bound_is_refused(group: Group):
+def test_a_greedy_sample_older_than_the_bound_is_refused(group: RankGroup):
     samples = random_samples(4)
     for sample in samples:
         sample.header = sample.header.model_copy(update={"oldest_version": 1, "newest_version": 1})
@@ -639,14 +641,14 @@ def test_a_greedy_sample_older_than_the_bound_is_refused(group: Group):
         algorithm.poll(1, 0.0)
 
 
-def test_dapo_is_grpo_with_its_bounds(group: Group):
+def test_dapo_is_grpo_with_its_bounds(group: RankGroup):
     samples = random_samples(12)
     _, a = trained(group, samples, {"variant": "dapo", **BASE})
     _, b = trained(group, samples, {"variant": "grpo", **BASE})
     assert not differ(a, b)
 
 
-def test_samples_without_a_score_leave_numerator_and_denominator(group: Group):
+def test_samples_without_a_score_leave_numerator_and_denominator(group: RankGroup):
     samples = random_samples(8, n_masked=3)
     _, with_masked = trained(group, samples, RICH)
     model = tiny_model()
@@ -654,7 +656,7 @@ def test_samples_without_a_score_leave_numerator_and_denominator(group: Group):
     assert_equal_gradients({n: p.grad for n, p in model.named_parameters()}, with_masked, 2e-5)
 
 
-def test_what_a_masked_sample_says_never_matters(group: Group):
+def test_what_a_masked_sample_says_never_matters(group: RankGroup):
     samples = random_samples(8, n_masked=2)
     _, expected = trained(group, samples, RICH)
     samples[0] = make_sample(0, [5, 6], [7, 8, 9, 10, 11], [-9.0] * 5, None)
@@ -662,7 +664,7 @@ def test_what_a_masked_sample_says_never_matters(group: Group):
     assert_equal_gradients(expected, gradients)
 
 
-def test_a_step_without_any_score_updates_nothing(group: Group):
+def test_a_step_without_any_score_updates_nothing(group: RankGroup):
     algorithm = make_grpo(group, make_config(), encode_step(random_samples(4, n_masked=4)))
     before = [p.detach().clone() for p in algorithm._trainer.model.parameters()]
     metrics = train_step(algorithm, 0)
@@ -685,7 +687,7 @@ def on_policy_samples(model: PolicyModel) -> list[Sample]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_first_on_policy_step_has_ratio_one(group: Group, packed: bool):
+def test_first_on_policy_step_has_ratio_one(group: RankGroup, packed: bool):
     samples = on_policy_samples(tiny_model())
     metrics, _ = trained(group, samples, {"mini_batch": 4}, {"sequence_packing": packed})
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=rounding(1e-5))
@@ -693,7 +695,7 @@ def test_first_on_policy_step_has_ratio_one(group: Group, packed: bool):
     assert metrics["clip_fraction"] == 0.0
 
 
-def test_several_optimizer_steps_per_batch(group: Group):
+def test_several_optimizer_steps_per_batch(group: RankGroup):
     samples = on_policy_samples(tiny_model())
     config = make_config({"batch_size_per_optimize": 4, "mu_iterations": 3}, {"optm_lr": 5e-3})
     algorithm = make_grpo(group, config, encode_step(samples))
@@ -705,7 +707,7 @@ def test_several_optimizer_steps_per_batch(group: Group):
     assert state["step"].item() == 6
 
 
-def test_metrics_of_the_table(group: Group):
+def test_metrics_of_the_table(group: RankGroup):
     samples = [
         make_sample(0, [3, 4], [5, 6, 7], [-1.0] * 3, 1.0, version=2),
         make_sample(1, [3, 4], [5], [-1.0], 0.0, version=4),
@@ -735,7 +737,7 @@ def sample_of_versions(index: int, versions: Sequence[int], score: float | None)
 
 
 @pytest.mark.parametrize("optimizer_steps", [1, 4])
-def test_tokens_are_told_by_age(group: Group, optimizer_steps: int):
+def test_tokens_are_told_by_age(group: RankGroup, optimizer_steps: int):
     """Ten tokens count, each once however often it is trained on: ages 4, 4, 3, 1 (twice) and 1, 0; none masked."""
     samples = [
         sample_of_versions(0, [5, 5, 6, 8], 1.0),
@@ -751,7 +753,7 @@ def test_tokens_are_told_by_age(group: Group, optimizer_steps: int):
     assert found == pytest.approx({**expected, "staleness_tokens_mean": (3 + 6 + 16) / 10})
 
 
-def test_samples_beyond_the_staleness_bound_are_refused(group: Group):
+def test_samples_beyond_the_staleness_bound_are_refused(group: RankGroup):
     samples = random_samples(4, version=1)
     answer = encode_step(samples, step=4)
     assert train_step(make_grpo(group, make_config({"allowed_outdated_steps": 3}), answer), 4)["samples"] == 4
@@ -761,6 +763,6 @@ def test_samples_beyond_the_staleness_bound_are_refused(group: Group):
         train_step(make_grpo(group, make_config(), encode_step(samples, step=0)), 0)
 
 
-def test_a_batch_without_samples_says_that_the_data_has_ended(group: Group):
+def test_a_batch_without_samples_says_that_the_data_has_ended(group: RankGroup):
     with pytest.raises(DataEnded):
         make_grpo(group, make_config(), encode_step([])).poll(0, 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.replicas.base import Alone
 from policy_worker.training.batches.source import DataEnded
@@ -44,11 +44,11 @@ class Publishing:
 
 
 @pytest.fixture
-def loop(group: Group) -> Loop:
+def loop(group: RankGroup) -> Loop:
     loop = Loop.__new__(Loop)  # only what a wait reads
     loop._replicas, loop._leads = Alone(), True
     loop._trainer = SimpleNamespace(group=group)  # type: ignore[assignment]
-    loop._shutdown, loop.publisher, loop._clock, loop._turns = ShutdownRequest(), None, None, None
+    loop._shutdown, loop.publisher, loop._clock, loop._time_share = ShutdownRequest(), None, None, None
     loop._profiles = Profiles(ProfilerConfig(), loop._trainer, Path(), None, loop._shutdown)
     return loop
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from controller.ledger.assembly import build_table
-from controller.ledger.group import Group as LedgerGroup
-from controller.ledger.group import SampleMeta, State
+from controller.ledger.group import GroupState, SampleMeta
+from controller.ledger.group import RankGroup as LedgerGroup
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from policy_worker.training.metrics import (
-    KeptSamples,
     Metrics,
     PartSums,
+    SampleCollector,
     age_metrics,
     age_sums,
     table_metrics,
@@ -136,7 +136,7 @@ ADVANTAGE = {(0, 0): 2 / 3, (0, 1): -1 / 3, (1, 0): 0.0, (2, 0): 1.5, (2, 1): -1
 """Of those that are computed: score less the mean of the group, in which masked samples count."""
 
 
-def hand_made_step(group: Group) -> Metrics:
+def hand_made_step(group: RankGroup) -> Metrics:
     """What the trainer reports of it, of the table that the controller makes."""
     samples = [
         [made.sample(index, prompt) for index, made in enumerate(row)]
@@ -144,7 +144,7 @@ def hand_made_step(group: Group) -> Metrics:
     ]
     groups = [
         LedgerGroup(
-            0, n, State.READY, samples={s.header.index: SampleMeta.of(s.header, 0, "lease") for s in row}
+            0, n, GroupState.READY, samples={s.header.index: SampleMeta.of(s.header, 0, "lease") for s in row}
         )
         for n, row in enumerate(samples)
     ]
@@ -159,7 +159,7 @@ def hand_made_step(group: Group) -> Metrics:
     return train_step(Grpo(config, make_trainer(config, group), source), STEP)
 
 
-def test_each_metric_of_a_hand_made_step_is_what_docs_metrics_says(group: Group):
+def test_each_metric_of_a_hand_made_step_is_what_docs_metrics_says(group: RankGroup):
     metrics = hand_made_step(group)
     computed = {place: MADE[place[0]][place[1]] for place in ADVANTAGE}
     tokens = [(x, ADVANTAGE[place]) for place, made in computed.items() for x in made.ahead]
@@ -197,7 +197,7 @@ def test_each_metric_of_a_hand_made_step_is_what_docs_metrics_says(group: Group)
     assert metrics["entropy"] == pytest.approx(sum(entropies) / 15, rel=rounding(1e-5))
 
 
-def of_step(group: Group, config: Config, samples: Sequence[Sample], step: int = 0) -> Metrics:
+def of_step(group: RankGroup, config: Config, samples: Sequence[Sample], step: int = 0) -> Metrics:
     bound = config.grpo.allowed_outdated_steps
     source = BatchSource(group, lambda call: encode_step(samples, step=step), 1, bound)
     return train_step(Grpo(config, make_trainer(config, group), source), step)
@@ -206,7 +206,7 @@ def of_step(group: Group, config: Config, samples: Sequence[Sample], step: int =
 CUT = {"sample_masks": {"truncated": True}}
 
 
-def test_what_has_no_denominator_is_absent(group: Group):
+def test_what_has_no_denominator_is_absent(group: RankGroup):
     samples = [
         make_sample(0, [3, 4], [5, 6], [-1.0] * 2, None, finish_reason="overlong", error=None),
         make_sample(1, [3, 4], [], [], None, version=-1),
@@ -229,7 +229,7 @@ def test_what_has_no_denominator_is_absent(group: Group):
     ids=["only the critic learns", "all masked", "a mini-batch masked", "a mini-batch masked, twice"],
 )
 def test_what_no_optimizer_step_computes_is_not_called_computed(
-    group: Group, grpo: dict[str, Any], critic: dict[str, Any], n_cut: int, computed: int
+    group: RankGroup, grpo: dict[str, Any], critic: dict[str, Any], n_cut: int, computed: int
 ):
     samples = [
         make_sample(
@@ -249,7 +249,7 @@ def test_what_no_optimizer_step_computes_is_not_called_computed(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_prompts_that_padded_rows_compute_again_are_not_called_shared(group: Group, packed: bool):
+def test_prompts_that_padded_rows_compute_again_are_not_called_shared(group: RankGroup, packed: bool):
     """Two groups, a micro-batch each; of the longer one sharing would spare 6 of 244 inputs."""
     samples = [make_sample(i, [3] * 30, [5 + i] * 4, [-4.0] * 4, i % 2) for i in range(4)]
     samples += [make_sample(i, [4] * 2, [5 + i] * 60, [-4.0] * 60, i % 2) for i in range(4)]
@@ -258,7 +258,7 @@ def test_prompts_that_padded_rows_compute_again_are_not_called_shared(group: Gro
     assert of_step(group, config, samples)["shared_fraction"] == spared / (4 * 34 + 4 * 62)
 
 
-def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: Group):
+def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: RankGroup):
     sums = PartSums()
     for step in (1.0, 10.0):
         for value in (1.0, 3.0, 2.0):
@@ -280,12 +280,12 @@ def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: Group):
     ids=["many", "long", "of a small limit"],
 )
 def test_a_commit_has_room_for_the_samples_it_shows(
-    group: Group, tokens: list[int], limit: int, whole: int, with_advantage: int
+    group: RankGroup, tokens: list[int], limit: int, whole: int, with_advantage: int
 ) -> None:
     n = len(tokens)
     samples = [make_sample(at, [5], [7] * count, [-1.0] * count, 1.0) for at, count in enumerate(tokens)]
     table = make_table(samples).model_copy(update={"group_ids": [f"e0-p{at}" for at in range(n)]})
-    kept = KeptSamples(table, 1, 1, limit)
+    kept = SampleCollector(table, 1, 1, limit)
     sample = torch.repeat_interleave(torch.arange(n), torch.tensor(tokens))
     logprobs = torch.full([len(sample)], -1.2345678e20)
     kept.add(MicroBatch(*[torch.empty(0)] * 5, sample, list(range(n))), logprobs)

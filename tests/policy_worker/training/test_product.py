@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from policy_worker.model.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.columns import LEFT_OUT
 from policy_worker.training.grpo import Grpo
 from schema.config import GrpoConfig
@@ -85,7 +85,7 @@ def plant_nan(algorithm: Grpo) -> None:
 @pytest.mark.scaled
 @settings(max_examples=examples(12), deadline=None)
 @given(random=st.randoms(use_true_random=False))
-def test_no_way_to_compute_a_step_changes_it(group: Group, random: Random):
+def test_no_way_to_compute_a_step_changes_it(group: RankGroup, random: Random):
     options = algorithm(random)
     samples, (size, train) = samples_of(random, options), cut(random)
     note(f"{options}, {size}, {train}")

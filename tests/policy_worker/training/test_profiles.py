@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
-from policy_worker.training.profiles import ModuleRanges, Profiles, Window, write
+from policy_worker.training.profiles import ModuleRanges, Profiles, ProfileWindow, write
 from policy_worker.training.sft import Sft
 from schema.config.sections.profiler import ProfilerConfig
 from schema.wire.messages import ProfileOrder
@@ -59,7 +59,7 @@ def inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
 
 
 @pytest.fixture
-def algorithm(tmp_path: Path, group: Group) -> Sft:
+def algorithm(tmp_path: Path, group: RankGroup) -> Sft:
     write_rows(tmp_path / "rows", 80)
     return make_sft(group, tmp_path / "rows", {"mini_batch": 4}, train_batch_per_replica=8)
 
@@ -68,11 +68,11 @@ ORDER = ProfileOrder(profile_id="profile-1", first_step=None, steps=2, warmup=3,
 
 
 def test_a_window_goes_from_its_warm_up_to_its_last_step() -> None:
-    window = Window.of_order(ORDER, 4)
+    window = ProfileWindow.of_order(ORDER, 4)
     phases = [window.phase(step) for step in range(4, 10)]
     assert phases == ["warm-up"] * 3 + ["recording"] * 2 + ["over"]
     assert window.name(1) == "steps-00000007-00000008-rank1.json.gz"
-    later = Window.of_order(ORDER.model_copy(update={"first_step": 9, "steps": 1}), 4)
+    later = ProfileWindow.of_order(ORDER.model_copy(update={"first_step": 9, "steps": 1}), 4)
     assert [later.phase(step) for step in (5, 6, 8, 9, 10)] == [
         "waiting", "warm-up", "warm-up", "recording", "over",
     ]  # fmt: skip
@@ -82,10 +82,10 @@ def test_a_window_goes_from_its_warm_up_to_its_last_step() -> None:
 def test_a_step_that_comes_too_soon_for_its_warm_up_has_a_shorter_one_and_one_that_has_begun_is_refused() -> (
     None
 ):
-    soon = Window.of_order(ORDER.model_copy(update={"first_step": 5}), 4)
+    soon = ProfileWindow.of_order(ORDER.model_copy(update={"first_step": 5}), 4)
     assert (soon.first, soon.warmup, soon.phase(4)) == (5, 1, "warm-up")
     with pytest.raises(ValueError, match="step 3 had begun"):
-        Window.of_order(ORDER.model_copy(update={"first_step": 3}), 4)
+        ProfileWindow.of_order(ORDER.model_copy(update={"first_step": 3}), 4)
 
 
 def test_the_steps_that_are_asked_for_are_in_the_trace_and_its_table(tmp_path: Path, algorithm: Sft) -> None:

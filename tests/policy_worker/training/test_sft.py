@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from policy_worker.errors import SettingsError
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import DataEnded
@@ -28,7 +28,7 @@ def write_rows(path: Path, n: int = 10, seed: int = 0) -> list[tuple[list[int], 
     return rows
 
 
-def make_sft(group: Group, path: Path, sft: dict[str, Any] | None = None, **train: Any) -> Sft:
+def make_sft(group: RankGroup, path: Path, sft: dict[str, Any] | None = None, **train: Any) -> Sft:
     config = sft_config(sft, train)
     model = tiny_model(packed=config.train.sequence_packing)
     return Sft(config, Trainer(model, config, group, Schedule(100)), path)
@@ -58,7 +58,7 @@ def naive_loss(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[float, floa
     ],
     ids=str,
 )
-def test_loss_is_the_mean_over_tokens_to_learn(tmp_path: Path, group: Group, sft: Any, train: Any):
+def test_loss_is_the_mean_over_tokens_to_learn(tmp_path: Path, group: RankGroup, sft: Any, train: Any):
     rows = write_rows(tmp_path / "d")
     algorithm = make_sft(group, tmp_path / "d", {"dataloader_shuffle": False, **sft}, **train)
     metrics = train_step(algorithm, 0)
@@ -70,7 +70,7 @@ def test_loss_is_the_mean_over_tokens_to_learn(tmp_path: Path, group: Group, sft
     assert metrics["grad_norm"] > 0
 
 
-def test_the_last_batch_is_short_and_then_the_data_ends(tmp_path: Path, group: Group):
+def test_the_last_batch_is_short_and_then_the_data_ends(tmp_path: Path, group: RankGroup):
     write_rows(tmp_path / "d", 10)
     algorithm = make_sft(group, tmp_path / "d", train_batch_per_replica=8)
     assert [train_step(algorithm, step)["samples"] for step in range(2)] == [8.0, 2.0]
@@ -78,7 +78,7 @@ def test_the_last_batch_is_short_and_then_the_data_ends(tmp_path: Path, group: G
         algorithm.poll(2, 0.0)
 
 
-def test_rows_without_a_token_to_learn_are_no_update(tmp_path: Path, group: Group):
+def test_rows_without_a_token_to_learn_are_no_update(tmp_path: Path, group: RankGroup):
     write_prompts(tmp_path / "d", [[5, 6, 7]] * 4, [{}] * 4, [[1, 0, 0]] * 4)  # the first is never predicted
     algorithm = make_sft(group, tmp_path / "d")
     metrics = train_step(algorithm, 0)
@@ -86,7 +86,7 @@ def test_rows_without_a_token_to_learn_are_no_update(tmp_path: Path, group: Grou
     assert metrics["samples"] == 4.0
 
 
-def test_data_for_prompts_is_refused(tmp_path: Path, group: Group):
+def test_data_for_prompts_is_refused(tmp_path: Path, group: RankGroup):
     write_prompts(tmp_path / "d", [[5, 6]], [{}])
     with pytest.raises(SettingsError, match="no loss mask"):
         make_sft(group, tmp_path / "d")
@@ -95,7 +95,7 @@ def test_data_for_prompts_is_refused(tmp_path: Path, group: Group):
 
 
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own():
-    order = RowOrder(7, epochs=3, seed=5, shuffle=True)
+    order = RowOrder(7, data_passes=3, seed=5, shuffle=True)
     epochs = [order.rows(7 * epoch, 7 * (epoch + 1)) for epoch in range(3)]
     assert [sorted(rows) for rows in epochs] == [list(range(7))] * 3
     assert len({tuple(rows) for rows in epochs}) == 3
@@ -112,7 +112,9 @@ def test_the_order_depends_on_seed_and_position_alone():
     assert RowOrder(3, 2, seed=1, shuffle=False).rows(0, 6) == [0, 1, 2, 0, 1, 2]
 
 
-def validating(group: Group, path: Path, validation: dict[str, Any], total: int = 100, **train: Any) -> Sft:
+def validating(
+    group: RankGroup, path: Path, validation: dict[str, Any], total: int = 100, **train: Any
+) -> Sft:
     config = sft_config({"mini_batch": 3}, train, validation={"enable": True, **validation})
     trainer = Trainer(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(100))
     return Sft(config, trainer, path / "d", HeldOut(config, trainer, path / "held", total))
@@ -121,7 +123,7 @@ def validating(group: Group, path: Path, validation: dict[str, Any], total: int 
 @pytest.mark.parametrize("train", [{}, {"sequence_packing": True}], ids=str)
 @pytest.mark.parametrize("validation", [{}, {"batch_size": 4}], ids=str)
 def test_validation_is_the_mean_over_held_out_tokens(
-    tmp_path: Path, group: Group, validation: Any, train: Any
+    tmp_path: Path, group: RankGroup, validation: Any, train: Any
 ):
     write_rows(tmp_path / "d", seed=1)
     rows = write_rows(tmp_path / "held", 7, seed=2)
@@ -141,7 +143,7 @@ def test_validation_is_the_mean_over_held_out_tokens(
     assert found[0][1] != record.loss
 
 
-def test_validation_changes_nothing_and_comes_out_the_same_again(tmp_path: Path, group: Group):
+def test_validation_changes_nothing_and_comes_out_the_same_again(tmp_path: Path, group: RankGroup):
     write_rows(tmp_path / "d", seed=1)
     write_rows(tmp_path / "held", seed=2)
     plain = make_sft(group, tmp_path / "d", {"mini_batch": 3})
@@ -155,7 +157,7 @@ def test_validation_changes_nothing_and_comes_out_the_same_again(tmp_path: Path,
     assert records[0] == records[1]
 
 
-def test_held_out_rows_without_a_token_to_learn_are_refused(tmp_path: Path, group: Group):
+def test_held_out_rows_without_a_token_to_learn_are_refused(tmp_path: Path, group: RankGroup):
     write_rows(tmp_path / "d")
     write_prompts(tmp_path / "held", [[5, 6, 7]] * 2, [{}] * 2, [[1, 0, 0]] * 2)
     with pytest.raises(SettingsError, match=r"validation: no conversation in .* has a token to learn"):

@@ -16,7 +16,7 @@ import torch
 
 from policy_worker.errors import TeacherError
 from policy_worker.model.micro_batch import TrainSample
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.training.teacher_client import TeacherClient
 from schema.config.sections.teacher import TeacherConfig
@@ -69,7 +69,7 @@ def finished(client: TeacherClient) -> TeacherClient:
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: keys["loss"])
 def test_it_teaches_what_a_local_model_teaches(
-    group: Group, server: TeacherServer, keys: dict[str, Any]
+    group: RankGroup, server: TeacherServer, keys: dict[str, Any]
 ) -> None:
     samples = random_samples(8, n_masked=1)
     far = [{"name": "one", "url": server.url, "served_model": SERVED, **keys}]
@@ -140,7 +140,7 @@ def test_an_outage_is_a_pause(server: TeacherServer, how: str) -> None:
     assert all(torch.equal(found[row].logprobs, expected[row].logprobs) for row in expected)
 
 
-def test_training_leaves_while_a_teacher_is_away(group: Group, server: TeacherServer) -> None:
+def test_training_leaves_while_a_teacher_is_away(group: RankGroup, server: TeacherServer) -> None:
     """The step is not trained: it is polled for again, and the loop sees the request first."""
     server.fault = "500"
     samples = random_samples(8)
@@ -211,7 +211,7 @@ def test_a_certificate_that_nobody_vouches_for_is_no_outage(tmp_path: Path) -> N
 
 
 def test_the_key_is_sent_and_never_said(
-    group: Group, server: TeacherServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    group: RankGroup, server: TeacherServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TEACHER_KEY", "s3cret-of-mine")
     caplog.set_level(logging.DEBUG)

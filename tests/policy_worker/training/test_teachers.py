@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from schema.wire.sample import Sample
 from tests.policy_worker.material import (
     from_sources,
@@ -47,7 +47,7 @@ def expected(
 
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: keys["loss"])
-def test_equals_an_independent_implementation(group: Group, keys: dict[str, Any]) -> None:
+def test_equals_an_independent_implementation(group: RankGroup, keys: dict[str, Any]) -> None:
     samples, teachers = with_common_prompts(random_samples(12, n_masked=1)), [teacher(**keys)]
     grpo = {"kl_beta": 0.1, "kl_type": "k2", "epsilon_high": 0.28}
     metrics, gradients = trained(group, samples, {"mini_batch": 5, **grpo}, teacher=teachers)
@@ -57,7 +57,7 @@ def test_equals_an_independent_implementation(group: Group, keys: dict[str, Any]
     assert metrics["teacher/one/tokens"] == sum(s.header.response_tokens for s in samples[1:])
 
 
-def test_several_teachers_by_source_and_none(group: Group) -> None:
+def test_several_teachers_by_source_and_none(group: RankGroup) -> None:
     """The first group has two teachers, the second one, the third none."""
     samples = from_sources(random_samples(12), ["math", "code", "talk"])
     teachers = [
@@ -74,7 +74,7 @@ def test_several_teachers_by_source_and_none(group: Group) -> None:
 
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: keys["loss"])
-def test_samples_without_an_advantage_are_taught(group: Group, keys: dict[str, Any]) -> None:
+def test_samples_without_an_advantage_are_taught(group: RankGroup, keys: dict[str, Any]) -> None:
     """All scores are alike, as with rewards of weight 0: only teachers are left, and no sample is skipped for it."""
     samples = [make_sample(i, [4, 5, 6], [7 + i, 9, 11], [-4.0, -4.5, -4.2], 0.0) for i in range(8)]
     wide = {"epsilon_low": 0.9, "epsilon_high": 9.0}
@@ -90,7 +90,7 @@ def test_samples_without_an_advantage_are_taught(group: Group, keys: dict[str, A
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: keys["loss"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_cut_changes_the_gradient(group: Group, keys: dict[str, Any], packed: bool) -> None:
+def test_no_cut_changes_the_gradient(group: RankGroup, keys: dict[str, Any], packed: bool) -> None:
     samples = from_sources(with_common_prompts(random_samples(12, n_masked=2)), ["math", "code"])
     both = [teacher(source=["math"], **keys), teacher("two", source=["code"], loss="reverse_kl_advantage")]
     train = {"sequence_packing": packed}
@@ -100,7 +100,7 @@ def test_no_cut_changes_the_gradient(group: Group, keys: dict[str, Any], packed:
     assert_equal_gradients(whole, parts, 1e-5)
 
 
-def test_metrics_are_means_per_token(group: Group) -> None:
+def test_metrics_are_means_per_token(group: RankGroup) -> None:
     samples = random_samples(8)
     metrics, _ = trained(
         group, samples, {}, teacher=[teacher(weight=0.0)], train={"metrics_of_all_samples": True}

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from policy_worker.model.drawn import Reshaping
-from policy_worker.model.micro_batch import Layout, TrainSample, collate
+from policy_worker.model.micro_batch import BatchLayout, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
 from rollout_worker.engines import create_engine
@@ -396,8 +396,8 @@ class EngineContract:
         model = prepare_model(PolicyModel(copy.deepcopy(subject.models[0])), packed=True, recompute=False)
         how = Reshaping.of_config(config)
         for layout in (
-            Layout(True, model.vocabulary, least_spared=0.0, reshaping=how),
-            Layout(False, 258, reshaping=how),
+            BatchLayout(True, model.vocabulary, least_spared=0.0, reshaping=how),
+            BatchLayout(False, 258, reshaping=how),
         ):
             batch = collate(samples, range(len(samples)), layout)
             with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout_worker.engines.checksum import Tally, loses_bits
-from rollout_worker.engines.scatter import Published
+from rollout_worker.engines.scatter import PublishedTensor
 from schema.wire.weights import TensorEntry
 from weight_sync.layout import content_hash, dtype_name, tensor_bytes, tensor_digest
 
@@ -34,7 +34,7 @@ def tally_of(
 ) -> Tally:
     tally = Tally(copy)
     for name, tensor in tensors.items():
-        tally.add(name, Published(tensor.dtype, tuple(tensor.shape)), kept[name])
+        tally.add(name, PublishedTensor(tensor.dtype, tuple(tensor.shape)), kept[name])
     return tally
 
 

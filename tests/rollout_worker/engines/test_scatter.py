@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 
 from rollout_worker.engines.scatter import (
-    Place,
-    Published,
+    PublishedTensor,
     UnmappedError,
     WeightMap,
+    WeightSlot,
     merge,
     region_of,
     storage_of,
@@ -23,7 +23,7 @@ from rollout_worker.engines.scatter import (
 from rollout_worker.engines.vllm.proof import LoadTrace, unread
 from tests.support.devices import DEVICE
 from tests.support.effort import examples
-from weight_sync.delta.delta import Change
+from weight_sync.delta.delta import TensorChange
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -128,12 +128,12 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.detach().reshape(-1).view(kinds[tensor.itemsize]).tolist()
 
 
-def changes_to(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> list[Change]:
+def changes_to(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> list[TensorChange]:
     found = []
     for name, tensor in new.items():
         positions = (tensor != old[name]).reshape(-1).nonzero().reshape(-1)
         found.append(
-            Change(name, tensor.dtype, tuple(tensor.shape), positions, tensor.reshape(-1)[positions])
+            TensorChange(name, tensor.dtype, tuple(tensor.shape), positions, tensor.reshape(-1)[positions])
         )
     return found
 
@@ -160,7 +160,7 @@ def test_a_patch_equals_loading_again(
     }
     changes = changes_to(new, tensors)
     if dense:
-        changes = [Change(c.name, c.dtype, c.shape, None, new[c.name].reshape(-1)) for c in changes]
+        changes = [TensorChange(c.name, c.dtype, c.shape, None, new[c.name].reshape(-1)) for c in changes]
     patch = found.patch(changes, device_bytes=32.0 if seed % 2 else math.inf)
     untouched = [bits(parameter) for parameter in model.all]
     load(again, tensors, copies)
@@ -173,13 +173,15 @@ def test_a_patch_equals_loading_again(
 def test_a_parameter_that_does_not_take_what_is_written_is_named() -> None:
     """Two values for one element: one of them is not there afterwards."""
     targets = {name: torch.zeros(20_000, dtype=torch.bfloat16, device=DEVICE) for name in ("good", "bad")}
-    published = {name: Published(torch.bfloat16, (20_000,)) for name in targets}
-    places = {name: [Place(name, t, whole(t.shape), whole(t.shape))] for name, t in targets.items()}
+    published = {name: PublishedTensor(torch.bfloat16, (20_000,)) for name in targets}
+    places = {name: [WeightSlot(name, t, whole(t.shape), whole(t.shape))] for name, t in targets.items()}
     changes = []
     for name, last in (("good", 19_999), ("bad", 19_998)):
         positions = torch.arange(20_000)
         positions[-1] = last
-        changes.append(Change(name, torch.bfloat16, (20_000,), positions, torch.randn(20_000).bfloat16()))
+        changes.append(
+            TensorChange(name, torch.bfloat16, (20_000,), positions, torch.randn(20_000).bfloat16())
+        )
     patch = WeightMap(published, places).patch(changes)
     assert patch.apply() == ["bad does not hold the elements that were written"]
     assert bits(targets["good"]) == bits(changes[0].values)
@@ -228,11 +230,11 @@ def test_deltas_are_merged_in_order(deltas: list[dict[int, int] | None]) -> None
             torch.full((20,), 100 + i) if delta is None else torch.tensor([delta[k] for k in sorted(delta)])
         )
         values = values.to(torch.int16)
-        changes.append([Change("w", torch.int16, (4, 5), positions, values)])
+        changes.append([TensorChange("w", torch.int16, (4, 5), positions, values)])
         expected[slice(None) if positions is None else positions] = values
     target = torch.zeros(20, dtype=torch.int16, device=DEVICE)
-    place = Place("p", target, whole((4, 5)), whole((4, 5)))
-    patch = WeightMap({"w": Published(torch.int16, (4, 5))}, {"w": [place]}).patch(merge(changes))
+    place = WeightSlot("p", target, whole((4, 5)), whole((4, 5)))
+    patch = WeightMap({"w": PublishedTensor(torch.int16, (4, 5))}, {"w": [place]}).patch(merge(changes))
     assert patch.apply() == []
     assert target.tolist() == expected.tolist()
 
@@ -247,30 +249,30 @@ def test_other_types_and_bits() -> None:
         torch.int8,
     ):
         target = torch.zeros(6).to(dtype).to(DEVICE)
-        place = Place("p", storage_of(target), whole((6,)), region_of(target))
+        place = WeightSlot("p", storage_of(target), whole((6,)), region_of(target))
         values = torch.tensor([1.0, 0.0]).to(dtype)
-        change = Change("w", dtype, (6,), torch.tensor([1, 4]), values)
-        patch = WeightMap({"w": Published(dtype, (6,))}, {"w": [place]}).patch([change])
+        change = TensorChange("w", dtype, (6,), torch.tensor([1, 4]), values)
+        patch = WeightMap({"w": PublishedTensor(dtype, (6,))}, {"w": [place]}).patch([change])
         assert patch.apply() == []
         assert target.tolist() == torch.tensor([0.0, 1.0, 0, 0, 0, 0]).to(dtype).tolist()
     nan = torch.tensor([0x7FC1, -0x8000], dtype=torch.int16).view(torch.bfloat16)
     target = torch.zeros(2, dtype=torch.bfloat16, device=DEVICE)
-    place = Place("p", target, whole((2,)), whole((2,)))
-    change = Change("w", torch.bfloat16, (2,), torch.tensor([0, 1]), nan)
-    WeightMap({"w": Published(torch.bfloat16, (2,))}, {"w": [place]}).patch([change]).apply()
+    place = WeightSlot("p", target, whole((2,)), whole((2,)))
+    change = TensorChange("w", torch.bfloat16, (2,), torch.tensor([0, 1]), nan)
+    WeightMap({"w": PublishedTensor(torch.bfloat16, (2,))}, {"w": [place]}).patch([change]).apply()
     assert bits(target) == [0x7FC1, -0x8000]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     target = torch.zeros(6, device=DEVICE)
-    place = Place("p", target, whole((6,)), whole((6,)))
-    known = WeightMap({"w": Published(torch.float32, (6,))}, {"w": [place]})
+    place = WeightSlot("p", target, whole((6,)), whole((6,)))
+    known = WeightMap({"w": PublishedTensor(torch.float32, (6,))}, {"w": [place]})
     one = torch.ones(1)
 
     def refused(error: type[Exception], words: str, *change: object) -> None:
-        good = Change("w", torch.float32, (6,), torch.tensor([0]), one)
+        good = TensorChange("w", torch.float32, (6,), torch.tensor([0]), one)
         with pytest.raises(error, match=words):
-            known.patch([good, Change(*change)])  # type: ignore[arg-type]
+            known.patch([good, TensorChange(*change)])  # type: ignore[arg-type]
         assert not target.any()
 
     refused(UnmappedError, "not one of the tensors", "v", torch.float32, (6,), torch.tensor([0]), one)
@@ -283,9 +285,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
 
 
 def test_overlapping_parts_have_no_map() -> None:
-    place = Place("p", torch.zeros(6), (0, (3, 2), (1, 1)), whole((3, 2)))
+    place = WeightSlot("p", torch.zeros(6), (0, (3, 2), (1, 1)), whole((3, 2)))
     with pytest.raises(UnmappedError, match="overlapping"):
-        WeightMap({"w": Published(torch.float32, (4,))}, {"w": [place]})
+        WeightMap({"w": PublishedTensor(torch.float32, (4,))}, {"w": [place]})
 
 
 def test_a_fused_padded_sharded_and_tied_model() -> None:
@@ -356,10 +358,10 @@ def test_a_parameter_that_has_moved_is_noticed() -> None:
 def test_tensors_that_share_an_element_must_agree(other: float, problems: list[str]) -> None:
     """Tied weights that were published apart: whoever is written last would be right, and the other one wrong."""
     target = torch.zeros(6, dtype=torch.bfloat16, device=DEVICE)
-    places = {name: [Place("p", target, whole((6,)), whole((6,)))] for name in ("a", "b")}
-    published = {name: Published(torch.bfloat16, (6,)) for name in places}
+    places = {name: [WeightSlot("p", target, whole((6,)), whole((6,)))] for name in ("a", "b")}
+    published = {name: PublishedTensor(torch.bfloat16, (6,)) for name in places}
     changes = [
-        Change(name, torch.bfloat16, (6,), torch.tensor([2]), torch.tensor([value]).bfloat16())
+        TensorChange(name, torch.bfloat16, (6,), torch.tensor([2]), torch.tensor([value]).bfloat16())
         for name, value in (("a", 1.0), ("b", other))
     ]
     assert WeightMap(published, places).patch(changes).apply() == problems

@@ -16,7 +16,7 @@ from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, failed
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
-from rollout_worker.rewards.pool import Result
+from rollout_worker.rewards.pool import RewardResult
 from rollout_worker.weights.follower import WeightFollower
 from schema.wire.messages import SampleText
 from schema.wire.sample import SampleHeader, read_sample_metadata
@@ -33,7 +33,9 @@ class Letters:
         return "".join(chr(ord("a") + number % 26) for number in ids)
 
 
-def pushed(result: Result, text: Any = "text", groups: int = 0) -> tuple[SampleHeader, SampleText | None]:
+def pushed(
+    result: RewardResult, text: Any = "text", groups: int = 0
+) -> tuple[SampleHeader, SampleText | None]:
     """Header and text of what is queued for a sample with these rewards, where `groups` of each step are kept."""
     settings = config(
         train={"train_policy": {"type": "grpo", "reward_function": REWARDS}},
@@ -48,7 +50,7 @@ def pushed(result: Result, text: Any = "text", groups: int = 0) -> tuple[SampleH
         generating = GenerationPipeline(settings, nothing, Letters(), held, leasing, nothing, pusher)  # type: ignore[arg-type]
         group = held.add(lease(group_id="e0-p0"))
         assert group is not None
-        scored: Future[Result] = Future()
+        scored: Future[RewardResult] = Future()
         scored.set_result(result)
         generating._push(group, 2, generation(), text, scored, began=time.monotonic())  # type: ignore[arg-type]
         (entry,) = pusher._queue
@@ -61,14 +63,16 @@ def pushed(result: Result, text: Any = "text", groups: int = 0) -> tuple[SampleH
 
 
 def test_rewards_become_a_score() -> None:
-    header, kept = pushed(Result({"boxed_math": 0.5, "format": 0.25}))
+    header, kept = pushed(RewardResult({"boxed_math": 0.5, "format": 0.25}))
     assert (header.score, header.error, header.ending) == (3.0, None, "finished")
     assert header.seconds is not None
     assert kept is None
 
 
 def test_samples_of_chosen_groups_are_kept_as_text() -> None:
-    header, kept = pushed(Result({"boxed_math": 0.5, "format": 0.25}), "one two\x1b[31m", groups=1_000_000)
+    header, kept = pushed(
+        RewardResult({"boxed_math": 0.5, "format": 0.25}), "one two\x1b[31m", groups=1_000_000
+    )
     assert kept is not None
     assert kept.answer == "one two\x1b[31m"
     assert kept.prompt == Letters().decode(lease().prompt_token_ids)
@@ -80,11 +84,12 @@ def test_samples_of_chosen_groups_are_kept_as_text() -> None:
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [
-        (Result({"boxed_math": 1.0}, "KeyError: no such word"), "KeyError: no such word"),
-        (Result({"boxed_math": 1.0, "format": 1e308}), "RewardNotANumber: the weighted sum of the rewards is inf"),
+        (RewardResult({"boxed_math": 1.0}, "KeyError: no such word"), "KeyError: no such word"),
+        (RewardResult({"boxed_math": 1.0, "format": 1e308}), "RewardNotANumber: the weighted sum of the rewards is "
+                                                             "inf"),
     ],
 )  # fmt: skip
-def test_what_has_no_score_is_an_error_by_name(rewards: Result, words: str) -> None:
+def test_what_has_no_score_is_an_error_by_name(rewards: RewardResult, words: str) -> None:
     header, kept = pushed(rewards)
     assert (header.score, header.error, header.ending) == (None, words, "reward_error")
     assert kept is not None
@@ -128,7 +133,7 @@ def test_a_greedy_sample_is_marked_also_where_it_failed() -> None:
 
 
 def test_a_sample_that_cannot_be_made_does_not_hold_its_group_for_ever() -> None:
-    header, _ = pushed(Result({"boxed_math": 1.0, "format": 1.0}), text="\ud800")
+    header, _ = pushed(RewardResult({"boxed_math": 1.0, "format": 1.0}), text="\ud800")
     assert header.score is None
     assert header.error is not None
     assert header.error.startswith("UnicodeEncodeError")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollout_worker.rewards import protocol
-from rollout_worker.rewards.pool import PoolStats, Result, RewardPool, RewardPoolError, Task
+from rollout_worker.rewards.pool import PoolStats, RewardPool, RewardPoolError, RewardResult, Task
 from rollout_worker.rewards.registry import RewardConfigError
 from schema.config import RewardConfig
 from schema.util import memory_kills
@@ -84,7 +84,7 @@ def word(tmp_path: Path) -> str:
     return f"{path}:word"
 
 
-async def score(pool: RewardPool, name: str, texts: list[str]) -> list[Result]:
+async def score(pool: RewardPool, name: str, texts: list[str]) -> list[RewardResult]:
     return await asyncio.gather(*(pool.submit(Task(text, {"answer": "1"}, (name,))) for text in texts))
 
 
@@ -96,7 +96,7 @@ def pool_of(*functions: str, **settings: Any) -> RewardPool:
 
 async def with_pool(
     name: str, texts: list[str], timeout: float = PATIENCE, processes: int = 1
-) -> list[Result]:
+) -> list[RewardResult]:
     pool = pool_of(name, timeout=timeout, num_workers=processes)
     await pool.start()
     try:
@@ -137,7 +137,7 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
             assert (result.error or "").startswith(FAULTS[text].format(word=word))
             assert result.outage == (text == "refused")
         else:
-            assert result == Result({word: 1.0 if text == "bool" else float(len(text))})
+            assert result == RewardResult({word: 1.0 if text == "bool" else float(len(text))})
     located = results[texts.index("raise")].error or ""
     assert 'raise KeyError("no such word")' in located
     assert "user.py" in located
@@ -147,11 +147,17 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
 def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) -> None:
     """`stuck` never gives up the interpreter lock: only killing the process helps. The child of `hang` dies, too."""
     results = run(with_pool(word, ["one", "hang", "three", "stuck", "fours"], timeout=5.0))
-    late = Result(
+    late = RewardResult(
         {}, f"RewardTimeout: the sample took longer than 5 s\nin reward function {word}", outage=True
     )
     assert all((result.seconds >= 5.0) == bool(result.error) for result in results)
-    assert results == [Result({word: 3.0}), late, Result({word: 5.0}), late, Result({word: 5.0})]
+    assert results == [
+        RewardResult({word: 3.0}),
+        late,
+        RewardResult({word: 5.0}),
+        late,
+        RewardResult({word: 5.0}),
+    ]
     child = int(Path(word.rpartition(":")[0]).with_name("child").read_text())
     until(lambda: not _runs(child), "the end of what a function has started")
 
@@ -183,7 +189,7 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
     monkeypatch.setattr(memory_kills, "ROOT", tmp_path)
     counted(tmp_path, kills=0)
 
-    async def work() -> list[Result]:
+    async def work() -> list[RewardResult]:
         pool = pool_of(word)
         await pool.start()
         try:
@@ -271,7 +277,7 @@ def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_p
 def test_several_functions_of_one_sample(word: str) -> None:
     """One of them fails: its error is told, the other's reward is kept for the record. One dies: it is named."""
 
-    async def work() -> list[Result]:
+    async def work() -> list[RewardResult]:
         pool = pool_of(word, "format")
         await pool.start()
         try:
@@ -286,7 +292,7 @@ def test_several_functions_of_one_sample(word: str) -> None:
 
 
 def test_samples_are_scored_by_the_source_of_their_row() -> None:
-    async def work() -> list[Result]:
+    async def work() -> list[RewardResult]:
         pool = pool_of("by_source")
         try:
             await pool.start()
@@ -325,7 +331,7 @@ def moody(completion, row):
     )
     name = f"{path}:moody"
 
-    async def work() -> tuple[list[Result], PoolStats]:
+    async def work() -> tuple[list[RewardResult], PoolStats]:
         pool = pool_of(name, timeout=5.0, retries=2)
         await pool.start()
         try:
@@ -334,7 +340,7 @@ def moody(completion, row):
             await pool.close()
 
     (*mended, never), stats = run(work())
-    assert mended == [Result({name: 1.0})] * 4
+    assert mended == [RewardResult({name: 1.0})] * 4
     assert never.error is not None
     assert (stats.pending, stats.attempts, stats.failed, stats.retried) == (0, 11, 1, 6)
     assert [(tmp_path / kind).stat().st_size for kind in kinds] == [2, 2, 2, 2, 3]
@@ -344,7 +350,7 @@ def test_messages_survive_being_cut_anywhere() -> None:
     messages = [{"a": 1}, {"b": "ü" * 50}, {}, {"c": [1.5, None]}]
     data = b"".join(protocol.encode(message) for message in messages)
     for size in (1, 2, 3, 7, len(data)):
-        decoder = protocol.Decoder()
+        decoder = protocol.MessageDecoder()
         found = [m for i in range(0, len(data), size) for m in decoder.feed(data[i : i + size])]
         assert found == messages
 
@@ -352,7 +358,7 @@ def test_messages_survive_being_cut_anywhere() -> None:
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x01\x00\x00\x00{"])
 def test_nonsense_is_refused(data: bytes) -> None:
     with pytest.raises(protocol.ProtocolError):
-        protocol.Decoder().feed(data)
+        protocol.MessageDecoder().feed(data)
 
 
 def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:

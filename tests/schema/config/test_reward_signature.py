@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schema.config.reward_signature import Fault, of_function, of_source
+from schema.config.reward_signature import SignatureFault, of_function, of_source
 
 
-def faults(code: str, *custom: str) -> tuple[Fault | None, Fault | None]:
+def faults(code: str, *custom: str) -> tuple[SignatureFault | None, SignatureFault | None]:
     """Of the last definition: by its text, and by what it makes."""
     namespace: dict[str, Any] = {}
     exec(code, namespace)

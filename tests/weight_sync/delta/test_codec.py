@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.effort import combinations, examples
 from weight_sync.delta import codec
 from weight_sync.delta.codec import (
-    AHEAD,
+    QUEUED_BLOCKS,
     CodecError,
     Encoded,
     Pair,
@@ -345,13 +345,13 @@ def test_few_tensors_are_drawn_ahead(pool: ThreadPoolExecutor) -> None:
     drawn: list[int] = []
 
     def source() -> Iterator[Pair]:
-        for i in range(10 * AHEAD):
+        for i in range(10 * QUEUED_BLOCKS):
             drawn.append(i)
             yield Pair(np.zeros(8, "<u2"), np.full(8, i + 1, "<u2"))
 
     for i, encoded in enumerate(encode_each(source(), pool)):
         assert encoded == encode(np.zeros(8, "<u2"), np.full(8, i + 1, "<u2"))
-        assert len(drawn) <= i + 1 + AHEAD
+        assert len(drawn) <= i + 1 + QUEUED_BLOCKS
 
 
 def test_what_goes_wrong_ahead_comes_out_and_nothing_is_read_afterwards() -> None:
@@ -367,7 +367,7 @@ def test_what_goes_wrong_ahead_comes_out_and_nothing_is_read_afterwards() -> Non
         results = encode_each(pairs, pool)
         assert next(results) is not None
         results.close()
-        assert len(pool.futures) >= AHEAD
+        assert len(pool.futures) >= QUEUED_BLOCKS
         assert all(future.done() for future in pool.futures)
 
 

@@ -20,7 +20,7 @@ from schema.wire.weights import Publication
 from tests.support.waiting import PATIENCE
 from tests.weight_sync.versions import RemoteStore, Versions, same
 from weight_sync.host.files import open_copy
-from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.host.host_copy import CopiedWeights, HostCopy
 from weight_sync.stores import DirectoryStore
 
 FOLDER = str(Path(weight_sync.__file__).parent)
@@ -90,7 +90,7 @@ def share(
     copy.close()
 
 
-def right(weights: Weights, versions: Versions) -> bool:
+def right(weights: CopiedWeights, versions: Versions) -> bool:
     """Whether a copy holds the newest version, bit by bit."""
     with weights.reading() as publication:
         return publication == versions.newest and same(weights.tensors(), versions.weights[-1])

@@ -21,7 +21,7 @@ from tests.weight_sync.versions import RemoteStore, Tensors, Versions, same, ste
 from weight_sync.delta.delta import open_delta
 from weight_sync.errors import WeightError
 from weight_sync.host.files import FETCHED, open_copy
-from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.host.host_copy import CopiedWeights, HostCopy
 from weight_sync.stores import DirectoryStore, Store, open_store
 
 
@@ -29,7 +29,7 @@ def opened(place: Path, store: Store) -> HostCopy:
     return HostCopy(place, store, lock_timeout=PATIENCE)
 
 
-def holds(weights: Weights, versions: Versions, version: int) -> bool:
+def holds(weights: CopiedWeights, versions: Versions, version: int) -> bool:
     """Whether the copy is bit-equal to a version, read as the replica and as another process reads it."""
     expected = versions.weights[version]
     with weights.reading() as publication:

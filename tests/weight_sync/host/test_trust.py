@@ -25,7 +25,7 @@ from weight_sync.host.files import (
     read_state,
     write_model,
 )
-from weight_sync.host.host_copy import HostCopy, Weights
+from weight_sync.host.host_copy import CopiedWeights, HostCopy
 from weight_sync.host.users import copy_directory
 
 
@@ -34,7 +34,7 @@ def versions(tmp_path: Path) -> Versions:
     return Versions(tmp_path / "store", anchor_every=1)
 
 
-def way(weights: Weights, versions: Versions, version: int) -> list[str] | None:
+def way(weights: CopiedWeights, versions: Versions, version: int) -> list[str] | None:
     """The deltas that are handed out to who serves a version."""
     found = weights.changes_since(versions.publications[version].content_hash)
     return None if found is None else [piece.uri for _, piece in found]

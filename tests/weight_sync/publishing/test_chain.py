@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from schema.wire.weights import Piece
 from tests.support.effort import examples
 from weight_sync.publishing.chain import LONGEST, MOST_UNTRIED, Chain
-from weight_sync.publishing.writer import Published
+from weight_sync.publishing.writer import PublishedVersion
 
 
-def stored(number: int, kind: str) -> Published:
-    return Published(f"v{number}-{kind}/manifest.json", "m", f"content-{number}", 10, kind)  # type: ignore[arg-type]
+def stored(number: int, kind: str) -> PublishedVersion:
+    return PublishedVersion(f"v{number}-{kind}/manifest.json", "m", f"content-{number}", 10, kind)  # type: ignore[arg-type]
 
 
 def publish(chain: Chain, number: int, *, asked: bool = False) -> str:

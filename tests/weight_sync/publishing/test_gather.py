@@ -25,7 +25,7 @@ from tests.support.ports import free_port
 from tests.weight_sync.helpers import all_bits, put
 from tests.weight_sync.test_hf_names import CASES, model_of
 from weight_sync import DirectoryStore, HubNames, WeightError, hub_tensors, lora
-from weight_sync.publishing.gather import Gathering, box_at, owners, shard_rows
+from weight_sync.publishing.gather import TensorGathering, box_at, owners, shard_rows
 
 
 def test_units_go_to_the_rank_with_the_least() -> None:
@@ -106,7 +106,7 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
         for layer in () if case == "odd" else model.model.layers:
             fully_shard(layer, mesh=copies)
         fully_shard(model, mesh=copies)
-        gathering = Gathering(HubNames(model), rank, world)
+        gathering = TensorGathering(HubNames(model), rank, world)
         for dtype in DTYPES:  # one after the other: a second time must be like the first
             found = {name: tensor.clone() for name, tensor in gathering.tensors(dtype)}
             save_file(found, root / f"{case}-{dtype}-{rank}.safetensors")
@@ -132,11 +132,11 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
         other = torch.nn.Linear(7, 5, bias=False)
         whole = torch.arange(35.0).view(5, 7)
         other.weight = torch.nn.Parameter(distribute_tensor(whole, over, placements))
-        for name, tensor in Gathering(HubNames(other), rank, world).tensors():
+        for name, tensor in TensorGathering(HubNames(other), rank, world).tensors():
             assert (rank, name) == (0, "weight")
             assert torch.equal(tensor, whole), placements
         with pytest.raises(WeightError, match="'weight' is laid out as"):
-            Gathering(HubNames(other), rank, world + 1)
+            TensorGathering(HubNames(other), rank, world + 1)
     if world == 4:  # FSDP2 shards what tensor parallelism has cut, 4 rows and 3, into 2, 2 and 2, 1
         cut, shards = copies["shards"], copies["copies"]
         for placement in (Shard(0), Shard(1), Replicate()):
@@ -144,12 +144,12 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
             whole = torch.arange(35.0).view(7, 5)
             other.weight = torch.nn.Parameter(distribute_tensor(whole, cut, [placement]))
             fully_shard(other, mesh=shards)
-            found = dict(Gathering(HubNames(other), rank, world).tensors())
+            found = dict(TensorGathering(HubNames(other), rank, world).tensors())
             assert torch.equal(found["weight"], whole) if rank == 0 else not found
         packed = DTensor.from_local(whole[:1], copies, [Replicate(), _StridedShard(0, split_factor=2)])
         other.weight = torch.nn.Parameter(packed)
         with pytest.raises(WeightError, match="'weight' is laid out as"):
-            Gathering(HubNames(other), rank, world)
+            TensorGathering(HubNames(other), rank, world)
         del cut, shards, packed
     del other, mesh, copies, layouts, over
     gc.collect()
@@ -200,12 +200,12 @@ def test_a_sharded_model_is_published_tensor_by_tensor(case: str, sharded: tuple
 
 def test_a_model_that_is_not_sharded_needs_no_group() -> None:
     model = build("experts")
-    found = dict(Gathering(HubNames(model), 0, 1).tensors())
+    found = dict(TensorGathering(HubNames(model), 0, 1).tensors())
     assert all_bits(found) == all_bits(hub_tensors(model))
 
 
 def test_replicas_of_a_model_share_the_work() -> None:
     model = build("untied")
-    parts = [dict(Gathering(HubNames(model), rank, 2).tensors()) for rank in range(2)]
+    parts = [dict(TensorGathering(HubNames(model), rank, 2).tensors()) for rank in range(2)]
     assert not parts[0].keys() & parts[1].keys()
     assert parts[0].keys() | parts[1].keys() == dict(hub_tensors(model)).keys()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schema.wire.weights import Link
+from schema.wire.weights import ChainLink
 from tests.support.effort import examples
 from tests.weight_sync.helpers import bits, small
 from weight_sync import DirectoryStore, WeightError, publish
@@ -19,8 +19,8 @@ from weight_sync.layout import content_hash
 from weight_sync.manifest import open_piece
 from weight_sync.publishing.writer import (
     DenseError,
-    Part,
-    Published,
+    PublishedVersion,
+    WrittenPart,
     after,
     assemble,
     changed_elements,
@@ -32,18 +32,18 @@ from weight_sync.publishing.writer import (
 Tensors = dict[str, torch.Tensor]
 
 
-def put_full(store: DirectoryStore, ranks: list[Tensors], version: int = 0) -> tuple[Published, Any]:
+def put_full(store: DirectoryStore, ranks: list[Tensors], version: int = 0) -> tuple[PublishedVersion, Any]:
     """Each rank writes its own; the parts travel as JSON."""
     with store.stage(f"full-{version}") as stage:
         parts = [write_full(stage, tensors.items(), f"r{i}-") for i, tensors in enumerate(ranks)]
-        parts = [Part.model_validate_json(part.model_dump_json()) for part in parts]
+        parts = [WrittenPart.model_validate_json(part.model_dump_json()) for part in parts]
         manifest = assemble(parts, version=version, timeline=0)
         return finish(stage, f"full-{version}", manifest), manifest.tensors
 
 
 def put_delta(
     store: DirectoryStore, old: list[Tensors], new: list[Tensors], table: Any, version: int = 1
-) -> tuple[Published, Any]:
+) -> tuple[PublishedVersion, Any]:
     with store.stage(f"delta-{version}") as stage:
         parts = [
             write_delta(stage, [(name, was[name], now[name]) for name in now], f"r{i}-")
@@ -53,7 +53,7 @@ def put_delta(
         return finish(stage, f"delta-{version}", manifest), after(table, manifest.tensors)
 
 
-def applied(root: Path, published: Published, base: Tensors) -> Tensors:
+def applied(root: Path, published: PublishedVersion, base: Tensors) -> Tensors:
     found = {name: tensor.clone() for name, tensor in base.items()}
     for change in open_delta(root, published.piece).changes():
         if change.positions is None:
@@ -174,5 +174,5 @@ def test_contradictions_between_processes_are_refused(tmp_path: Path) -> None:
 def test_the_chain_stands_in_the_manifest(tmp_path: Path) -> None:
     store, tensors = DirectoryStore(tmp_path), small()
     full, table = put_full(store, [tensors])
-    link = Link(version=0, content_hash=full.content_hash, full=full.piece)
+    link = ChainLink(version=0, content_hash=full.content_hash, full=full.piece)
     assert assemble([], version=1, timeline=0, base=table, chain=[link]).chain == [link]

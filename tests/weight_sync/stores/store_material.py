@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from schema.wire.store_url import S3Place
+from schema.wire.store_url import S3Location
 from weight_sync.stores import Store
 from weight_sync.stores.base import Stage
 from weight_sync.stores.patience import Delays
@@ -37,7 +37,7 @@ def bucket(
     stop: threading.Event | None = None,
     read_timeout: float = 20.0,
 ) -> S3Store:
-    return S3Store(S3Place(name, prefix), stop=stop, delays=delays, read_timeout=read_timeout)
+    return S3Store(S3Location(name, prefix), stop=stop, delays=delays, read_timeout=read_timeout)
 
 
 def pattern(n_bytes: int, seed: int = 0) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schema.wire.store_url import S3Place, parse_url
+from schema.wire.store_url import S3Location, parse_url
 from tests.support.fetched import fetch
 from tests.support.objects import ObjectStore, running_objects
 from tests.support.waiting import until
@@ -241,7 +241,7 @@ def test_weights_travel_through_it(store: Store) -> None:
 )
 def test_urls(url: str, bucket_name: str, prefix: str) -> None:
     place = parse_url(url)
-    assert place == S3Place(bucket_name, prefix)
+    assert place == S3Location(bucket_name, prefix)
     assert parse_url(str(place)) == place
 
 

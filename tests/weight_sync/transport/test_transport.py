@@ -30,8 +30,8 @@ from weight_sync import WeightError
 from weight_sync.host.host_copy import HostCopy
 from weight_sync.manifest import piece_of
 from weight_sync.stores import DirectoryStore, Store
-from weight_sync.transport import DirectStore, Outcome, Sender, TransferError, own_address
-from weight_sync.transport.group import Chunk, Gathering, Line, chunks_of
+from weight_sync.transport import DirectStore, Sender, TransferError, TransferOutcome, own_address
+from weight_sync.transport.group import Chunk, Line, RoundGathering, chunks_of
 from weight_sync.transport.wire import Deadline, Status, ask, greet, read_request, receive, refuse
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def nothing(tmp_path: Path) -> DirectoryStore:
 
 def brought(
     place: Path, store: DirectStore, publication: Publication, expected: dict[str, torch.Tensor]
-) -> Outcome:
+) -> TransferOutcome:
     """Bring a host's copy to a publication; that it holds exactly these weights is part of it."""
     copy = HostCopy(place, store, lock_timeout=PATIENCE)
     store.expect(publication)
@@ -148,7 +148,7 @@ def test_other_versions_are_the_stores(tmp_path: Path, versions: Versions) -> No
     with sending(versions.store) as sender:
         store.expect(offered(new, sender))
         assert bytes(store.read(old.uri)) == bytes(versions.store.read(old.uri))
-        assert store.outcome() == Outcome(files=0, n_bytes=0, fallback=None)
+        assert store.outcome() == TransferOutcome(files=0, n_bytes=0, fallback=None)
 
 
 # ---- what goes wrong --------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_several_hosts_are_served_at_once(
     carrier = LineCarrier()
     hosts = ("a", "b", "c")
 
-    def follow(publication: Publication, host: str) -> Outcome:
+    def follow(publication: Publication, host: str) -> TransferOutcome:
         store = DirectStore(nothing, PATIENCE, LineCarrier())
         return brought(tmp_path / host, store, publication, versions.weights[-1])
 
@@ -461,7 +461,7 @@ def test_when_the_fabric_fails_files_come_one_by_one(
 
 def test_who_comes_late_is_not_taken_in() -> None:
     sent: list[int] = []
-    gathering = Gathering(lambda lines: sent.append(len(lines)), usual=1)
+    gathering = RoundGathering(lambda lines: sent.append(len(lines)), usual=1)
     near, far = socket.socketpair()
     with near, far:
         line = Line(near, Deadline(PATIENCE))

@@ -12,7 +12,7 @@ import torch
 
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
 from rollout_worker.engines.transformers import TransformersEngine
-from rollout_worker.engines.transformers.settings import Settings, settings_of
+from rollout_worker.engines.transformers.settings import EngineSettings, settings_of
 from schema.config import Config
 from tests.rollout_worker.engines.engine_contract import EOS, encode
 from tests.rollout_worker.tiny import Models, publish_model, tokenizer
@@ -31,7 +31,7 @@ def requests(label: str, prompts: Sequence[str] = PROMPTS) -> list[GenerationReq
     ]
 
 
-def settings(model: Path, deterministic: bool = True) -> Settings:
+def settings(model: Path, deterministic: bool = True) -> EngineSettings:
     config = {
         "policy": {"model_name_or_path": str(model), "model_max_length": 96},
         "train": {"param_dtype": "float32", "deterministic": deterministic, "train_policy": {"type": "grpo"}},

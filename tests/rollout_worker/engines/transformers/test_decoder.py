@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from policy_worker.model.micro_batch import Layout, Segment, TrainSample, collate
+from policy_worker.model.micro_batch import BatchLayout, Segment, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
 from rollout_worker.engines.base import EngineConfigError, Generation, GenerationRequest, SamplingSettings
-from rollout_worker.engines.scatter import Published
+from rollout_worker.engines.scatter import PublishedTensor
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.model import (
@@ -29,7 +29,7 @@ from rollout_worker.engines.transformers.model import (
 from tests.rollout_worker.engines.test_checksum import hash_of
 from tests.rollout_worker.tiny import random_model, save_model
 from tests.support.devices import DEVICE, rounding
-from weight_sync.delta.delta import Change
+from weight_sync.delta.delta import TensorChange
 
 SETTINGS = SamplingSettings(max_tokens=24, ignore_eos=True)
 
@@ -105,7 +105,7 @@ def test_the_trainer_agrees_with_the_engine(temperature: float) -> None:
         found = finish(decoder)
     samples = [_as_trained(prompts[int(number)], generation) for (number, _), generation in found.items()]
     model = prepare_model(PolicyModel(random_model(1)), packed=True, recompute=False).to(DEVICE)
-    batch = collate(samples, range(len(samples)), Layout(True, model.vocabulary, DEVICE))
+    batch = collate(samples, range(len(samples)), BatchLayout(True, model.vocabulary, DEVICE))
     with torch.no_grad():
         log_ratio = (model(batch, temperature).logprobs - batch.old_logprobs).double()
     assert len(log_ratio) == 4 * 4 * 80
@@ -242,7 +242,7 @@ def test_models_that_fit_are_decoded_rightly_and_take_hub_weights(saved: Any) ->
 def test_weights_are_changed_in_place_and_read_back(saved: Any, request: pytest.FixtureRequest) -> None:
     """By name, ties included; a model that is fused in memory has no map, and is loaded whole each time."""
     model, tensors = load(saved), load_file(saved / "model.safetensors")
-    published = {name: Published(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    published = {name: PublishedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     apply_weights(model, tensors)
     assert served(model, published, None).content_hash == hash_of(tensors)
     known = weight_map(model, tensors)
@@ -250,7 +250,7 @@ def test_weights_are_changed_in_place_and_read_back(saved: Any, request: pytest.
     new = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1, t) for name, t in tensors.items()}
     if known is not None:
         patch = known.patch(
-            Change(name, new[name].dtype, tuple(t.shape), where, new[name].view(-1)[where])
+            TensorChange(name, new[name].dtype, tuple(t.shape), where, new[name].view(-1)[where])
             for name, t in tensors.items()
             for where in [(new[name] != t).view(-1).nonzero().view(-1)]
         )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rollout_worker.engines.base import SamplingSettings
-from rollout_worker.engines.transformers.sampler import History, draw, kept_ids, restrict, uniforms
+from rollout_worker.engines.transformers.sampler import TokenHistory, draw, kept_ids, restrict, uniforms
 from tests.support.devices import DEVICE
 
 PLAIN = SamplingSettings(max_tokens=1)
@@ -71,7 +71,7 @@ def test_raw_log_probs_know_no_filter_and_no_penalty() -> None:
     )
     logits = torch.tensor([[0.6, 2.0, 1.5, 1.0]], device=DEVICE)
     seen = torch.tensor([[True, False, True]], device=DEVICE)
-    history = History(torch.tensor([[1, 1, 3]], device=DEVICE), seen, seen)
+    history = TokenHistory(torch.tensor([[1, 1, 3]], device=DEVICE), seen, seen)
     forbidden = torch.tensor([[False, False, True, False]], device=DEVICE)
     tokens, logprobs, sets = draw(logits, settings, np.array([0.0]), history, forbidden)
     assert tokens.tolist() == [0], "1 and 3 are halved, 2 is forbidden"

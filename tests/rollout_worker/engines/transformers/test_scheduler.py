@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engines.transformers.scheduler import (
-    Capacity,
-    Speed,
-    Waiting,
+    CacheCapacity,
+    QueuedRequest,
+    SecondsPerUnit,
     admit,
     admit_alone,
     let_running_end,
 )
 
-WAITING = st.lists(st.builds(Waiting, st.integers(1, 40), st.integers(2, 500)), max_size=12)
+WAITING = st.lists(st.builds(QueuedRequest, st.integers(1, 40), st.integers(2, 500)), max_size=12)
 
 
 @given(WAITING, st.integers(0, 64), st.integers(2, 500), st.integers(1, 64), st.integers(500, 40_000))
 def test_what_begins_is_a_prefix_that_fits(
-    waiting: list[Waiting], running: int, longest: int, slots: int, tokens: int
+    waiting: list[QueuedRequest], running: int, longest: int, slots: int, tokens: int
 ) -> None:
     running = min(running, slots)
-    granted = admit(waiting, running, longest if running else 0, Capacity(slots, tokens))
+    granted = admit(waiting, running, longest if running else 0, CacheCapacity(slots, tokens))
     assert len(granted) <= len(waiting)
     assert all(0 < count <= entry.samples for count, entry in zip(granted, waiting, strict=False))
     assert all(count == entry.samples for count, entry in zip(granted[:-1], waiting, strict=False))
@@ -35,8 +35,8 @@ def test_what_begins_is_a_prefix_that_fits(
 
 
 def test_waves_are_collected_unless_everything_fits() -> None:
-    capacity = Capacity(100, 10**6)
-    eight = [Waiting(8, 50)] * 4
+    capacity = CacheCapacity(100, 10**6)
+    eight = [QueuedRequest(8, 50)] * 4
     assert admit(eight, 90, 50, capacity) == []
     assert admit(eight, 76, 50, capacity) == []
     assert admit(eight, 75, 50, capacity) == [8, 8, 8, 1]
@@ -54,7 +54,7 @@ def test_an_update_waits_only_while_that_is_cheap() -> None:
 
 
 def test_speed_follows_what_it_sees() -> None:
-    speed = Speed()
+    speed = SecondsPerUnit()
     assert speed.seconds == 0.0
     speed.observe(2.0, 4)
     assert speed.seconds == 0.5
@@ -64,8 +64,8 @@ def test_speed_follows_what_it_sees() -> None:
 
 
 def test_alone_only_the_first_begins_and_only_in_an_empty_engine() -> None:
-    capacity = Capacity(8, 10**6)
-    assert admit_alone([Waiting(4, 50), Waiting(4, 50)], 0, capacity) == [4]
-    assert admit_alone([Waiting(20, 50)], 0, capacity) == [8]
-    assert admit_alone([Waiting(4, 50)], 1, capacity) == []
+    capacity = CacheCapacity(8, 10**6)
+    assert admit_alone([QueuedRequest(4, 50), QueuedRequest(4, 50)], 0, capacity) == [4]
+    assert admit_alone([QueuedRequest(20, 50)], 0, capacity) == [8]
+    assert admit_alone([QueuedRequest(4, 50)], 1, capacity) == []
     assert admit_alone([], 0, capacity) == []

@@ -9,7 +9,7 @@ import torch
 
 from rollout_worker.engines.scatter import BITS
 from rollout_worker.engines.vllm.proof import LoadTrace, unread
-from weight_sync.delta.delta import Change
+from weight_sync.delta.delta import TensorChange
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +69,11 @@ def test_packed_experts_take_whole_versions_and_changes(dtype: torch.dtype, isa:
     newer, changes = published(dtype, 3), []
     for number, (name, tensor) in enumerate(tensors.items()):
         if number % 2:
-            changes.append(Change(name, dtype, tuple(tensor.shape), None, newer[name]))
+            changes.append(TensorChange(name, dtype, tuple(tensor.shape), None, newer[name]))
             tensors[name] = newer[name]
         else:
             at = torch.arange(5, tensor.numel(), 7)
-            changes.append(Change(name, dtype, tuple(tensor.shape), at, newer[name].reshape(-1)[at]))
+            changes.append(TensorChange(name, dtype, tuple(tensor.shape), at, newer[name].reshape(-1)[at]))
             tensors[name].view(-1)[at] = newer[name].reshape(-1)[at]
     assert served.patch(changes).apply() == []
     assert torch.equal(bits(model.w13_weight), bits(_pack(model.by_hand(tensors), isa)))

@@ -25,7 +25,7 @@ from rollout_worker.engines.base import EngineConfigError, EngineFailed, Samplin
 from rollout_worker.engines.vllm.nodes import (
     MOST_UNPROVEN,
     PURPOSE,
-    Leader,
+    LeadingNode,
     Members,
     NodeError,
     Nodes,
@@ -64,7 +64,7 @@ def nodes(tmp_path: Path) -> Nodes:
 
 
 @contextmanager
-def gathered(nodes: Nodes) -> Iterator[tuple[Members, list[Leader], threading.Event]]:
+def gathered(nodes: Nodes) -> Iterator[tuple[Members, list[LeadingNode], threading.Event]]:
     lost, stop = threading.Event(), threading.Event()
     members = Members(nodes, lost.set)
     try:
@@ -130,7 +130,7 @@ def test_an_impostor_and_what_is_on_the_way_make_a_machine_run_nothing(nodes: No
     forged = len(told).to_bytes(4, "little") + bytes(MAC_BYTES) + told
     for token, words in (("another", "does not know the token"), (nodes.token, "has a wrong MAC")):
         with socket.create_server((HOST, nodes.port)) as listener:
-            joining: Future[Leader] = in_daemon(lambda: join(own), "join")
+            joining: Future[LeadingNode] = in_daemon(lambda: join(own), "join")
             connection, _ = listener.accept()
             with connection:
                 opening = connection.recv(OPENING_BYTES, socket.MSG_WAITALL)

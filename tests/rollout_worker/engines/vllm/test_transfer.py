@@ -17,7 +17,7 @@ from rollout_worker.engines.vllm import reading
 from rollout_worker.engines.vllm.adapter import VllmAdapter
 from tests.rollout_worker.versions import Versions, nudged
 from tests.support.waiting import until
-from weight_sync.host.host_copy import Weights
+from weight_sync.host.host_copy import CopiedWeights
 
 pytestmark = pytest.mark.slow
 
@@ -70,22 +70,22 @@ class Bench:
         self.engine = StoreWeightTransferEngine(transfer, config, torch.device("cpu"), self.model)
         self.content = ""
 
-    def publish(self, version: int, *, full: bool = False) -> Weights:
+    def publish(self, version: int, *, full: bool = False) -> CopiedWeights:
         nudged(self.hub, version, share=0.2)
         return self.versions.fetched(self.versions.publish(self.hub, version, full=full))
 
-    def full(self, weights: Weights) -> list[str]:
+    def full(self, weights: CopiedWeights) -> list[str]:
         info = {"content_hash": weights.publication.content_hash, "copy": str(weights.copy_directory)}
         return self.update(info, weights)
 
-    def deltas(self, weights: Weights, **changes: Any) -> dict[str, Any]:
+    def deltas(self, weights: CopiedWeights, **changes: Any) -> dict[str, Any]:
         pieces = weights.changes_since(self.content)
         assert pieces
         rows = [[str(root), piece.model_dump_json()] for root, piece in pieces]
         content = weights.publication.content_hash
         return {"content_hash": content, "base": self.content, "deltas": rows, **changes}
 
-    def update(self, info: dict[str, Any], weights: Weights) -> list[str]:
+    def update(self, info: dict[str, Any], weights: CopiedWeights) -> list[str]:
         self.engine.start_weight_update()
         self.engine.update_weights(info)
         self.engine.finish_weight_update()

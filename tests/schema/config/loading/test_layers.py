@@ -14,7 +14,7 @@ from schema.config import ConfigError, Problem, check_config, load_config
 from schema.config.keys import leaf_keys
 from schema.config.loading.environment import variable_of, without_effect, written_in
 from schema.config.loading.layers import read_layers
-from schema.config.loading.load import Loaded, load
+from schema.config.loading.load import LoadedConfig, load
 from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO, refused
 from tests.schema.mutations import changes, mutate
@@ -55,7 +55,7 @@ def write(directory: Path, name: str, text: str) -> Path:
     return path
 
 
-def source(loaded: Loaded, key: str) -> tuple[str, str, int | None] | None:
+def source(loaded: LoadedConfig, key: str) -> tuple[str, str, int | None] | None:
     origin = loaded.layers.origin(tuple(key.split(".")))
     return None if origin is None else (origin.kind, origin.name, origin.line)
 
@@ -369,7 +369,9 @@ def test_spoiled_files_over_each_other(
             assert path[-1].encode() in lines[origin.name][origin.line - 1]
 
 
-def verdict(files: list[Path], sets: list[str], env: dict[str, str]) -> tuple[Loaded | None, list[Problem]]:
+def verdict(
+    files: list[Path], sets: list[str], env: dict[str, str]
+) -> tuple[LoadedConfig | None, list[Problem]]:
     """What loading says: a configuration, or what is wrong with it."""
     try:
         return load(files, sets, env), []

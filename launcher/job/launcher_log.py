@@ -31,7 +31,7 @@ MOST_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class LoggedEnd:
     """A process that ended before the job did. `at` is Unix time."""
 
     at: float
@@ -43,7 +43,7 @@ class End:
 
 
 @dataclass(slots=True)
-class EventLog:
+class LauncherLog:
     """The content of launcher.json, and the log of events. Times are Unix seconds.
 
     path: launcher.json. log: launcher.log.
@@ -52,7 +52,7 @@ class EventLog:
     path: Path
     log: Path
     started_at: float = field(default_factory=time.time)
-    ends: deque[End] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
+    ends: deque[LoggedEnd] = field(default_factory=lambda: deque(maxlen=MOST_ENDS))
     ending: str = ""
     """Why the launcher is ending the job; empty as long as it is not."""
     redis: str = ""
@@ -71,7 +71,7 @@ class EventLog:
             return
         lines = list(exit_.lines[-MOST_LINES:])
         what = exit_.how if exit_.code != EXIT_OK else "in order"
-        self.ends.append(End(time.time(), exit_.process, exit_.code, what, str(exit_.log_file), lines))
+        self.ends.append(LoggedEnd(time.time(), exit_.process, exit_.code, what, str(exit_.log_file), lines))
 
     def write(self, stage: str, replicas: Iterable[Supervised]) -> None:
         """Write the file if something has changed, or if it is time for a sign of life."""

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from policy_worker.replay_log import MOST, REMEMBERED, History
+from policy_worker.rejoin_log import MOST, REMEMBERED, RejoinLog
 from schema.wire import messages as m
 from schema.wire.batch import StepTable
 from schema.wire.messages.recovery import DeclareRequest
 from schema.wire.weights import Publication
 
 
-def registered(resume_step: int | None = 0, committed: int = 0) -> History:
-    history = History()
+def registered(resume_step: int | None = 0, committed: int = 0) -> RejoinLog:
+    history = RejoinLog()
     request = m.RegisterRequest(request_id="request-1", role="policy", name="p", resume_step=resume_step)
     reply = m.RegisterReply.model_construct(
         timeline=2, timeline_began=1, committed_steps=committed, policy_epoch=5, publication=None
@@ -39,7 +39,7 @@ def reply(committed: int, durable: int) -> m.CommitReply:
     )
 
 
-def train(history: History, first: int, last: int, *, durable: bool) -> None:
+def train(history: RejoinLog, first: int, last: int, *, durable: bool) -> None:
     for step in range(first, last):
         history.took(table(step))
         history.applied(step, {"loss": 1.0}, 10.0 + step)

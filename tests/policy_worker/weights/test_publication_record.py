@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from policy_worker.weights.record import RECORD, Record, read_record
+from policy_worker.weights.publication_record import RECORD, PublicationRecord, read_record
 from weight_sync import DirectoryStore
 from weight_sync.stores import version_name
 
@@ -29,7 +29,7 @@ def test_files_that_could_not_be_removed_in_time_go_with_the_next_trainer(tmp_pa
                 pass
             stage.commit()
         uris.append(f"{name}/manifest.json")
-    record = Record(tmp_path / RECORD, store, "job")
+    record = PublicationRecord(tmp_path / RECORD, store, "job")
     for number, uri in enumerate(uris[:3]):
         record.remember(number, uri)
     record.attach(1, uris[3])
@@ -44,7 +44,7 @@ def test_files_that_could_not_be_removed_in_time_go_with_the_next_trainer(tmp_pa
     assert len(store.versions()) == 3
     record.release([1, 2])  # and killed
 
-    successor = Record(tmp_path / RECORD, store, "job")
+    successor = PublicationRecord(tmp_path / RECORD, store, "job")
     assert successor.newest == 2
     successor.tidy(None)
     assert store.versions() == []

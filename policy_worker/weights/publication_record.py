@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RECORD = "publications.jsonl"
 
 
-class Record:
+class PublicationRecord:
     """The record of rank 0; safe to use from several threads.
 
     path: of the record. store: where the files lie. name: of the job's versions there."""

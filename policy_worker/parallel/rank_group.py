@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from policy_worker.errors import PolicyError, RendezvousError, SettingsError
-from policy_worker.parallel.mesh import MeshSizes, device_mesh
+from policy_worker.parallel.mesh import ParallelDims, device_mesh
 from policy_worker.process import RankEnvironment
 from weight_sync import HubNames
-from weight_sync.publishing.gather import Gathering
+from weight_sync.publishing.gather import TensorGathering
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 CONTROL_MARGIN = timedelta(minutes=2)
 
 
-class Group:
+class RankGroup:
     """All ranks of this replica. store: where they meet; None: at MASTER_ADDR and MASTER_PORT. `control_timeout`
     seconds bound the wait for a control message."""
 
@@ -50,7 +50,7 @@ class Group:
             torch.cuda.set_device(self.device)
         self._ranks_here, self._rank_here = environment.local_world, environment.local_rank
         _initialise(environment, self.device, store)
-        self.sizes = MeshSizes(dp_shard=self.world)
+        self.sizes = ParallelDims(dp_shard=self.world)
         self._mesh: DeviceMesh | None = None
         self._second_mesh: DeviceMesh | None = None
         self._control: Any = None
@@ -105,7 +105,7 @@ class Group:
         if self.world > 1:
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
 
-    def arrange(self, sizes: MeshSizes) -> None:
+    def arrange(self, sizes: ParallelDims) -> None:
         """Give the ranks their coordinates; until then all of them shard. A collective, before `mesh`."""
         assert sizes.ranks == self.world
         assert self._mesh is None, "it was made with other sizes"
@@ -119,7 +119,7 @@ class Group:
                 sizes.stage_ranks(self.rank), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
             )
 
-    def arranged(self, sizes: MeshSizes) -> Group:
+    def arranged(self, sizes: ParallelDims) -> RankGroup:
         """The same ranks with other coordinates, for a model with a mesh of its own; this group where they are the
         same. A collective."""
         if sizes == self.sizes:
@@ -129,10 +129,10 @@ class Group:
         other.arrange(sizes)
         return other
 
-    def gathering(self, names: HubNames) -> Gathering:
+    def gathering(self, names: HubNames) -> TensorGathering:
         """How whole tensors of a model come to one rank each, of those that have the same stage of it."""
         ranks = self.sizes.stage_ranks(self.rank)
-        return Gathering(names, ranks.index(self.rank), len(ranks), self.stage_group)
+        return TensorGathering(names, ranks.index(self.rank), len(ranks), self.stage_group)
 
     def mesh(self) -> DeviceMesh:
         """The one mesh of all ranks. A collective when it is asked for first."""
@@ -180,7 +180,7 @@ class Group:
         dist.all_gather(parts, padded, group=self._control)
         return [json.loads(bytes(part.numpy())[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
-    def sibling(self, control_timeout: float) -> Group:
+    def sibling(self, control_timeout: float) -> RankGroup:
         """The same ranks with control messages of their own, for another thread of each. A collective."""
         other = copy(self)
         other.set_control_timeout(control_timeout)
@@ -250,9 +250,9 @@ class Group:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return self.reduce([float(flag)], "max")[0] > 0
+        return self.all_reduce([float(flag)], "max")[0] > 0
 
-    def reduce(self, values: list[float], how: str) -> list[float]:
+    def all_reduce(self, values: list[float], how: str) -> list[float]:
         """Sum each number over data ranks ("sum"), or take over all ranks the sum ("total") or maximum ("max"), in
         float64.
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from controller.client.http import Answer
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.trained.trainer import Trainer
-from policy_worker.training import turns as module
+from policy_worker.training import time_share as module
 from policy_worker.training.loop import Loop
-from policy_worker.training.turns import Turns
-from schema.wire.messages.turns import TurnReply, TurnRequest
+from policy_worker.training.time_share import TimeShare
+from schema.wire.messages.time_share import TurnReply, TurnRequest
 from tests.policy_worker.material import make_config, make_trainer
 from tests.policy_worker.training.test_loop import Scripted, loop
 from weight_sync.parking import Parked
@@ -40,8 +40,8 @@ class Devices:
         return call.read(Answer(200, TurnReply(yours=yours).model_dump_json().encode()))
 
 
-def turns(group: Group, devices: Devices, shutdown: ShutdownRequest | None = None) -> Turns:
-    return Turns(group, devices, shutdown or ShutdownRequest())  # type: ignore[arg-type]
+def turns(group: RankGroup, devices: Devices, shutdown: ShutdownRequest | None = None) -> TimeShare:
+    return TimeShare(group, devices, shutdown or ShutdownRequest())  # type: ignore[arg-type]
 
 
 def sizes(trainer: Trainer) -> set[int]:
@@ -49,7 +49,7 @@ def sizes(trainer: Trainer) -> set[int]:
 
 
 def test_everything_leaves_the_devices_and_training_goes_on_as_without(
-    group: Group, monkeypatch: pytest.MonkeyPatch
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "Parked", partial(Parked, stays="nowhere"))
     config = make_config({"advantage_estimator": "gae", "kl_beta": 0.1}, {"ema_decay": 0.9})
@@ -84,10 +84,10 @@ def test_everything_leaves_the_devices_and_training_goes_on_as_without(
 
 
 def test_the_devices_are_given_for_each_wait_and_asked_for_until_they_are_free(
-    loop: Loop, group: Group
+    loop: Loop, group: RankGroup
 ) -> None:
     devices = Devices(refusals=2)
-    loop._turns = turns(group, devices)
+    loop._time_share = turns(group, devices)
     metrics = loop.train_step(Scripted(None, "batch"), 0)
     assert devices.said == [False, True, True, True]
     assert isinstance(metrics, dict)
@@ -95,7 +95,7 @@ def test_the_devices_are_given_for_each_wait_and_asked_for_until_they_are_free(
     assert metrics["turn_wait_seconds"] >= 0
 
 
-def test_a_trainer_that_has_to_leave_does_not_wait_for_ever(group: Group) -> None:
+def test_a_trainer_that_has_to_leave_does_not_wait_for_ever(group: RankGroup) -> None:
     shutdown = ShutdownRequest()
     shutdown.grace = 0.2
     shutdown.request("test")

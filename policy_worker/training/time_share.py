@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from controller.client import calls as api
-from policy_worker.parallel.group import Group
+from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import ShutdownRequest
 from policy_worker.ranges import span
 from policy_worker.session import Session
-from schema.wire.messages.turns import TurnRequest
+from schema.wire.messages.time_share import TurnRequest
 from weight_sync.parking import Parked
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ LEAVING_SHARE = 0.3
 """Share of the grace in which a replica leaves: for rollout replicas to fall asleep. Then it goes on without."""
 
 
-class Turns:
+class TimeShare:
     """All ranks call alike. `session` on rank 0 only."""
 
-    def __init__(self, group: Group, session: Session | None, shutdown: ShutdownRequest) -> None:
+    def __init__(self, group: RankGroup, session: Session | None, shutdown: ShutdownRequest) -> None:
         self._group, self._session, self._shutdown = group, session, shutdown
         self.tensors: Callable[[], Iterable[Tensor]] = tuple
         """The tensors that are to leave the devices."""

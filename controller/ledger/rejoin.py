@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from controller.errors import ApiError
 from controller.ledger.admission import tightest_prefix
-from controller.ledger.group import DONE, Group, SampleMeta, State, group_id, parse_group_id
+from controller.ledger.group import DONE, Group, GroupState, SampleMeta, group_id, parse_group_id
 from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.reconcile import overdue
 from schema.wire.batch import StepTable
@@ -23,7 +23,7 @@ from schema.wire.sample import SampleHeader
 # ---- trainers ---------------------------------------------------------------------------------------------
 
 
-def replay(table: GroupTable, batch: StepTable) -> bool:
+def recommit(table: GroupTable, batch: StepTable) -> bool:
     """Commit the next step as its trainer says that it was trained, whatever state its groups are in here.
 
     Returns False if it was committed before.
@@ -112,7 +112,7 @@ def _train(table: GroupTable, group: Group, step: int, samples: dict[int, Sample
     group.payload_kept = False
     group.reason, group.step = None, step
     table.totals.staleness.update(staleness_of(group))
-    table.move(group, State.TRAINED)
+    table.move(group, GroupState.TRAINED)
 
 
 def _take(table: GroupTable, position: int) -> Group:
@@ -140,8 +140,8 @@ def _hand_out(table: GroupTable, frontier: int) -> None:
 
 def _give_up_overdue(table: GroupTable) -> None:
     """Make again what was leased or ready in the past and cannot be trained in time any more."""
-    groups = [*table.in_state(State.LEASED), *table.in_state(State.READY)]
-    jobs = [(group.deadline, len(group.samples) + (group.state is State.READY)) for group in groups]
+    groups = [*table.in_state(GroupState.LEASED), *table.in_state(GroupState.READY)]
+    jobs = [(group.deadline, len(group.samples) + (group.state is GroupState.READY)) for group in groups]
     for index in overdue(jobs, table.first_step, table.params.slots):
         table.discard_samples(groups[index])
         table.requeue(groups[index])
@@ -150,10 +150,10 @@ def _give_up_overdue(table: GroupTable) -> None:
 def _position(table: GroupTable, name: str) -> int:
     """The position in the stream of a group's id. Raises `ApiError` for one that does not exist."""
     place, params = parse_group_id(name), table.params
-    if place is None or place[0] >= params.n_epochs or place[1] >= params.n_positions:
+    if place is None or place[0] >= params.data_passes or place[1] >= params.n_positions:
         raise ApiError(
             ErrorCode.BAD_REQUEST,
-            f"{name[:80]!r} is not a group of {params.n_epochs} epochs of {params.n_positions} positions",
+            f"{name[:80]!r} is not a group of {params.data_passes} epochs of {params.n_positions} positions",
         )
     return place[0] * params.n_positions + place[1]
 
@@ -187,7 +187,7 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
     lost = []
     for lease in held:
         group = table.groups.get(lease.group_id)
-        if group is None or group.state is not State.LEASED or group.lease_id != lease.lease_id:
+        if group is None or group.state is not GroupState.LEASED or group.lease_id != lease.lease_id:
             later = (
                 None if group is None or not _gives_way(table, group, lease) else _pre_empted(table, group)
             )
@@ -201,7 +201,7 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
             group.lease_step = table.committed
             group.replica_id, group.request_id = replica_id, None
             group.attempt = max(group.attempt, 1)
-            table.move(group, State.LEASED, deadline=_deadline_of(table, group, lease.version))
+            table.move(group, GroupState.LEASED, deadline=_deadline_of(table, group, lease.version))
         group.expires = now + table.params.lease_timeout
         table.hand_over(group, replica_id)
     return lost
@@ -226,7 +226,7 @@ def _granted_again(table: GroupTable, before: Group) -> None:
     """Undo `_pre_empted`."""
     group = table.groups[before.id]
     group.lease_id, group.replica_id, group.request_id = before.lease_id, before.replica_id, before.request_id
-    table.move(group, State.LEASED, deadline=before.deadline)
+    table.move(group, GroupState.LEASED, deadline=before.deadline)
     assert group.lease_id is not None
     table.granted.add(group.lease_id)
     table.ended.remove(group.lease_id)
@@ -249,7 +249,7 @@ def _forgotten(table: GroupTable, lease: HeldLease) -> Group | None:
         _hand_out(table, position + 1)
         return table.groups[lease.group_id]
     group = table.groups.get(lease.group_id)
-    if group is None or group.state is not State.WAITING or group.id in table.suspects:
+    if group is None or group.state is not GroupState.WAITING or group.id in table.suspects:
         return None
     if not group.samples.keys() >= set(lease.pushed):
         return None

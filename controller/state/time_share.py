@@ -1,4 +1,4 @@
-"""Turns on the devices that the trainer shares with rollout replicas (`placement.share = "time"`). Pure.
+"""How the trainer shares its devices with rollout replicas (`placement.share = "time"`). Pure.
 
     trainer     has or wants them ────────────────▶ gives them ──────────────────▶ wants them …
     rollouts    told to sleep ─▶ say that they do ─▶ may wake, and count as awake ─▶ told to sleep …
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-class Turns:
+class TimeShare:
     """See the module's docstring. given: policy epoch whose trainer has given the devices; 0: none has."""
 
     def __init__(self, given: int = 0) -> None:
@@ -26,9 +26,9 @@ class Turns:
         self._asleep: set[str] = set()
         self._heard: dict[str, int] = {}
 
-    def of_policy(self, epoch: int, trainer_present: bool) -> bool:
+    def of_policy(self, policy_epoch: int, trainer_present: bool) -> bool:
         """Whether rollout replicas are to sleep. epoch: the trainers' present one."""
-        return epoch == 0 or (trainer_present and self.given != epoch)
+        return policy_epoch == 0 or (trainer_present and self.given != policy_epoch)
 
     def hears(self, replica_id: str, sequence: int) -> bool:
         """Whether a call is newer than all of this replica that were heard: another one changes nothing."""

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from controller.autoscale.meter import Beginning, Measured
+from controller.autoscale.meter import Measured, WarmUp
 
 HEADROOM = 1.05
 """Times the measured need: at the need itself the trainer waits by chance."""
@@ -105,7 +105,7 @@ class Seen:
 
     measured: Measured | None
     working: int
-    beginning: Beginning | None = None
+    beginning: WarmUp | None = None
     hold: str = ""
     over: str = ""
     left: int | None = None
@@ -121,7 +121,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class Memory:
+class PastDecisions:
     """A decision leaves this for later ones; it is stored. Times are those of the caller's clock. Its lists are
     replaced, never changed."""
 
@@ -149,7 +149,7 @@ class Memory:
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Memory:
+    def from_record(cls, record: Mapping[str, Any]) -> PastDecisions:
         coming = [(float(at), int(count)) for at, count in record["coming"]]
         return cls(**{**record, "coming": coming})
 
@@ -157,7 +157,7 @@ class Memory:
 class Autoscaler:
     """See the module's docstring."""
 
-    def __init__(self, limits: Limits, memory: Memory) -> None:
+    def __init__(self, limits: Limits, memory: PastDecisions) -> None:
         self.limits, self.memory = limits, memory
         memory.desired = self._within(memory.desired)
         if memory.manual is not None:

@@ -7,9 +7,9 @@ import pytest
 from controller.client import Call, Refused
 from controller.client import calls as api
 from controller.state.job_facts import JobFacts
-from controller.state.turns import Turns
+from controller.state.time_share import TimeShare
 from schema.wire.messages import ErrorCode, LeaseStatus
-from schema.wire.messages.turns import TurnRequest
+from schema.wire.messages.time_share import TurnRequest
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, Trainer
 from tests.support.controller import make_config
@@ -49,7 +49,7 @@ def test_a_round_of_turns(stage: Stage) -> None:
     assert not holds(rollout, True, SOON), "told to sleep"
     assert not holds(rollout, False)
     assert not holds(trainer, True), "one is awake"
-    assert served.job.turns.awake([rollout.reply.replica_id, other.reply.replica_id]) == ["rollout-1.1"]
+    assert served.job.time_share.awake([rollout.reply.replica_id, other.reply.replica_id]) == ["rollout-1.1"]
     stage.client(served).send(exited("rollout-1"))
     assert holds(trainer, True, SOON), "who has died holds nothing"
 
@@ -76,7 +76,7 @@ def test_a_controller_that_is_restarted_knows_whose_turn_it_is(stage: Stage) -> 
     assert not holds(trainer, False)
     assert served.job.facts.devices_given == served.job.facts.policy_epoch
     restored = JobFacts.from_record(served.job.facts.to_record())
-    assert not Turns(restored.devices_given).of_policy(restored.policy_epoch, trainer_present=True)
+    assert not TimeShare(restored.devices_given).of_policy(restored.policy_epoch, trainer_present=True)
 
 
 def test_jobs_without_turns_refuse_the_call(stage: Stage) -> None:

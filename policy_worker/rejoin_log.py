@@ -46,7 +46,7 @@ class Trained:
         return None if self.packed is None else StepTable.model_validate_json(zlib.decompress(self.packed))
 
 
-class History:
+class RejoinLog:
     """See the module's docstring. `snapshot`: what the newest checkpoint holds of the ledger."""
 
     def __init__(self) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from policy_worker.errors import SettingsError
 from policy_worker.model.head import Head
 from policy_worker.model.logprobs import Beside
-from policy_worker.model.micro_batch import Columns, Layout, MicroBatch, TrainSample, collate
+from policy_worker.model.micro_batch import BatchLayout, Columns, MicroBatch, TrainSample, collate
 from policy_worker.model.model import DTYPES, Backbone
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.experts import expert_layers
-from policy_worker.parallel.group import Group
-from policy_worker.parallel.mesh import MeshSizes
+from policy_worker.parallel.mesh import ParallelDims
 from policy_worker.parallel.pipeline import Pipeline
+from policy_worker.parallel.rank_group import RankGroup
 from schema.config import Config
 from schema.config.layout import mesh_of
 from schema.config.sections.optimizer import PrecisionKeys
@@ -39,8 +39,8 @@ class ModelMesh(NamedTuple):
     group: the ranks, with the coordinates that they have for it. layout: of its micro-batches on this rank. pipeline:
     of its stages; None: all ranks have all of it. numbers: the type of what it says of a token."""
 
-    group: Group
-    layout: Layout
+    group: RankGroup
+    layout: BatchLayout
     numbers: torch.dtype
     pipeline: Pipeline | None = None
 
@@ -87,17 +87,17 @@ class ModelMesh(NamedTuple):
         return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
 
 
-def arranged(config: Config, role: str, group: Group) -> Group:
+def arranged(config: Config, role: str, group: RankGroup) -> RankGroup:
     """The ranks as they stand for the reference model or the critic. A collective.
 
     Raises `SettingsError`: its sizes are of another number of ranks."""
     if mesh_of(config, role) is config.policy.parallelism:
         return group
     section = f"{role}.parallelism"
-    return group.arranged(MeshSizes.of_config(mesh_of(config, role), group.world, section))
+    return group.arranged(ParallelDims.of_config(mesh_of(config, role), group.world, section))
 
 
-def check_experts(model: Backbone, group: Group, section: str) -> None:
+def check_experts(model: Backbone, group: RankGroup, section: str) -> None:
     """Raises `SettingsError`: ranks are to share experts, and the model has none."""
     if group.sizes.ep > 1 and not expert_layers(model.lm):
         raise SettingsError(

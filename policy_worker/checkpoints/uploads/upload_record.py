@@ -36,7 +36,7 @@ class FileProgress(BaseModel):
     done: bool = False
 
 
-class Progress(BaseModel):
+class UploadProgress(BaseModel):
     """One directory on its way to one target. stamp: identity of its contents."""
 
     model_config = ConfigDict(extra="forbid")
@@ -47,10 +47,10 @@ class Progress(BaseModel):
     files: dict[str, FileProgress] = Field(default_factory=dict)
 
 
-class Record:
+class UploadRecord:
     """The record of one upload; methods may be called from several threads."""
 
-    def __init__(self, file: Path, progress: Progress) -> None:
+    def __init__(self, file: Path, progress: UploadProgress) -> None:
         self.file, self.progress = file, progress
         self._lock = threading.Lock()
 
@@ -74,7 +74,7 @@ def file_of(directory: Path, name: str, target: str) -> Path:
     return directory / f"{name}.{target}.json"
 
 
-def open_record(file: Path, path: Path, step: int) -> Record:
+def open_record(file: Path, path: Path, step: int) -> UploadRecord:
     """The record of an upload: what is known of it, or a new one where these contents are not those it knows.
 
     Raises `OSError`: the directory cannot be read."""
@@ -82,13 +82,13 @@ def open_record(file: Path, path: Path, step: int) -> Record:
     known = read_record(file)
     if known is not None and known.progress.stamp == stamp:
         return known
-    return Record(file, Progress(step=step, stamp=stamp))
+    return UploadRecord(file, UploadProgress(step=step, stamp=stamp))
 
 
-def read_record(file: Path) -> Record | None:
+def read_record(file: Path) -> UploadRecord | None:
     """None if there is none, or it cannot be read: then the upload begins again."""
     try:
-        return Record(file, Progress.model_validate(json.loads(file.read_text())))
+        return UploadRecord(file, UploadProgress.model_validate(json.loads(file.read_text())))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ValidationError) as error:

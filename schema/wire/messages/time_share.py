@@ -1,4 +1,4 @@
-"""Turns on devices that trainer and rollout replicas share: who has them says so, and hears when that changes."""
+"""Devices that trainer and rollout replicas share by time: who has them says so, and is told when that changes."""
 
 from __future__ import annotations
 

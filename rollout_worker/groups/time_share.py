@@ -17,14 +17,14 @@ from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
 from rollout_worker.ranges import span
 from rollout_worker.session import Session
-from schema.wire.messages.turns import TurnRequest
+from schema.wire.messages.time_share import TurnRequest
 
 log = logging.getLogger(__name__)
 
 POLL_S = 20.0
 
 
-class Turns:
+class TimeShare:
     """See the module's docstring."""
 
     def __init__(self, session: Session, leases: LeaseTable, metrics: Metrics, heartbeat: Heartbeat) -> None:

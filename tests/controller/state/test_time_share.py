@@ -7,18 +7,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from controller.state.turns import Turns
+from controller.state.time_share import TimeShare
 from tests.support.effort import SOAK
 
 NAMES = ("a", "b")
 
 
 class TurnsMachine(RuleBasedStateMachine):
-    """What processes really hold, next to what `Turns` knows of it. Calls may be late, lost or repeated."""
+    """What processes really hold, next to what `TimeShare` knows of it. Calls may be late, lost or repeated."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns()
+        self.time_share = TimeShare()
         self.epoch = 0
         self.trainer: str | None = None
         """None: there is none. `out`: it has given the devices; `wants`; `has`."""
@@ -33,14 +33,14 @@ class TurnsMachine(RuleBasedStateMachine):
         return f"{name}.{self.lives[name]}"
 
     def theirs(self) -> bool:
-        return not self.turns.of_policy(self.epoch, self.trainer is not None)
+        return not self.time_share.of_policy(self.epoch, self.trainer is not None)
 
     def call(self, replica: str, sequence: int, holds: bool) -> bool:
         """As the service."""
-        if self.turns.hears(replica, sequence):
-            self.turns.wakes(replica) if holds else self.turns.sleeps(replica)
+        if self.time_share.hears(replica, sequence):
+            self.time_share.wakes(replica) if holds else self.time_share.sleeps(replica)
         if yours := self.theirs():
-            self.turns.wakes(replica)
+            self.time_share.wakes(replica)
         return yours
 
     # ---- the trainer ----------------------------------------------------------------------------------------
@@ -54,10 +54,10 @@ class TurnsMachine(RuleBasedStateMachine):
     @rule()
     def the_trainer_goes_on(self) -> None:
         if self.trainer == "out":
-            self.turns.given, self.trainer = 0, "wants"
+            self.time_share.given, self.trainer = 0, "wants"
         elif self.trainer == "has":
-            self.turns.given, self.trainer = self.epoch, "out"
-        elif not self.turns.awake([self.id_of(name) for name in self.rollouts]):
+            self.time_share.given, self.trainer = self.epoch, "out"
+        elif not self.time_share.awake([self.id_of(name) for name in self.rollouts]):
             self.trainer = "has"
 
     @precondition(lambda self: self.trainer is not None)
@@ -100,7 +100,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_controller_is_restarted(self) -> None:
-        self.turns = Turns(self.turns.given)
+        self.time_share = TimeShare(self.time_share.given)
         self.sent = []  # connections end with it
 
     @rule()
@@ -108,14 +108,14 @@ class TurnsMachine(RuleBasedStateMachine):
         """The trainer goes on to its next batch, by which it says again what it wants."""
         self.sent = []
         if self.trainer == "out":
-            self.turns = Turns()
-            self.turns.given = self.epoch  # it says so with its next call
+            self.time_share = TimeShare()
+            self.time_share.given = self.epoch  # it says so with its next call
         else:
-            self.turns = Turns()
+            self.time_share = TimeShare()
 
     @rule()
     def names_are_forgotten(self) -> None:
-        self.turns.forget([self.id_of(name) for name in self.rollouts])
+        self.time_share.forget([self.id_of(name) for name in self.rollouts])
 
     @invariant()
     def one_side_alone_has_the_devices(self) -> None:
@@ -124,7 +124,7 @@ class TurnsMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_ever(self) -> None:
         """Two calls of each replica that is there, and the trainer is let in; it gives, and they are."""
-        turns, given = self.turns, self.turns.given
+        turns, given = self.time_share, self.time_share.given
         asleep, heard = set(turns._asleep), dict(turns._heard)
         if self.trainer == "wants":
             for number, name in enumerate(self.rollouts):
@@ -142,8 +142,10 @@ TestTurns.settings = settings(max_examples=3000 if SOAK else 80, stateful_step_c
 
 
 def test_rollout_replicas_wait_for_the_first_trainer() -> None:
-    assert Turns().of_policy(0, trainer_present=False)
-    assert not Turns().of_policy(1, trainer_present=False), "one that has died holds nobody up"
-    assert Turns().of_policy(1, trainer_present=True), "it has the devices until it gives them"
-    assert not Turns(given=1).of_policy(1, trainer_present=True)
-    assert Turns(given=1).of_policy(2, trainer_present=True), "what an earlier one gave the next has again"
+    assert TimeShare().of_policy(0, trainer_present=False)
+    assert not TimeShare().of_policy(1, trainer_present=False), "one that has died holds nobody up"
+    assert TimeShare().of_policy(1, trainer_present=True), "it has the devices until it gives them"
+    assert not TimeShare(given=1).of_policy(1, trainer_present=True)
+    assert TimeShare(given=1).of_policy(2, trainer_present=True), (
+        "what an earlier one gave the next has again"
+    )

@@ -139,10 +139,13 @@ def _function(forward: Exchanged, backward: Exchanged) -> type[torch.autograd.Fu
     return Exchange
 
 
-Copy, Add = _function(lambda x, _: x.view_as(x), _summed), _function(_summed, lambda grad, _: grad)
-Join, Part = _function(_joined, _part), _function(_part, _joined)
-Gather, Scatter = _function(gathered, _scattered), _function(_scattered, gathered)
-Unite = _function(gathered, _own_rows)
+AllReduceBackward, AllReduceForward = (
+    _function(lambda x, _: x.view_as(x), _summed),
+    _function(_summed, lambda grad, _: grad),
+)
+AllGatherColumns, SplitColumns = _function(_joined, _part), _function(_part, _joined)
+AllGatherRows, ReduceScatterRows = _function(gathered, _scattered), _function(_scattered, gathered)
+UniteRows = _function(gathered, _own_rows)
 
 
 def travel(
