@@ -70,7 +70,7 @@ def test_a_class_name_is_given_once() -> None:
     classes = Counter(
         node.name
         for path in modules().values()
-        for node in ast.walk(counts.tree(path))
+        for node in counts.tree(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name for name, n in classes.items() if n > 1} == TWO_ENDS
